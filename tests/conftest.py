@@ -69,23 +69,25 @@ def pytest_sessionfinish(session):
     """End the jobs that ran one program after the other, and add up what the workers started."""
     jobs.end_all()
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["starts"] = dict(STARTS)
+        session.config.workeroutput["starts"] = dict(STARTS), jobs.spent["rank_s"]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """Take over how many jobs a worker has started."""
-    STARTS.update({int(ranks): jobs for ranks, jobs in
-                   getattr(node, "workeroutput", {}).get("starts", {}).items()})
+    starts, rank_s = getattr(node, "workeroutput", {}).get("starts", ({}, 0.0))
+    STARTS.update(starts)
+    jobs.spent["rank_s"] += rank_s
 
 
 def pytest_terminal_summary(terminalreporter):
     """Say how many jobs were started: each rank imports what it needs anew."""
     if STARTS:
-        ranks = sum(size * jobs for size, jobs in STARTS.items())
-        sizes = ", ".join(f"{jobs} of {size}" for size, jobs in sorted(STARTS.items()))
+        ranks = sum(size * number for size, number in STARTS.items())
+        sizes = ", ".join(f"{number} of {size}" for size, number in sorted(STARTS.items()))
         terminalreporter.write_line(
-            f"{STARTS.total()} jobs of {ranks} ranks were started: {sizes}")
+            f"{STARTS.total()} jobs of {ranks} ranks were started: {sizes}; ranks that stay took "
+            f"{jobs.spent['rank_s']:.0f} s of ranks to start and import")
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,8 @@ _MOST_JOBS = 4
 # How long the ranks that have done their part wait for one that has not, once another has died.
 _LAST_WORDS_S = 10
 _jobs: dict[int, "_Job"] = {}
+# What the starts of jobs have taken, with the imports of their ranks: seconds times ranks.
+spent = {"rank_s": 0.0}
 
 
 def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
@@ -66,7 +68,7 @@ class _Job:
     def __init__(self, ranks):
         self._folder = Path(tempfile.mkdtemp(prefix="mpiring-tests-"))
         self._programs, self._sockets, self.serves = 0, [], True
-        address = self._folder / "socket"
+        address, began = self._folder / "socket", time.monotonic()
         with socket.socket(socket.AF_UNIX) as listener, \
                 open(self._folder / "job", "w") as output:
             listener.bind(str(address))
@@ -76,6 +78,7 @@ class _Job:
             while len(self._sockets) < ranks:
                 self._sockets.append(listener.accept()[0])
         self._unread = {one: b"" for one in self._sockets}
+        spent["rank_s"] += ranks * (time.monotonic() - began)
 
     def run(self, command, timeout_s, cwd, variables):
         self._programs += 1
@@ -92,13 +95,13 @@ class _Job:
         seconds = time.monotonic() - began
         text = output.read_text(errors="replace")
         output.unlink()
-        self.serves = not died and not any(reply["worn"] or reply["left"] for reply in replies)
+        self.serves = len(replies) == len(self._sockets) and not any(
+            reply["worn"] or reply["left"] for reply in replies)
         if died:
             # What MPI and the launcher say of it stands in the job's own output.
-            status = self._process.wait(HANG_S) or 1
+            status = self._ended() or 1
             return Ended(status, text + (self._folder / "job").read_text(errors="replace"), seconds)
         if len(replies) < len(self._sockets):
-            self.serves = False
             pytest.fail(f"{command} hung for {timeout_s} s on {len(self._sockets)} ranks, of which "
                         f"{len(replies)} have ended:\n{text[-5000:]}")
         left = [f"rank {reply['rank']} {each}" for reply in replies for each in reply["left"]]
@@ -132,10 +135,13 @@ class _Job:
         """Let the ranks end, as they do where nobody is left who has programs for them."""
         for one in self._sockets:
             one.close()
-        if self.serves:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_WORDS_S)
+        self._ended(_LAST_WORDS_S if self.serves else 0)
+        shutil.rmtree(self._folder)
+
+    def _ended(self, patience_s=_LAST_WORDS_S):
+        """Wait for the end of mpiexec, bring it about if it does not come; return the status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        shutil.rmtree(self._folder)
+        return self._process.wait()

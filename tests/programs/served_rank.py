@@ -12,6 +12,7 @@ programs share a process.
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import multiprocessing
@@ -33,8 +34,6 @@ from mpi4py import MPI
 
 import mpiring
 
-# PyTorch's, in a new process.
-TORCH_SEED = 67280421310721
 # What one program may leave: packages open files at their first use, and autograd's graphs keep
 # what a hook holds, if that holds a parameter. Tests of lifetimes count for themselves.
 FILES, MEMORIES = 64, 16
@@ -101,7 +100,7 @@ class Settings:
         random.seed()
         np.random.seed()
         if "torch" in sys.modules:
-            sys.modules["torch"].manual_seed(TORCH_SEED)
+            sys.modules["torch"].seed()
 
     def restore(self):
         """Undo what the last program has changed."""
@@ -255,8 +254,11 @@ def serve(address):
     rank = MPI.COMM_WORLD.rank
     # The first one registers with atexit what ends all others that a program has made.
     weakref.finalize(serve, int)
-    # What mpiring leaves for the whole life of a process is there before the first program.
+    # What mpiring leaves for the whole life of a process, and PyTorch, which adds to the filters of
+    # warnings, are there before the first program.
     mpiring.init().close()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
     at_exit = ExitFunctions()
     settings = Settings()
     # Open from now on: the first program that prints would else count as having opened it.

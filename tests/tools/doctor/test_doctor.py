@@ -1,5 +1,6 @@
 """Runs the doctor on launches that work, and on such that went wrong in each known way."""
 
+import fcntl
 import json
 import os
 import re
@@ -32,6 +33,16 @@ def parsed(output):
 def vendor():
     said = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True).stdout
     return "MPICH" if "HYDRA" in said else "Open MPI"
+
+
+@pytest.fixture(autouse=True)
+def beside_no_other_job(tmp_path_factory):
+    """Wait for doctors of the other worker: in a namespace of its own, each seems one of a job."""
+    folder = tmp_path_factory.getbasetemp()
+    common = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+    with open(common / "doctors", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def test_all_ranks_make_one_report():
