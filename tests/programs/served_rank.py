@@ -133,8 +133,9 @@ class Settings:
             # The program has put its own objects there.
             gc.unfreeze()
         # One closes generators, which hold what the next one finds.
-        while gc.collect():
-            pass
+        for _ in range(10):
+            if not gc.collect():
+                break
         found = [f"runs the thread {thread.name!r}" for thread in threading.enumerate()
                  if thread not in self._threads and of_a_program(thread) and not stopped(thread)]
         found += [f"has the process {child.pid}" for child in multiprocessing.active_children()]
@@ -174,9 +175,10 @@ def is_own(file):
     if not isinstance(file, str):
         return False
     path = Path(file).resolve()
-    if path.is_relative_to(ROOT / "mpiring"):
+    if "site-packages" in path.parts or path.is_relative_to(ROOT / "mpiring"):
+        # A virtual environment may lie in the checkout.
         return False
-    return path.is_relative_to(ROOT) or "site-packages" not in path.parts and not any(
+    return path.is_relative_to(ROOT) or not any(
         path.is_relative_to(Path(folder).resolve())
         for folder in (sys.prefix, sys.base_prefix, Path(os.__file__).parent))
 
