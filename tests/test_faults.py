@@ -17,7 +17,6 @@ FAULT = PROGRAMS / "fault.py"
 # what else may differ.
 MISMATCHES = {
     "shape": ["called allreduce sum of float32 (999,)", "float32 (1000,)"],
-    "order": ["called broadcast", "called allreduce"],
     "leaves early": ["called close", "called allreduce"],
     "background": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
     "leaves a server": ["called finish a ParameterServer", "called close"],
@@ -103,7 +102,7 @@ def test_a_missing_gradient_bucket_is_named():
 @pytest.mark.parametrize(("fault", "text", "compiled"), [
     ("killed", "", 1), ("interrupt", "KeyboardInterrupt", 1),
     *(pytest.param(*case, marks=pytest.mark.any_mpi) for case in [
-        ("killed", "", 0), ("interrupt", "KeyboardInterrupt", 0),
+        ("killed", "", 0),
         ("killed in place", "", 1), ("interrupt in place", "KeyboardInterrupt", 1)])])
 def test_a_rank_that_is_ended_amid_short_calls(fault, text, compiled, machine_code):
     ended = launch(2, FAULT, fault, **IMPATIENT, MPIRING_MACHINE_CODE=str(compiled))

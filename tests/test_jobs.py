@@ -36,8 +36,7 @@ print(json.dumps({
     "handlers": len(logging.getLogger("mpiring").handlers), "words": sys.argv,
     "signal": repr(signal.getsignal(signal.SIGUSR1)), "errors": numpy.geterr(),
     "dtype": str(torch.get_default_dtype()), "graphs": torch.is_grad_enabled(),
-    "hooks": repr([sys.excepthook, threading.excepthook]),
-    "threads": [thread.name for thread in threading.enumerate()]}))
+    "hooks": repr([sys.excepthook, threading.excepthook])}))
 print(json.dumps([random.random(), numpy.random.random(), torch.rand(1).item()]))
 """
 
@@ -54,7 +53,7 @@ def test_what_a_program_changes_is_undone(tmp_path):
     ended = run(1, "-c", CHANGES)
     assert ended.status == 0 and ended.output == "the end of 1\n", ended.output
     after, other = shown(tmp_path)
-    assert after == before
+    assert not {name: (x, after[name]) for name, x in before.items() if after[name] != x}
     assert all(a != b for a, b in zip(random, other))
 
 
@@ -70,13 +69,10 @@ def test_modules_beside_a_program_are_its_own(tmp_path):
 @pytest.mark.parametrize(("program", "status", "told"), [
     ("import sys; sys.exit(3)", 3, ""), ("import sys; sys.exit('a reason')", 1, "a reason"),
     ("raise ValueError('a bug')", 1, "ValueError: a bug"),
-    ("import atexit; atexit.register(lambda: 1 / 0)", 1, "ZeroDivisionError"),
-    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "")])
+    ("import atexit; atexit.register(lambda: 1 / 0)", 1, "ZeroDivisionError")])
 def test_a_program_that_fails_is_told_and_the_next_one_runs(program, status, told):
     ended = run(1, "-c", program)
-    # Of a signal, each mpiexec makes another status.
-    assert ended.status == status or status == 137 and ended.status, ended
-    assert told in ended.output
+    assert ended.status == status and told in ended.output, ended
     assert run(1, "-c", "print('well')").output == "well\n"
 
 

@@ -84,7 +84,7 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
 def test_killed_at_any_moment_other_ranks_train_on_each_sample_once(tmp_path):
     """With batches drawn ahead, and then by another budget; data_campaign.py does more of it."""
     needed("torch")
-    jobs = [(2, "prefetch", 4000, 4), (1, "workers, prefetch", 9000, 2), (3, "prefetch", 4000, 9)]
+    jobs = [(2, "prefetch", 4000, 4), (1, "workers, prefetch", 9000, 2), (2, "prefetch", 4000, 9)]
     kills, ended = one_training(tmp_path, jobs, random.Random(0))
     assert kills == 2 and ended.status == 0 and "each of 6000 once" in ended.output, ended.output
 

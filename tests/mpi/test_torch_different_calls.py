@@ -94,6 +94,9 @@ ROWS = [
         "find_unused_parameters": (True, False, "no"), "broadcast_buffers": (False, True, "no"),
         "deterministic": (True, False, "no"), "defer_wait": (True, False, "no"),
         "order": ([], None, 3)}, label="DataParallel"),
+    Row("DataParallel(module)", lambda comm, width: DataParallel(torch.nn.Linear(width, 3), comm),
+        {"width": 4}, {"value": ({"width": 5}, r"DataParallel has tensors\[0\]='weight "
+                                 r"torch.float32 \(3, [45]\)', but on rank 0 it is 'weight")}),
     *rows_of("Sharded", partial(Sharded, torch.optim.AdamW), {
         "lr": (0.5, 0.25, "a"), "weight_decay": (0.5, 0.25, "a"),
         "overlap": (True, False, "no"), "weights": ("node", "rank", 3)},

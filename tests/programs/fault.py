@@ -27,9 +27,6 @@ if fault == "raise":
     comm.allreduce(x)
 elif fault == "shape":
     comm.allreduce(np.ones(1000 - odd, np.float32))
-elif fault == "order":
-    comm.broadcast(x) if odd else comm.allreduce(x)
-    comm.allreduce(x) if odd else comm.broadcast(x)
 elif fault == "missing call":
     if odd:
         time.sleep(60)

@@ -10,6 +10,7 @@ import time
 import traceback
 
 import numpy as np
+from mpi4py import MPI
 
 import mpiring
 from mpiring import ClosedError, LaunchError
@@ -18,7 +19,7 @@ from mpiring.resilience import Stopping
 # The machine may be busy; what hangs is noticed long after.
 PATIENCE_S = 60
 
-comm = mpiring.init()
+comm = mpiring.init(config=mpiring.Config(progress=("thread", "inline")[MPI.COMM_WORLD.rank]))
 shared = comm.empty(5000)
 left = comm.empty(5000)
 

@@ -52,8 +52,6 @@ def test_misuse_is_loud_and_lifetimes_end():
 
 
 @pytest.mark.parametrize(("kind", "words"), [
-    ("model", ["rank 1: DataParallel has tensors[0]='weight torch.float32 (3, 5)",
-               "on rank 0 it is 'weight torch.float32 (3, 4)"]),
     ("forward", ["ValueError: a bug in forward", "rank 1 of 2"]),
     ("exit", ["rank 0 called reduce", "but rank 1 called close"]),
 ])
