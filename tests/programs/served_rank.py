@@ -11,6 +11,7 @@ programs share a process.
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -117,6 +118,8 @@ class Settings:
             if handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        # Else it would end another program.
+        faulthandler.cancel_dump_traceback_later()
         for logger, (level, handlers, propagate) in self._loggers.items():
             logger.setLevel(level)
             logger.handlers[:], logger.propagate = handlers, propagate
