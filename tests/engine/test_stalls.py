@@ -1,5 +1,6 @@
 """Tests what a rank says when an operation stalls, with messages passed by hand."""
 
+import threading
 import time
 from types import SimpleNamespace
 
@@ -20,16 +21,26 @@ from mpiring.engine.stalls import MessageWatch, StallWatch
 def clock(monkeypatch):
     """Let time pass only while ranks look."""
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
-    monkeypatch.setattr(time, "sleep", clock.pass_by)
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock
 
 
 class Clock:
-    now_s = 1000.0
+    """The time of the thread that runs the test; threads of other tests keep the real one."""
 
-    def pass_by(self, seconds):
-        self.now_s += seconds
+    def __init__(self):
+        self._thread, self._now_s = threading.get_ident(), 1000.0
+        self._real = time.monotonic, time.sleep
+
+    def monotonic(self):
+        return self._now_s if threading.get_ident() == self._thread else self._real[0]()
+
+    def sleep(self, seconds):
+        if threading.get_ident() == self._thread:
+            self._now_s += seconds
+        else:
+            self._real[1](seconds)
 
 
 class Never:
