@@ -41,14 +41,18 @@ def check(job, fault):
 
 
 @pytest.mark.any_mpi
-def test_scancel_leaves_nothing(slurm, trainings):
+def test_scancel_ends_a_job_for_good_and_leaves_nothing(slurm, trainings):
     """The first test; trainings begin meanwhile, see conftest.py."""
-    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
-    job.wait_for("is ready")
-    job.cancel()
+    jobs = [slurm.submit(script, FAULT, "wait for ever", options=TWO_NODES)
+            for script in (TRAIN, PREEMPTIBLE)]
+    for job in jobs:
+        job.wait_for("is ready")
+        job.cancel()
     began = time.monotonic()
-    assert job.wait()["JobState"] == "CANCELLED"
-    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+    for job in jobs:
+        assert job.wait()["JobState"] == "CANCELLED"
+        job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+        assert job.show()["JobState"] == "CANCELLED", "it was not requeued"
     assert time.monotonic() - began < SOON_S
 
 

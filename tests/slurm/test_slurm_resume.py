@@ -99,15 +99,6 @@ def test_a_full_disk_ends_the_job(slurm, trainings):
     assert "failed with status 1 in attempt 1: the job ends" in training.job.output
 
 
-def test_a_cancelled_job_stays_cancelled(trainings):
-    training = trainings.start("cancelled")
-    training.job.wait_for("epoch   1")
-    training.job.cancel()
-    assert training.job.wait()["JobState"] == "CANCELLED"
-    training.job.until(lambda: not training.job.processes(), "its processes are gone", SOON_S)
-    assert training.job.show()["JobState"] == "CANCELLED"
-
-
 def test_a_lost_node(on_n4, slurm, trainings):
     training, job = on_n4
     training.job.until(lambda: training.job.show()["Restarts"] == "1", "Slurm has requeued it",
