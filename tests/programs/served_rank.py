@@ -12,6 +12,7 @@ programs share a process.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -91,8 +92,15 @@ class Settings:
         self._loggers = {logger: (logger.level, list(logger.handlers), logger.propagate)
                          for logger in map(logging.getLogger, (None, "mpiring"))}
         self._numpy_errors = np.geterr()
-        self._threads, self._frozen = set(threading.enumerate()), 0
+        self._threads = set(threading.enumerate())
+        self._freeze, self._program_froze = gc.freeze, False
+        gc.freeze = self.freeze
         self._files, self._memories = len(open_files()), shared_memories()
+
+    def freeze(self):
+        """Do what a program calls gc.freeze for, and remember that it did."""
+        self._program_froze = True
+        self._freeze()
 
     def enter(self, task):
         """Begin a program: with its variables, folder and words."""
@@ -132,9 +140,9 @@ class Settings:
 
     def left(self):
         """Return what the last program has left behind, and whether this process is worn out."""
-        if gc.get_freeze_count() != self._frozen:
-            # The program has put its own objects there.
+        if self._program_froze:
             gc.unfreeze()
+            self._program_froze = False
         # One closes generators, which hold what the next one finds.
         for _ in range(10):
             if not gc.collect():
@@ -146,8 +154,7 @@ class Settings:
                          and not each.closed]
         found += [f"has {len(communicators)} open communicators"] * bool(communicators)
         # What is left belongs to packages: collections need not look at it again.
-        gc.freeze()
-        self._frozen = gc.get_freeze_count()
+        self._freeze()
         files, memories = open_files(), shared_memories()
         if len(files) > self._files + FILES:
             kinds = Counter(name.partition(":")[0] for name in files)
@@ -173,6 +180,7 @@ def stopped(thread):
     return not thread.is_alive()
 
 
+@functools.cache
 def is_own(file):
     """Return whether a file belongs to the tests, to mpiring, or to a folder of a test's own."""
     if not isinstance(file, str):
