@@ -15,8 +15,10 @@ from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
-LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", "test_real_mpi",
-           "test_examples", "test_resume")
+# Tests that start jobs, in the order in which they run: first those that mostly wait, beside which
+# the other worker runs those that start none; then those that take long.
+ORDER = ("slurm/", "test_faults", "test_jobs", "tools/doctor/", "test_resume", "test_real_mpi",
+         "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", "test_examples")
 
 
 def pytest_addoption(parser):
@@ -45,17 +47,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    """Let those that start jobs come first: two at a time, the other worker begins at the end.
-
-    Of these, first what waits most, then what takes longest, so that both workers end together.
-    """
-    def rank(item):
+    """Run tests that start jobs first: of two workers, the second begins at the end."""
+    def place(item):
         if item.get_closest_marker("launch") is None:
-            return len(LONGEST) + 1
+            return len(ORDER) + 1
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((i for i, name in enumerate(LONGEST) if path.startswith(name)), len(LONGEST))
+        return next((i for i, name in enumerate(ORDER) if path.startswith(name)), len(ORDER))
 
-    items.sort(key=rank)
+    items.sort(key=place)
 
 
 def pytest_runtest_setup(item):
