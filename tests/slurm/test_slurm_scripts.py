@@ -74,7 +74,9 @@ def test_the_wrong_pmi_is_refused(slurm):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.usefixtures("machine_code")
 def test_the_first_command_of_the_readme_trains(slurm):
+    """Its ranks find the machine code: two nodes would compile it twice, while ranks wait."""
     for module in ("sklearn", "safetensors"):
         needed(module)
     first, *_ = re.findall(r"^sbatch (\S+) (.*) --epochs 30$", README, re.MULTILINE)
