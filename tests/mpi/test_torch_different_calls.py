@@ -52,9 +52,20 @@ def with_groups(model, params):
     return Sharded(torch.optim.SGD, model, groups(model, params), lr=0.1)
 
 
-def stepping(optimizer, lr):
-    optimizer.param_groups[0]["lr"] = lr
+def stepping(optimizer, *, writes=0, **settings):
+    """Take a step with settings of the last group, after this rank alone may have written."""
+    optimizer.param_groups[-1].update(settings)
+    with torch.no_grad():
+        for p in list(optimizer._model.parameters())[:writes]:
+            p.mul_(2)
     optimizer.step()
+
+
+def sharded_in_groups(comm):
+    model = wrapped(comm)
+    optimizer = Sharded(torch.optim.AdamW, model, groups(model, [[0, 1], [2, 3]]))
+    model(torch.ones(1, 3)).sum().backward()
+    return optimizer
 
 
 def grown(state):
@@ -117,12 +128,21 @@ ROWS = [
             make=partial(sharded, kind=kind), label="weights|updated|step"),
         Row(f"{name}.clip_grad_norm_",
             lambda optimizer, **options: optimizer.clip_grad_norm_(**options),
-            {"max_norm": 8.0, "norm_type": 3.0},
+            {"max_norm": 8.0, "norm_type": 3.0, "error_if_nonfinite": False},
             {"value": ({"max_norm": 0.8}, "max_norm=8.*max_norm=0.8|max_norm=0.8.*max_norm=8"),
              "type": ({"max_norm": "a"}, "max_norm"),
              "norm type": ({"norm_type": 1.0}, "norm_type=3.*norm_type=1|norm_type=1.*norm_type=3"),
+             "whether it raises": ({"error_if_nonfinite": True}, "error_if_nonfinite"),
              "missing": ({"norm_type": SKIPPED}, "norm_type")},
             make=partial(sharded, kind=kind), label="allreduce"))],
+    # The text of AdamW's settings is longer than what is compared: rates come first.
+    Row("Sharded(groups).step", stepping, {"lr": 0.1, "weight_decay": 0.5, "writes": 0},
+        {"rate": ({"lr": 0.2}, r"lr=\[0.5, 0.[12]\].* rank . .*; give param_groups the same"),
+         "decay": ({"weight_decay": 0.25}, r"weight_decay=\[0.01, 0.(5|25)\].* rank . .*decay"),
+         "write": ({"writes": 1}, r"after writes outside of writing_weights\(\) to 0.weight;")},
+        make=sharded_in_groups),
+    Row("Sharded.state_dict", lambda optimizer, root: optimizer.state_dict(root=root), {"root": 1},
+        {"value": ({"root": 0}, "root=0, but on rank 0 it is 1")}, make=sharded),
     loading("Sharded", sharded),
     loading("Sharded(node)", partial(sharded, weights="node")),
     *rows_of("broadcast_parameters",
