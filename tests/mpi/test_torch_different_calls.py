@@ -94,6 +94,24 @@ def loading(name, make, grows=grown):
                make_both, "Sharded")
 
 
+def training(comm, steps=0, **settings):
+    """Return a model that has taken steps, and an optimizer of each of its layers."""
+    model = wrapped(comm, **settings)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.module]
+    for _ in range(steps):
+        step(model, optimizers)
+    return model, optimizers
+
+
+def step(model, optimizers, backward=True):
+    model.zero_grad()
+    loss = model(torch.ones(2, 3)).sum()
+    if backward:
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def two_optimizers(comm, root=0):
     optimizer = torch.optim.SGD(module().parameters(), lr=0.5)
     broadcast_optimizer_state(optimizer, comm, root=root)
@@ -108,6 +126,12 @@ ROWS = [
     Row("DataParallel(module)", lambda comm, width: DataParallel(torch.nn.Linear(width, 3), comm),
         {"width": 4}, {"value": ({"width": 5}, r"DataParallel has tensors\[0\]='weight "
                                  r"torch.float32 \(3, [45]\)', but on rank 0 it is 'weight")}),
+    *[Row(f"step {steps} with {settings}",
+          lambda run, backward: (step(*run, backward=backward), step(*run)), {"backward": True},
+          {"skipped": ({"backward": False}, rf"in step {steps} \({2 + 2 * (steps > 0)} optimizer "
+                       r"steps since its last averaged backward pass\) bucket 0")},
+          make=partial(training, steps=steps, **settings))
+      for steps in (0, 3) for settings in ({}, {"defer_wait": True})],
     *rows_of("Sharded", partial(Sharded, torch.optim.AdamW), {
         "lr": (0.5, 0.25, "a"), "weight_decay": (0.5, 0.25, "a"),
         "overlap": (True, False, "no"), "weights": ("node", "rank", 3)},
@@ -179,3 +203,20 @@ CASES = cases(ROWS)
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name for name, *_ in CASES])
 def test_one_odd_rank_is_an_error_on_all(comm, case):
     check(comm, *CASES[case][1:])
+
+
+def test_ranks_may_take_steps_without_the_others_where_nothing_is_averaged(comm):
+    model, optimizers = training(comm, 2)
+    with model.no_sync():
+        for _ in range(comm.rank):
+            step(model, optimizers)
+    step(model, optimizers)
+    with model.no_sync():
+        for _ in range(comm.rank):
+            model(torch.ones(2, 3)).sum().backward()
+    for _ in range(comm.rank):
+        optimizers[0].step()
+    with model.join():
+        for _ in range(1 + comm.rank):
+            step(model, optimizers)
+    step(model, optimizers)
