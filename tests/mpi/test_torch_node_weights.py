@@ -129,17 +129,12 @@ def test_weights_are_written_in_a_block(comm, weights):
         comm.barrier()
     for name, p, x in zip(dict(model.named_parameters()), model.parameters(), before):
         assert torch.equal(p, torch.full((37,), 7.0) if "first.bias" in name else 2 * x)
-    train(model, optimizer, comm, range(3))
-    assert_equal_on_all(model, comm)
-
-
-def test_a_block_that_raises_leaves_the_weights_where_they_are(comm):
-    model, optimizer = sharded(comm, "node")
     where = model.scale.data_ptr()
     with pytest.raises(ZeroDivisionError), optimizer.writing_weights():
         1 / 0
     assert model.scale.data_ptr() == where
-    train(model, optimizer, comm, range(2))
+    train(model, optimizer, comm, range(3))
+    assert_equal_on_all(model, comm)
 
 
 def test_a_model_is_loaded_as_ever(comm):
@@ -179,10 +174,9 @@ def assert_private(model, comm):
     assert (model.last.bias == comm.rank).all()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_loading_follows_the_buckets_of_the_optimizer(comm, overlap):
+def test_loading_follows_the_buckets_of_the_optimizer(comm):
     """Whenever a rank collects garbage; and ends with the optimizer, not before."""
-    model, optimizer = sharded(comm, "node", overlap=overlap)
+    model, optimizer = sharded(comm, "node", overlap=True)
     gc.disable()
     try:
         for step in range(3):
@@ -196,7 +190,7 @@ def test_loading_follows_the_buckets_of_the_optimizer(comm, overlap):
         loaded(model)
         assert_private(model, comm)
         assert not model.module._load_state_dict_pre_hooks
-        again = Sharded(torch.optim.AdamW, model, lr=0.01, weights="node", overlap=overlap)
+        again = Sharded(torch.optim.AdamW, model, lr=0.01, weights="node")
         loaded(model)
         train(model, again, comm, [0])
         net = model.module
@@ -255,9 +249,3 @@ def test_ranks_that_share_no_memory_have_a_copy_each_and_are_restored(comm):
         assert_equal_on_all(model, apart)
         each = sharded(comm, "rank")
         train(*each, comm, range(3))
-
-
-def test_wrong_arguments(comm):
-    model = DataParallel(Net(), comm)
-    with pytest.raises(ConfigError, match="weights='both': expected 'rank'"):
-        Sharded(torch.optim.SGD, model, lr=0.1, weights="both")

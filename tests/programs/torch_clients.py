@@ -5,7 +5,6 @@ gradient norm and weight is equal. With a Sharded optimizer, Accelerate and Ligh
 same to rounding.
 """
 
-import logging.handlers
 import os
 import sys
 import warnings
@@ -181,25 +180,6 @@ def lightning(folder, comm=None):
     return found
 
 
-def unasked():
-    """Without mpiring's group Accelerate opens one of Gloo, from the same variables: it is said."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    records = logging.handlers.BufferingHandler(9)
-    logging.getLogger("mpiring").addHandler(records)
-    with mpiring.init() as comm:
-        mpiring.torch.export_environment(comm)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    runs = Accelerator()
-    # Gloo fails where a rank leaves while the other still connects to it.
-    runs.wait_for_everyone()
-    assert runs.num_processes == 2 and dist.get_backend() == "gloo"
-    texts = [record.getMessage() for record in records.buffer]
-    assert ["not of mpiring" in text for text in texts] == [True] * (rank == 0), texts
-    dist.destroy_process_group()
-
-
 def same(ours, theirs, where="the results", **tolerance):
     """Compare all numbers, bit by bit unless there is a tolerance."""
     assert type(ours) is type(theirs), (where, ours, theirs)
@@ -233,6 +213,4 @@ theirs = client(FOLDER / "gloo")
 dist.destroy_process_group()
 
 same(ours, theirs)
-if CLIENT == "accelerate":
-    unasked()
 print(f"rank {rank}: {CLIENT} does over mpiring what it does over Gloo", flush=True)
