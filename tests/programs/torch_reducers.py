@@ -8,15 +8,13 @@ import copy
 import torch
 from mpi4py import MPI
 from torch import nn
-from whereabouts import CUDA, WHERE
+from whereabouts import CUDA, WHERE, without_compiling
 
 import mpiring
-from mpiring.jit import loops
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.torch import DataParallel
 
-# On every rank, that would take longer than all that follows; the bits are the same.
-loops.loop = loops.loop_16 = lambda *arguments: None
+without_compiling()
 if CUDA:
     torch.set_default_device(WHERE)
 MAKERS = {

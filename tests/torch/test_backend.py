@@ -14,8 +14,7 @@ def _torch():
 
 @pytest.mark.parametrize(("ranks", "where"), [(3, "cpu"), (2, "accelerator")])
 def test_every_collective_does_what_gloo_does(ranks, where):
-    # What is renamed for "accelerator" stays so.
-    ended = (run if where == "cpu" else launch)(ranks, PROGRAMS / "torch_collectives.py", where)
+    ended = run(ranks, PROGRAMS / "torch_collectives.py", where)
     assert ended.status == 0, ended.output
     assert ended.output.count("cases agree with Gloo") == ranks
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from jobs import run
-from launching import PROGRAMS, installed, launch
+from launching import PROGRAMS, installed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -19,8 +19,7 @@ def torch():
 @pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "accelerator")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
-    start = run if where == "cpu" else launch
-    ended = start(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
+    ended = run(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
     assert ended.status == 0, ended.output
     assert re.findall(r"equal: (\w+)", ended.output) == [
         "mlp", "conv", "channels_last", "transformer", "embedding", "sparse", "control"]
@@ -29,7 +28,7 @@ def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
 @pytest.mark.parametrize(("ranks", "where"), [
     (1, "cpu"), (3, "cpu"), (2, "simulated"), (2, "accelerator")])
 def test_abilities(ranks, where):
-    ended = (run if where == "cpu" else launch)(ranks, PROGRAMS / "torch_abilities.py", where)
+    ended = run(ranks, PROGRAMS / "torch_abilities.py", where)
     assert ended.status == 0, ended.output
     left_out = ["a_compiled_module_can_be_wrapped"] * (ranks < 3)
     shown = re.findall(r"can: (\w+)", ended.output)
