@@ -3,7 +3,8 @@
 On the CPU, or on a GPU; see whereabouts.
 """
 
-import copy
+import shutil
+import tempfile
 
 import torch
 from mpi4py import MPI
@@ -12,7 +13,7 @@ from whereabouts import CUDA, WHERE, without_compiling
 
 import mpiring
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
-from mpiring.torch import DataParallel
+from mpiring.torch import Checkpoints, DataParallel
 
 without_compiling()
 if CUDA:
@@ -27,6 +28,7 @@ MAKERS = {
 }
 comm = mpiring.Communicator(
     MPI.COMM_WORLD, config=mpiring.Config(shared_memory=False, tuning=False))
+FOLDER = comm.broadcast_object(tempfile.mkdtemp())
 
 
 def net():
@@ -62,10 +64,15 @@ class Run:
             self.step = state["step"]
 
     def state(self):
-        return copy.deepcopy({
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(), "step": self.step,
-            "reducers": [one.state_dict() for one in self.each]})
+        """Return what a checkpoint brings back: tensors are on the CPU."""
+        with Checkpoints(FOLDER, comm) as checkpoints:
+            checkpoints.save(self.step, replicated={
+                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(), "step": self.step,
+            }, own={"reducers": [one.state_dict() for one in self.each]})
+            saved = checkpoints.load()
+        assert all(x.device.type == "cpu" for x in saved.replicated["model"].values())
+        return {**saved.replicated, **saved.own}
 
     def train(self, steps, spoil_at=None, weigh=lambda model, step, loss: loss):
         for _ in range(steps):
@@ -153,6 +160,7 @@ def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
         hook = bare[0].weight.register_hook(lambda g: g * (torch.nan if spoils else 1))
         model(torch.arange(3)).sum().backward()
         hook.remove()
+        assert model.nonfinite == ({comm.size - 1: ["0.weight"]} if bad else {})
         assert model.finite != bad and bare[1].weight.grad.isfinite().all()
         bare[0].weight.grad = None
         tensors = reducer.state_dict()["tensors"]
@@ -171,4 +179,6 @@ for what in (replicas_learn_and_are_equal, a_nan_on_one_rank_is_skipped_by_all,
         what(name, make)
     if comm.rank == 0:
         print(f"holds: {what.__name__}", flush=True)
+if comm.rank == 0:
+    shutil.rmtree(FOLDER)
 comm.close()
