@@ -98,23 +98,17 @@ class Run:
         return b"".join(p.detach().cpu().numpy().tobytes() for p in self.model.parameters())
 
 
-def replicas_learn_and_are_equal(name, make):
+def replicas_learn_and_skip_a_nan_of_one_rank(name, make):
     run = Run(make)
     first = run.loss()
-    run.train(15)
-    assert run.loss() < 0.9 * first, f"{name} does not learn"
-    assert len(set(comm.allgather_object(run.weights()))) == 1
-    assert comm.size == 1 or run.model.statistics.compression_ratio > 1.4
-
-
-def a_nan_on_one_rank_is_skipped_by_all(name, make):
-    run = Run(make)
     run.train(4)
     before = run.weights()
     run.train(1, spoil_at=5)
     assert run.weights() == before, "the step was taken"
-    run.train(3)
-    assert run.model.finite and len(set(comm.allgather_object(run.weights()))) == 1
+    run.train(12)
+    assert run.loss() < 0.9 * first, f"{name} does not learn"
+    assert len(set(comm.allgather_object(run.weights()))) == 1
+    assert comm.size == 1 or run.model.statistics.compression_ratio > 1.4
 
 
 def a_run_goes_on_bit_by_bit(name, make):
@@ -172,9 +166,9 @@ def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
     assert kept[0].items() <= kept[1].items(), "the step counted"
 
 
-for what in (replicas_learn_and_are_equal, a_nan_on_one_rank_is_skipped_by_all,
-             a_nan_in_a_sparse_gradient_is_skipped_too, a_run_goes_on_bit_by_bit,
-             frozen_layers_come_back, tokens_are_weighed_before_they_are_compressed):
+for what in (replicas_learn_and_skip_a_nan_of_one_rank, a_nan_in_a_sparse_gradient_is_skipped_too,
+             a_run_goes_on_bit_by_bit, frozen_layers_come_back,
+             tokens_are_weighed_before_they_are_compressed):
     for name, make in MAKERS.items():
         what(name, make)
     if comm.rank == 0:

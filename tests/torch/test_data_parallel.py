@@ -16,7 +16,7 @@ def torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "accelerator")])
+@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 30, "cpu"), (1, 5, "accelerator")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
     ended = run(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
@@ -39,7 +39,7 @@ def test_reducers():
     ended = run(2, PROGRAMS / "torch_reducers.py")
     assert ended.status == 0, ended.output
     assert re.findall(r"holds: (\w+)", ended.output) == [
-        "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",
+        "replicas_learn_and_skip_a_nan_of_one_rank",
         "a_nan_in_a_sparse_gradient_is_skipped_too", "a_run_goes_on_bit_by_bit",
         "frozen_layers_come_back", "tokens_are_weighed_before_they_are_compressed"]
 
