@@ -5,6 +5,7 @@ import copy
 import itertools
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from launching import needed
@@ -563,17 +564,12 @@ def test_weights_are_written_between_steps(comm):
     """On all ranks, or on one of them where what follows makes them equal."""
     model = wrapped(comm)
     optimizer = adamw(model)
-    for step in range(4):
+    for step in range(3):
         with torch.no_grad():
             if step == 1:
                 model.module.scale.mul_(2)
                 model.module.last.weight.data = torch.ones(3, 18)
-            if step == 2:
-                with optimizer.writing_weights():
-                    model.module.scale += comm.rank
-                    model.module.last.weight.data = torch.full((3, 18), comm.rank + 7.0)
-                assert (model.module.last.weight == 7).all()
-            if step == 3 and comm.rank == 0:
+            if step == 2 and comm.rank == 0:
                 model.module.filter.weight.zero_()
         broadcast_parameters(model.module.filter.parameters(), comm)
         train(model, optimizer, comm, [step])
@@ -790,7 +786,8 @@ def test_optimizers_of_mpiring(comm, settings):
             optimizer.load_state_dict(saved)
         optimizer.step()
         schedule.step()
-        total = sum(loss_of(plain, SimpleRank(rank), step) for rank in range(comm.size)) / comm.size
+        total = sum(loss_of(plain, SimpleNamespace(rank=rank), step)
+                    for rank in range(comm.size)) / comm.size
         gradients = torch.autograd.grad(total, list(plain.parameters()))
         norm = torch.sqrt(sum(g.square().sum() for g in gradients))
         for (name, _), g in zip(plain.named_parameters(), gradients):
@@ -808,10 +805,3 @@ def test_optimizers_of_mpiring(comm, settings):
         loss_of(model, comm, 0).backward()
     with pytest.raises(mpiring.ConfigError, match="LAMB in a Sharded optimizer updates parameters"):
         Sharded(mpiring.optim.LAMB, wrapped(comm))
-
-
-class SimpleRank:
-    """Has a rank."""
-
-    def __init__(self, rank):
-        self.rank = rank

@@ -137,14 +137,6 @@ def distributed_tensors(mesh):
             raise AssertionError("a DTensor was taken")
 
 
-def two_dimensions():
-    """A mesh of groups within groups."""
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("outer", "inner"))
-    x = distribute_tensor(torch.arange(24.0).reshape(4, 6), mesh, [Shard(0), Shard(1)])
-    assert torch.equal((x + 1).full_tensor(), torch.arange(24.0).reshape(4, 6) + 1)
-
-
 def again_by_environment():
     """The whole life again, by another door."""
     with mpiring.init() as comm:
@@ -209,8 +201,6 @@ subgroups()
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 sharded_training(mesh)
 distributed_tensors(mesh)
-if dist.get_world_size() % 2 == 0:
-    two_dimensions()
 dist.destroy_process_group()
 again_by_environment()
 another_back_end_by_environment()

@@ -12,30 +12,17 @@ def _torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(3, "cpu"), (2, "accelerator")])
-def test_every_collective_does_what_gloo_does(ranks, where):
-    ended = run(ranks, PROGRAMS / "torch_collectives.py", where)
+@pytest.mark.parametrize(("ranks", "program", "words", "said"), [
+    (3, "collectives", ["cpu"], "cases agree with Gloo"),
+    (2, "collectives", ["accelerator"], "cases agree with Gloo"),
+    (3, "training", [], "ways of training agree with Gloo"),
+    (3, "async", ["thread"], "all is well"), (3, "async", ["inline"], "all is well"),
+    # These make groups, shard models and start again.
+    (1, "groups", [], "all is well"), (3, "groups", [], "all is well")])
+def test_a_program(ranks, program, words, said, tmp_path):
+    ended = run(ranks, PROGRAMS / f"torch_{program}.py", *words or [tmp_path])
     assert ended.status == 0, ended.output
-    assert ended.output.count("cases agree with Gloo") == ranks
-
-
-def test_training_does_what_it_does_over_gloo():
-    ended = run(3, PROGRAMS / "torch_training.py")
-    assert ended.status == 0, ended.output
-    assert ended.output.count("ways of training agree with Gloo") == 3
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_groups_sharding_and_starting_again(ranks, tmp_path):
-    ended = run(ranks, PROGRAMS / "torch_groups.py", tmp_path)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == ranks
-
-
-def test_works_and_futures():
-    ended = run(3, PROGRAMS / "torch_async.py", "thread", "inline")
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 6
+    assert ended.output.count(said) == ranks
 
 
 def test_data_loaders_with_forked_workers():
