@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import pickle
-import time
 import tracemalloc
 import warnings
 import weakref
@@ -96,20 +95,13 @@ def gradients_are_views_into_one_bucket():
         loss_of(model, r).backward()
         check(model, expected())
         assert addresses(model) == first
-
-
-@ability
-def whoever_rebinds_a_gradient_is_followed():
-    model = DataParallel(net(), comm)
-    loss_of(model, r).backward()
-    before = addresses(model)
+    # Whoever rebinds them is followed.
     for q in model.parameters():
         q.grad = q.grad.clone() * 2
-    loss_of(model, r).backward()
-    check(model, [3 * g for g in expected()])
-    loss_of(model, r).backward()
-    check(model, [4 * g for g in expected()])
-    assert addresses(model) == before
+    for times in (3, 4):
+        loss_of(model, r).backward()
+        check(model, [times * g for g in expected()])
+        assert addresses(model) == first
 
 
 @ability
@@ -122,43 +114,33 @@ def gradients_lie_in_memory_as_their_parameters():
 
 
 class Backwards(nn.Module):
-    """Uses its layers in another order than it has them: buckets are built anew."""
+    """Uses its layers from the last to the first: buckets are built anew, all gradients move."""
 
-    def __init__(self):
+    def __init__(self, *layers):
         super().__init__()
-        self.second, self.first = net()[2], net()[0]
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x):
-        return self.second(self.first(x).tanh())
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return x
 
 
 @ability
 def gradients_of_an_early_step_can_be_kept():
-    model = DataParallel(Backwards(), comm, bucket_bytes=64)
+    bare = Backwards(net()[2], net()[0])
+    model = DataParallel(copy.deepcopy(bare), comm, bucket_bytes=64)
     grads, addresses = [], []
     for q in model.parameters():
         q.register_post_accumulate_grad_hook(lambda q: grads.append(q.grad))
     for _ in range(3):
         model.zero_grad()
         loss_of(model, r).backward()
-        check(model, expected(Backwards()))
+        check(model, expected(bare))
         addresses.append([q.grad.data_ptr() for q in model.parameters()])
     assert len(grads) == 12 and all(torch.isfinite(g).all() for g in grads)
     assert grads[0].data_ptr() != grads[4].data_ptr(), "buckets were not built anew"
     assert addresses[1] == addresses[2]
-
-
-class Deep(nn.Module):
-    """Uses its layers from the last to the first, so that all gradients move once."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
-
-    def forward(self, x):
-        for layer in reversed(self.layers):
-            x = layer(x).tanh()
-        return x
 
 
 def _is_dead(reference):
@@ -182,7 +164,7 @@ def no_gradient_is_in_memory_twice():
         peak = max(peak, sum(nbytes for gone, nbytes in made if not gone()))
         return x
 
-    module = Deep()
+    module = Backwards(*(nn.Linear(32, 32) for _ in range(40)))
     total = sum(q.nbytes for q in module.parameters())
     comm.empty = empty
     try:
@@ -535,47 +517,30 @@ def optimizers_can_work_in_slices():
         equal_on_all(*model.parameters())
 
 
-class Orig(nn.Module):
-    """Calls and names parameters as torch.compile's modules."""
-
-    def __init__(self, module):
-        super().__init__()
-        self._orig_mod = module
-
-    def forward(self, x):
-        return self._orig_mod(x)
-
-
 @ability
 def a_compiled_module_can_be_wrapped():
-    """By the last rank; compiling takes seconds."""
-    wrapper = Orig(net()) if r < p - 1 else torch.compile(net(), backend="aot_eager")
-    loss_of(wrapper, r).backward()
-    compiled = MPI.COMM_WORLD.Ibarrier()
-    while not compiled.Test():
-        time.sleep(0.1)
-    model = DataParallel(wrapper, comm)
+    """By the last rank, as compiling takes seconds; others' has the same names."""
+    model = DataParallel(
+        nn.Sequential(collections.OrderedDict(_orig_mod=net())) if r < p - 1
+        else torch.compile(net(), backend="aot_eager"), comm)
     for _ in range(2):
         model.zero_grad()
         loss_of(model, r).backward()
         check(model, expected())
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.first, self.second = net()[0], net()[2]
-        self.reentrant = reentrant
-
+class Checkpointed(nn.Sequential):
     def forward(self, x):
-        x = checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=self.reentrant)
-        return checkpoint(lambda x: self.second(x), x, use_reentrant=self.reentrant)
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
 
 
 @ability
 def activations_can_be_checkpointed():
-    for reentrant in (True, False):
-        model = DataParallel(Checkpointed(reentrant), comm, bucket_bytes=64)
+    module = Checkpointed(*net())
+    for module.reentrant in (True, False):
+        model = DataParallel(module, comm, bucket_bytes=64)
         for _ in range(2):
             model.zero_grad()
             x, y = batch(r)

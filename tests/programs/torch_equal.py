@@ -49,14 +49,8 @@ class ControlFlow(nn.Module):
         return self.branches[int(x.sum() * 1000) % 3](x)
 
 
-class Embeddings(nn.Module):
-    def __init__(self, sparse=False):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(500, 16, sparse=sparse)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(self.embedding(x))
+def embeddings(sparse=False):
+    return nn.Sequential(nn.EmbeddingBag(500, 16, sparse=sparse), nn.Linear(16, 5))
 
 
 def numbers(rng, n):
@@ -80,8 +74,8 @@ MODELS = {
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5),
     ).to(memory_format=torch.channels_last), images, {}),
     "transformer": (Transformer, words, {}),
-    "embedding": (Embeddings, words, {}),
-    "sparse": (lambda: Embeddings(sparse=True), words, {}),
+    "embedding": (embeddings, words, {}),
+    "sparse": (lambda: embeddings(sparse=True), words, {}),
     "control": (ControlFlow, numbers, {"find_unused_parameters": True}),
 }
 
