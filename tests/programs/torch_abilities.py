@@ -71,6 +71,15 @@ def check(model, gradients):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+def takes_steps(model, bare=None, of=lambda model, rank: loss_of(model, rank)):
+    """Check the gradients of some steps."""
+    for _ in range(2):
+        model.zero_grad()
+        of(model, r).backward()
+        model.synchronize()
+        check(model, expected(bare, of))
+
+
 def fails(function, error, *words):
     try:
         function()
@@ -202,10 +211,7 @@ def a_backward_that_raises_is_no_obstacle_to_the_next():
     loss = loss_of(model, r)
     loss.register_hook(bug)
     fails(loss.backward, ValueError, "a bug in backward")
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model, r).backward()
-        check(model, expected())
+    takes_steps(model)
 
 
 class Branches(nn.Module):
@@ -238,12 +244,10 @@ def unused_parameters_are_handled():
 def parameters_can_be_frozen_and_thawed():
     model = DataParallel(net(), comm)
     for frozen in (True, False, True):
-        model.module[0].requires_grad_(not frozen)
-        model.zero_grad()
-        loss_of(model, r).backward()
         bare = net()
-        bare[0].requires_grad_(not frozen)
-        check(model, expected(bare))
+        for one in bare, model.module:
+            one[0].requires_grad_(not frozen)
+        takes_steps(model, bare)
     model.requires_grad_(False)
     assert not model(batch(r)[0]).requires_grad
 
@@ -307,12 +311,7 @@ def penalized(model, rank):
 @ability
 def a_gradient_can_be_penalized():
     for settings in ({}, {"find_unused_parameters": True}, {"defer_wait": True}):
-        model = DataParallel(net(), comm, bucket_bytes=64, **settings)
-        for _ in range(3):
-            model.zero_grad()
-            penalized(model, r).backward()
-            model.synchronize()
-            check(model, expected(of=penalized))
+        takes_steps(DataParallel(net(), comm, bucket_bytes=64, **settings), of=penalized)
     model = DataParallel(net(), comm)
     with model.join():
         for _ in range(1 + r):
@@ -520,17 +519,14 @@ def optimizers_can_work_in_slices():
 @ability
 def a_compiled_module_can_be_wrapped():
     """By the last rank, as compiling takes seconds; others' has the same names."""
-    model = DataParallel(
+    takes_steps(DataParallel(
         nn.Sequential(collections.OrderedDict(_orig_mod=net())) if r < p - 1
-        else torch.compile(net(), backend="aot_eager"), comm)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model, r).backward()
-        check(model, expected())
+        else torch.compile(net(), backend="aot_eager"), comm))
 
 
 class Checkpointed(nn.Sequential):
     def forward(self, x):
+        x.requires_grad_()
         for layer in self:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
@@ -538,15 +534,10 @@ class Checkpointed(nn.Sequential):
 
 @ability
 def activations_can_be_checkpointed():
-    module = Checkpointed(*net())
-    for module.reentrant in (True, False):
-        model = DataParallel(module, comm, bucket_bytes=64)
-        for _ in range(2):
-            model.zero_grad()
-            x, y = batch(r)
-            x.requires_grad_()
-            ((model(x) - y) ** 2).mean().backward()
-            check(model, expected())
+    for reentrant in (True, False):
+        module = Checkpointed(*net())
+        module.reentrant = reentrant
+        takes_steps(DataParallel(module, comm, bucket_bytes=64))
 
 
 @ability
@@ -606,10 +597,7 @@ def ranks_can_weigh_as_much_as_they_have():
             model.synchronize()
             check(model, of_all(net(), number))
         # That was for one step.
-        model.zero_grad()
-        loss_of(model, r).backward()
-        model.synchronize()
-        check(model, expected())
+        takes_steps(model)
         # If nobody has anything, the mean is nothing.
         model.weigh(0)
         (loss_of(model, r) * torch.inf).backward()

@@ -19,7 +19,7 @@ import mpiring
 from mpiring.torch import DataParallel
 
 # Rounding grows apart with time; replicas never may.
-TOGETHER, STEPS = 20, int(sys.argv[2])
+TOGETHER, STEPS = 10, int(sys.argv[2])
 
 
 class Transformer(nn.Module):

@@ -16,7 +16,7 @@ def torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 30, "cpu"), (1, 5, "accelerator")])
+@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 20, "cpu"), (1, 5, "accelerator")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
     ended = run(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
