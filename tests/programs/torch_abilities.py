@@ -542,24 +542,18 @@ def activations_can_be_checkpointed():
 
 @ability
 def inputs_can_be_uneven():
-    torch.manual_seed(7)
-    model, bare = DataParallel(net(), comm, bucket_bytes=64), net()
+    model = DataParallel(net(), comm, bucket_bytes=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    other = torch.optim.SGD(bare.parameters(), lr=0.1)
     with model.join():
         for step in range(2 + r):
+            bare = copy.deepcopy(model.module)
             optimizer.zero_grad()
             loss_of(model, 10 * step + r, n=3 + r + step).backward()
+            x, y = (torch.cat(parts) for parts in zip(*(
+                batch(10 * step + rank, 3 + rank + step) for rank in range(p) if step < 2 + rank)))
+            check(model, torch.autograd.grad(((bare(x) - y) ** 2).mean(), list(bare.parameters())))
             optimizer.step()
-    for step in range(1 + p):
-        batches = [batch(10 * step + rank, 3 + rank + step) for rank in range(p)
-                   if step < 2 + rank]
-        x, y = (torch.cat(parts) for parts in zip(*batches))
-        other.zero_grad()
-        ((bare(x) - y) ** 2).mean().backward()
-        other.step()
-    for mine, theirs in zip(model.parameters(), bare.parameters()):
-        torch.testing.assert_close(mine, theirs)
+    equal_on_all(*model.parameters())
 
 
 def tokens_of(rank, number):
@@ -567,11 +561,11 @@ def tokens_of(rank, number):
     return 4 if p == 1 else (3 * rank + 2 * number) % (p + 2)
 
 
-def weighed_loss(model, rank, number, width=6):
+def weighed_loss(model, rank, number):
     """Return the mean over a rank's own samples: NaN where there are none."""
     x, y = batch(100 * number + rank, 11)
     n = tokens_of(rank, number)
-    return ((model(x[:n, :width]).float() - y[:n]) ** 2).sum(1).mean()
+    return ((model(x[:n]) - y[:n]) ** 2).sum(1).mean()
 
 
 def of_all(bare, number):
@@ -596,6 +590,15 @@ def ranks_can_weigh_as_much_as_they_have():
             loss.backward()
             model.synchronize()
             check(model, of_all(net(), number))
+            # Accumulated ones are each of all the step's samples, of which it has some.
+            model.zero_grad()
+            model.weigh(n)
+            x, y = batch(100 * number + r, 11)
+            with model.no_sync():
+                ((model(x[:1]) - y[:1]) ** 2 * (n > 0)).sum().div(n or torch.nan).backward()
+            ((model(x[1:n]) - y[1:n]) ** 2).sum().div(n).backward()
+            model.synchronize()
+            check(model, of_all(net(), number))
         # That was for one step.
         takes_steps(model)
         # If nobody has anything, the mean is nothing.
@@ -603,21 +606,6 @@ def ranks_can_weigh_as_much_as_they_have():
         (loss_of(model, r) * torch.inf).backward()
         model.synchronize()
         assert model.finite and not any(q.grad.any() for q in model.parameters())
-
-
-@ability
-def weighed_gradients_can_be_accumulated():
-    """Each is of all the step's samples, of which it has some."""
-    model = DataParallel(net(), comm)
-    for number in range(4):
-        model.zero_grad()
-        n = tokens_of(r, number)
-        model.weigh(n)
-        x, y = batch(100 * number + r, 11)
-        with model.no_sync():
-            ((model(x[:1]) - y[:1]) ** 2 * (n > 0)).sum().div(n or torch.nan).backward()
-        ((model(x[1:n]) - y[1:n]) ** 2).sum().div(n).backward()
-        check(model, of_all(net(), number))
 
 
 @ability

@@ -83,29 +83,20 @@ def sharded_training(mesh):
         whole = parameter.full_tensor()
         torch.testing.assert_close(whole, alone.get_parameter(name).detach(), atol=1e-5, rtol=1e-4)
     own, half = dist.new_group(), dist.new_group([*range(0, size, 2)])
-    for place, group, save in (
-            ("at once", None, checkpoint.save), ("later", None, save_later),
-            ("later, beside others", own, save_amid_collectives)):
-        folder = os.path.join(FOLDER, place)
-        save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
-        fresh = nn.Sequential(*(nn.Linear(*shape) if shape else nn.ReLU()
-                                for shape in ((7, 13), (), (13, 5), (), (5, 3))))
-        fully_shard(fresh, mesh=mesh)
-        state = {"model": fresh.state_dict()}
-        checkpoint.load(state, checkpoint_id=folder, process_group=group)
-        fresh.load_state_dict(state["model"])
-        for a, b in zip(model.parameters(), fresh.parameters()):
-            assert torch.equal(a.full_tensor(), b.full_tensor())
+    folder, fresh = os.path.join(FOLDER, "whole"), net()
+    save_amid_collectives({"model": model.state_dict()}, checkpoint_id=folder, process_group=own)
+    fully_shard(fresh, mesh=mesh)
+    state = {"model": fresh.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder, process_group=own)
+    fresh.load_state_dict(state["model"])
+    for a, b in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
     if rank % 2 == 0:
         folder = os.path.join(FOLDER, "half")
-        save_later({"x": torch.ones(3)}, checkpoint_id=folder, process_group=half)
+        checkpoint.save({"x": torch.ones(3)}, checkpoint_id=folder, process_group=half)
         state = {"x": torch.zeros(3)}
         checkpoint.load(state, checkpoint_id=folder, process_group=half)
         assert state["x"].sum() == 3
-
-
-def save_later(state, **where):
-    checkpoint.async_save(state, **where).result()
 
 
 def save_amid_collectives(state, **where):

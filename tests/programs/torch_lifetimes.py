@@ -104,11 +104,6 @@ def layers_that_come_twice_are_explained():
         DataParallel(Twice(), comm)(X).sum().backward()
 
 
-def models_that_differ_are_refused_on_every_rank():
-    with pytest.raises(mpiring.BufferMismatchError, match=r"rank 1: .*\(2, 4\).*rank 0.*\(2, 3\)"):
-        DataParallel(nn.Linear(3 + comm.rank % 2, 2), comm)
-
-
 def mistakes_of_all_ranks_are_named():
     sampler = DistributedSampler(range(9), comm)
     state = sampler.state_dict()
@@ -141,7 +136,6 @@ for how in (True, False):
     withheld_gradients_that_are_dropped_do_not_come_back(how)
 dropped_models_leave_nothing()
 parameters_may_be_replaced()
-models_that_differ_are_refused_on_every_rank()
 mistakes_of_all_ranks_are_named()
 layers_that_come_twice_are_explained()
 print("all is well", flush=True)
