@@ -17,49 +17,12 @@ from mpiring.sharding.sliced import Sliced
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
+from odd_modules import Odd, equal_on_all, loss_of, train, wrapped  # noqa: E402
 from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
 from mpiring.torch.weights import WeightBuckets, flat, without_waiting  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-
-
-class Odd(nn.Module):
-    """Tensors of odd sizes, a number among them, and one that is not in C order."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(6, 33), nn.Linear(18, 3, bias=False)
-        self.filter = nn.Conv2d(3, 2, 3, bias=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.to(dtype, memory_format=torch.channels_last)
-
-    def forward(self, x):
-        images = self.first(x)[:, :27].tanh().reshape(-1, 3, 3, 3)
-        x = self.filter(nn.functional.pad(images, (1, 1, 1, 1))).flatten(1)
-        return self.last(x) * self.scale
-
-
-def batch(comm, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + comm.rank)
-    return (torch.randn(8, n, generator=generator).to(dtype) for n in (6, 3))
-
-
-def loss_of(model, comm, step):
-    x, y = batch(comm, step, next(model.parameters()).dtype)
-    return (model(x) - y).square().mean()
-
-
-def wrapped(comm, dtype=torch.float32, **settings):
-    return DataParallel(Odd(dtype), comm, **{"bucket_bytes": 700, **settings})
-
-
-def train(model, optimizer, comm, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, comm, step).backward()
-        optimizer.step()
 
 
 def adamw(model, **settings):
@@ -84,12 +47,6 @@ def assert_same(one, other, dtype=torch.float32):
         torch.testing.assert_close(p, q, **tolerance)
 
 
-def assert_equal_on_all(model, comm):
-    # Each bfloat16 is a float32 of its own.
-    mine = [p.detach().float().numpy().tobytes() for p in model.parameters()]
-    assert all(theirs == mine for theirs in comm.allgather_object(mine))
-
-
 ELEMENTWISE = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("Adam", {"amsgrad": True}),
     ("AdamW", {"lr": 0.01, "fused": True}), ("AdamW", {"lr": 0.01, "foreach": True}),
@@ -107,7 +64,7 @@ def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
     train(plain, right, comm, range(6))
     train(model, optimizer, comm, range(6))
     assert_same(model.parameters(), plain.parameters(), dtype)
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     mine, wanted = optimizer.state_dict(), right.state_dict()
     assert mine["param_groups"] == wanted["param_groups"]
     assert mine["state"].keys() == wanted["state"].keys()
@@ -280,7 +237,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(comm, caplog):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
     train(model, optimizer, comm, range(4, 6))
     assert optimizer.state_dict()["state"][0]["step"] == 4
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
 
 
 def test_closures_hooks_and_accumulation(comm):
@@ -376,7 +333,7 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
             assert_bits(optimizer.state_dict(), mine)
     model.module.last = nn.Linear(18, 3, bias=False)
     train(model, optimizer, comm, range(2))
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     state = optimizer.state_dict()["state"]
     names = [name for name, _ in model.module.named_parameters()]
     assert state[names.index("scale")]["step"] == 11
@@ -519,7 +476,7 @@ def test_slices_are_exchanged_by_reducers(make):
         train(model, optimizer, apart, range(6))
         for p, q in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
-        assert_equal_on_all(model, apart)
+        assert equal_on_all(model.parameters(), apart)
 
 
 def test_ranks_without_a_slice_and_parameters_without_a_gradient(comm):
@@ -561,7 +518,7 @@ def test_weights_are_written_between_steps(comm):
                 model.module.filter.weight.zero_()
         broadcast_parameters(model.module.filter.parameters(), comm)
         train(model, optimizer, comm, [step])
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
 
 
 def test_digests_compare_weights(comm):
@@ -740,7 +697,7 @@ def test_another_optimizer_after_it(comm):
         loss_of(model, comm, 0).backward()
     last.close()
     train(model, adamw(model), comm, range(2))
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     with pytest.raises(mpiring.GradientError, match="without new gradients"):
         optimizer.step()
 
@@ -782,7 +739,7 @@ def test_optimizers_of_mpiring(comm, settings):
             its["lr"] = (0.02 if name[0] == "2" else 0.01) / (1 + step)
         right.step()
         assert_same(model.parameters(), plain.parameters())
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     assert optimizer.state_dict()["steps"] == 4
     alone.close()
     model.module[0].requires_grad_(False)
