@@ -2,12 +2,10 @@
 
 import tempfile
 
-import numpy as np
 import pytest
 from launching import needed
 
 import mpiring
-import mpiring.numpy
 
 torch = needed("torch")
 from odd_modules import OddWithBuffers, bits, equal_on_all, train  # noqa: E402
@@ -17,43 +15,6 @@ from torch import nn  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 STREAMING = {"every": 4, "fragments": 3, "delay": 2}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", [{"every": 3}, {**STREAMING, "alpha": 0.25, "sharded": True}])
-def test_as_with_arrays(comm, settings, dtype):
-    model = OddWithBuffers(getattr(torch, dtype))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        params = {name: (p.float().numpy() if dtype == "bfloat16" else p.numpy()).copy()
-                  for name, p in trained.items()}
-        if dtype == "bfloat16":
-            ml_dtypes = needed("ml_dtypes")
-            params = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
-    outer = DiLoCo(model, comm, **settings)
-    other = mpiring.numpy.DiLoCo(params, comm, **settings)
-    for step in range(12):
-        for name, p in trained.items():
-            random = np.random.default_rng([step, comm.rank, *name.encode()])
-            change = random.integers(-8, 9, p.shape).astype("f4") / 64
-            p.data.sub_(torch.from_numpy(np.asarray(change)).to(p.dtype))
-            params[name] -= np.asarray(change, params[name].dtype)
-        outer.step()
-        other.step()
-    # Each rank has another end.
-    for its in (outer, other):
-        with its.join():
-            for step in range(2 + 3 * comm.rank):
-                for name, p in trained.items():
-                    if its is outer:
-                        p.data.sub_(0.125 * (1 + comm.rank))
-                    else:
-                        params[name] -= np.asarray(0.125 * (1 + comm.rank), params[name].dtype)
-                its.step()
-    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
-    for name, p in trained.items():
-        np.testing.assert_allclose(p.detach().float().numpy(), params[name].astype("f4"),
-                                   tolerance, tolerance)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

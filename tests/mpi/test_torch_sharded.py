@@ -610,7 +610,6 @@ def test_mistakes_are_explained(comm):
             (lambda: adamw(model.module), "model is a Odd; pass the mpiring.torch.DataParallel"),
             (lambda: adamw(model.parameters()), "a generator; pass .* itself, as in Sharded"),
             (lambda: adamw(model, params=parameters[:-1]), "filter.weight: trained, but in no "),
-            (lambda: adamw(model, params=[]), "scale, first.weight.* in no group"),
             (lambda: adamw(model, params=[*parameters, parameters[0]]), "scale is twice in the gr"),
             (lambda: adamw(model, params=[*parameters, torch.ones(3)]), "shape .3,. in a group of"),
             (lambda: adamw(model, params=[{"lr": 1}]), "a group of parameters is a dict; expected"),
@@ -637,10 +636,9 @@ def test_mistakes_are_explained(comm):
             (plain.step, mpiring.ConfigError, " SGD is to update parameters of a model that has"),
             (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
              "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
-            *((lambda foreach=foreach: nn.utils.clip_grad_norm_(
-                [p for group in optimizer.param_groups for p in group["params"]], 1.0,
-                foreach=foreach), mpiring.GradientError, "norm of a gradient that is in slices")
-              for foreach in (None, True)),
+            (lambda: nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 1.0),
+             mpiring.GradientError, "norm of a gradient that is in slices"),
             (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
             (lambda: loss_of(model, comm, 0).backward(), mpiring.GradientError,
              r"a second backward pass, without step\(\) or zero_grad\(\).*no_sync"),
@@ -652,9 +650,6 @@ def test_mistakes_are_explained(comm):
             (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
             (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
              mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
-            (lambda: optimizer.load_state_dict(None), mpiring.ConfigError, "is a NoneType: pass"),
-            (lambda: optimizer.load_state_dict(model.state_dict()), mpiring.ConfigError,
-             "the state of a Sharded optimizer lacks param_groups: pass what"),
             (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
              "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
             (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),

@@ -216,15 +216,6 @@ def complex_halves(group, op):
     return [scattered, listed, *([lone, column] if RANK == 0 else [])]
 
 
-def slow_coalescing(group):
-    x, y = filled((5,)), filled((2,))
-    with dist.distributed_c10d._coalescing_manager(group, x.device, async_ops=True) as manager:
-        group.allreduce([x])
-        group.broadcast(y, 0) if group is not OURS else dist.broadcast(y, 0, async_op=True)
-    manager.wait()
-    return [x, y]
-
-
 def all_to_all_single_uneven(group):
     sends, receives = [RANK + q for q in range(SIZE)], [q + RANK for q in range(SIZE)]
     x = torch.empty(sum(receives), 2)
@@ -352,7 +343,6 @@ DOCUMENTED = [
     *((filled((2, 3), dtype, RANK, rank=1), scatter, dtype, 1) for dtype in OTHER),
     ([filled((q + RANK, 2), torch.int16, RANK, rank=q) for q in range(SIZE)], all_to_all),
     ([sum(of_all((SIZE * 2,))), sum(of_all((SIZE, 2)))], coalesced_tensors),
-    ([sum(of_all((5,))), filled((2,), rank=0)], slow_coalescing),
 ]
 
 
@@ -459,6 +449,6 @@ for name, function in ERRORS.items():
 if failures:
     print(*failures, sep="\n", file=sys.stderr, flush=True)
     sys.exit(1)
-print(f"rank {RANK}: {len(CASES)} cases agree with Gloo, {len(DOCUMENTED)} "
+print(f"all is well: {len(CASES)} cases agree with Gloo, {len(DOCUMENTED)} "
       f"with the documentation, {len(ERRORS)} errors are refused", flush=True)
 dist.destroy_process_group()

@@ -131,3 +131,4 @@ for one in MODELS:
     compare(one)
 comm.close()
 dist.destroy_process_group()
+print("all is well", flush=True)

@@ -1,4 +1,4 @@
-"""Tests the torch.distributed back end: the same programs over it and over Gloo."""
+"""Runs PyTorch over the back end, and DataParallel, on real ranks: programs, and broken jobs."""
 
 import pytest
 from jobs import run
@@ -12,17 +12,18 @@ def _torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "program", "words", "said"), [
-    (3, "collectives", ["cpu"], "cases agree with Gloo"),
-    (2, "collectives", ["accelerator"], "cases agree with Gloo"),
-    (3, "training", [], "ways of training agree with Gloo"),
-    (3, "async", ["thread"], "all is well"), (3, "async", ["inline"], "all is well"),
-    # These make groups, shard models and start again.
-    (1, "groups", [], "all is well"), (3, "groups", [], "all is well")])
-def test_a_program(ranks, program, words, said, tmp_path):
-    ended = run(ranks, PROGRAMS / f"torch_{program}.py", *words or [tmp_path])
+@pytest.mark.parametrize(("ranks", "command"), [
+    (3, "collectives cpu"), (2, "collectives accelerator"), (3, "training"),
+    (3, "async thread"), (3, "async inline"), (1, "groups FOLDER"), (3, "groups FOLDER"),
+    (2, "equal FOLDER/store 20 cpu"), (1, "equal FOLDER/store 5 accelerator"),
+    (1, "abilities cpu"), (3, "abilities cpu"), (2, "abilities simulated"),
+    (2, "abilities accelerator"), (2, "reducers"), (2, "lifetimes")])
+def test_a_program(ranks, command, tmp_path):
+    program, *words = command.split()
+    ended = run(ranks, PROGRAMS / f"torch_{program}.py",
+                *(word.replace("FOLDER", str(tmp_path)) for word in words))
     assert ended.status == 0, ended.output
-    assert ended.output.count(said) == ranks
+    assert ended.output.count("all is well") == ranks
 
 
 def test_data_loaders_with_forked_workers():
