@@ -13,6 +13,7 @@ from mpiring.optim import SGD, AdamW
 
 torch = needed("torch")
 tmpiring = needed("mpiring.torch")
+from odd_modules import equal_on_all  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
@@ -30,11 +31,6 @@ def batch(rank, step, dtype=torch.float32):
 
 def loss_of(model, data):
     return torch.nn.functional.mse_loss(model(data[0]), data[1])
-
-
-def same(comm, model):
-    return len({tuple(x.double().sum().item() for x in its.values())
-                for its in comm.allgather_object(dict(model.state_dict()))}) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,7 +53,7 @@ def test_without_staleness_it_is_data_parallel(comm, dtype):
     for p, q in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
     model.close()
-    assert same(comm, model)
+    assert equal_on_all(model.state_dict().values(), comm)
 
 
 @pytest.mark.parametrize("staleness", [2, None])
@@ -65,14 +61,14 @@ def test_training_goes_well_with_stale_gradients(comm, staleness):
     with tmpiring.AsyncDataParallel(module(1), comm, staleness=staleness,
                                     optimizer=functools.partial(AdamW, lr=0.02)) as model:
         first = loss_of(model, batch(9, 999)).item()
-        for step in range(60 + 10 * comm.rank):
+        for step in range(40 + 10 * comm.rank):
             loss_of(model, batch(comm.rank, step)).backward()
             model.step()
         with pytest.raises(ConfigError, match="load the module before it is wrapped"):
             model.load_state_dict(model.state_dict())
-    assert same(comm, model)
+    assert equal_on_all(model.state_dict().values(), comm)
     assert loss_of(model, batch(9, 999)).item() < 0.8 * first
-    assert model.statistics.operations == 2 * (60 + 10 * comm.rank)
+    assert model.statistics.operations == 2 * (40 + 10 * comm.rank)
 
 
 def test_frozen_parameters_and_mistakes(comm):
@@ -105,13 +101,9 @@ def test_pairs_of_modules(comm, caplog):
     model = module(comm.rank)
     # A constant, which has no difference to a partner's.
     model.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     with PairAveraging(model, comm, seed=1) as pairs:
-        first = loss_of(model, batch(9, 999)).item()
-        for step in range(60):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
+        for _ in range(20):
+            with torch.no_grad():
+                model[0].weight += comm.rank
             pairs.step()
-    assert same(comm, model) and "left out" not in caplog.text
-    assert loss_of(model, batch(9, 999)).item() < 0.8 * first
+    assert equal_on_all(model.state_dict().values(), comm) and "left out" not in caplog.text

@@ -52,9 +52,20 @@ def with_groups(model, params):
     return Sharded(torch.optim.SGD, model, groups(model, params), lr=0.1)
 
 
-def stepping(optimizer, lr):
-    optimizer.param_groups[0]["lr"] = lr
+def stepping(optimizer, *, writes=0, **settings):
+    """Take a step with settings of the last group, after this rank alone may have written."""
+    optimizer.param_groups[-1].update(settings)
+    with torch.no_grad():
+        for p in list(optimizer._model.parameters())[:writes]:
+            p.mul_(2)
     optimizer.step()
+
+
+def sharded_in_groups(comm):
+    model = wrapped(comm)
+    optimizer = Sharded(torch.optim.AdamW, model, groups(model, [[0, 1], [2, 3]]))
+    model(torch.ones(1, 3)).sum().backward()
+    return optimizer
 
 
 def grown(state):
@@ -83,6 +94,24 @@ def loading(name, make, grows=grown):
                make_both, "Sharded")
 
 
+def training(comm, steps=0, **settings):
+    """Return a model that has taken steps, and an optimizer of each of its layers."""
+    model = wrapped(comm, **settings)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.module]
+    for _ in range(steps):
+        step(model, optimizers)
+    return model, optimizers
+
+
+def step(model, optimizers, backward=True):
+    model.zero_grad()
+    loss = model(torch.ones(2, 3)).sum()
+    if backward:
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def two_optimizers(comm, root=0):
     optimizer = torch.optim.SGD(module().parameters(), lr=0.5)
     broadcast_optimizer_state(optimizer, comm, root=root)
@@ -97,6 +126,12 @@ ROWS = [
     Row("DataParallel(module)", lambda comm, width: DataParallel(torch.nn.Linear(width, 3), comm),
         {"width": 4}, {"value": ({"width": 5}, r"DataParallel has tensors\[0\]='weight "
                                  r"torch.float32 \(3, [45]\)', but on rank 0 it is 'weight")}),
+    *[Row(f"step {steps} with {settings}",
+          lambda run, backward: (step(*run, backward=backward), step(*run)), {"backward": True},
+          {"skipped": ({"backward": False}, rf"in step {steps} \({2 + 2 * (steps > 0)} optimizer "
+                       r"steps since its last averaged backward pass\) bucket 0")},
+          make=partial(training, steps=steps, **settings))
+      for steps in (0, 3) for settings in ({}, {"defer_wait": True})],
     *rows_of("Sharded", partial(Sharded, torch.optim.AdamW), {
         "lr": (0.5, 0.25, "a"), "weight_decay": (0.5, 0.25, "a"),
         "overlap": (True, False, "no"), "weights": ("node", "rank", 3)},
@@ -117,12 +152,21 @@ ROWS = [
             make=partial(sharded, kind=kind), label="weights|updated|step"),
         Row(f"{name}.clip_grad_norm_",
             lambda optimizer, **options: optimizer.clip_grad_norm_(**options),
-            {"max_norm": 8.0, "norm_type": 3.0},
+            {"max_norm": 8.0, "norm_type": 3.0, "error_if_nonfinite": False},
             {"value": ({"max_norm": 0.8}, "max_norm=8.*max_norm=0.8|max_norm=0.8.*max_norm=8"),
              "type": ({"max_norm": "a"}, "max_norm"),
              "norm type": ({"norm_type": 1.0}, "norm_type=3.*norm_type=1|norm_type=1.*norm_type=3"),
+             "whether it raises": ({"error_if_nonfinite": True}, "error_if_nonfinite"),
              "missing": ({"norm_type": SKIPPED}, "norm_type")},
             make=partial(sharded, kind=kind), label="allreduce"))],
+    # The text of AdamW's settings is longer than what is compared: rates come first.
+    Row("Sharded(groups).step", stepping, {"lr": 0.1, "weight_decay": 0.5, "writes": 0},
+        {"rate": ({"lr": 0.2}, r"lr=\[0.5, 0.[12]\].* rank . .*; give param_groups the same"),
+         "decay": ({"weight_decay": 0.25}, r"weight_decay=\[0.01, 0.(5|25)\].* rank . .*decay"),
+         "write": ({"writes": 1}, r"after writes outside of writing_weights\(\) to 0.weight;")},
+        make=sharded_in_groups),
+    Row("Sharded.state_dict", lambda optimizer, root: optimizer.state_dict(root=root), {"root": 1},
+        {"value": ({"root": 0}, "root=0, but on rank 0 it is 1")}, make=sharded),
     loading("Sharded", sharded),
     loading("Sharded(node)", partial(sharded, weights="node")),
     *rows_of("broadcast_parameters",
@@ -159,3 +203,20 @@ CASES = cases(ROWS)
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[name for name, *_ in CASES])
 def test_one_odd_rank_is_an_error_on_all(comm, case):
     check(comm, *CASES[case][1:])
+
+
+def test_ranks_may_take_steps_without_the_others_where_nothing_is_averaged(comm):
+    model, optimizers = training(comm, 2)
+    with model.no_sync():
+        for _ in range(comm.rank):
+            step(model, optimizers)
+    step(model, optimizers)
+    with model.no_sync():
+        for _ in range(comm.rank):
+            model(torch.ones(2, 3)).sum().backward()
+    for _ in range(comm.rank):
+        optimizers[0].step()
+    with model.join():
+        for _ in range(1 + comm.rank):
+            step(model, optimizers)
+    step(model, optimizers)

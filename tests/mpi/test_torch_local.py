@@ -2,14 +2,13 @@
 
 import tempfile
 
-import numpy as np
 import pytest
 from launching import needed
 
 import mpiring
-import mpiring.numpy
 
 torch = needed("torch")
+from odd_modules import OddWithBuffers, bits, equal_on_all, train  # noqa: E402
 from mpiring.torch import Checkpoints, DataParallel, DiLoCo, LocalSGD, Sharded  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -18,84 +17,11 @@ pytestmark = pytest.mark.mpi
 STREAMING = {"every": 4, "fragments": 3, "delay": 2}
 
 
-class Net(nn.Module):
-    """Buffers, a frozen parameter, a number, and one that is not in C order."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(3)
-        self.filter = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
-        self.norm, self.last = nn.BatchNorm2d(4), nn.Linear(36, 5)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.to(dtype)
-
-    def forward(self, x):
-        return self.last(self.norm(self.filter(x)).relu().flatten(1)) * self.scale + self.frozen
-
-
-def take_steps(model, optimizer, outer, steps, rank):
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        x, y = torch.randn(8, 3, 5, 5, generator=generator), torch.randn(8, 5, generator=generator)
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-        outer.step()
-
-
-def bits(nest):
-    return [x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for x in nest.values()]
-
-
-def same_on_all_ranks(comm, model):
-    mine = bits(model.state_dict())
-    return comm.broadcast_object(mine, root=0) == mine
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", [{"every": 3}, {**STREAMING, "alpha": 0.25, "sharded": True}])
-def test_as_with_arrays(comm, settings, dtype):
-    model = Net(getattr(torch, dtype))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.no_grad():
-        params = {name: (p.float().numpy() if dtype == "bfloat16" else p.numpy()).copy()
-                  for name, p in trained.items()}
-        if dtype == "bfloat16":
-            ml_dtypes = needed("ml_dtypes")
-            params = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
-    outer = DiLoCo(model, comm, **settings)
-    other = mpiring.numpy.DiLoCo(params, comm, **settings)
-    for step in range(12):
-        for name, p in trained.items():
-            random = np.random.default_rng([step, comm.rank, *name.encode()])
-            change = random.integers(-8, 9, p.shape).astype("f4") / 64
-            p.data.sub_(torch.from_numpy(np.asarray(change)).to(p.dtype))
-            params[name] -= np.asarray(change, params[name].dtype)
-        outer.step()
-        other.step()
-    # Each rank has another end.
-    for its in (outer, other):
-        with its.join():
-            for step in range(2 + 3 * comm.rank):
-                for name, p in trained.items():
-                    if its is outer:
-                        p.data.sub_(0.125 * (1 + comm.rank))
-                    else:
-                        params[name] -= np.asarray(0.125 * (1 + comm.rank), params[name].dtype)
-                its.step()
-    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
-    for name, p in trained.items():
-        np.testing.assert_allclose(p.detach().float().numpy(), params[name].astype("f4"),
-                                   tolerance, tolerance)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bit_by_bit_from_a_checkpoint(comm, sharded):
     """Amid a delay; and all ranks have the same model in the end, buffers and all."""
     def start():
-        model = Net()
+        model = OddWithBuffers()
         if comm.rank:
             # Rank 0's are to be taken.
             nn.init.zeros_(model.last.weight)
@@ -106,7 +32,7 @@ def test_bit_by_bit_from_a_checkpoint(comm, sharded):
     with tempfile.TemporaryDirectory() as folder:
         folder = comm.broadcast_object(folder, root=0)
         model, optimizer, outer = start()
-        take_steps(model, optimizer, outer, range(6), comm.rank)
+        train(model, optimizer, comm, range(6), outer=outer)
         with Checkpoints(folder, comm) as checkpoints:
             checkpoints.save(6, sharded=outer.sharded_state_dict(), own={
                 "model": model.state_dict(), "optimizer": optimizer.state_dict()})
@@ -114,17 +40,18 @@ def test_bit_by_bit_from_a_checkpoint(comm, sharded):
         again, its, resumed = start()
         resumed.load_state_dict(saved.sharded)
         with resumed.global_parameters():
-            assert same_on_all_ranks(comm, nn.ParameterList(again.parameters()))
+            assert equal_on_all(again.parameters(), comm)
         again.load_state_dict(saved.own["model"])
         its.load_state_dict(saved.own["optimizer"])
         comm.barrier()
     for one in ((model, optimizer, outer), (again, its, resumed)):
-        take_steps(*one, range(6, 11), comm.rank)
-    assert bits(model.state_dict()) == bits(again.state_dict())
-    assert same_on_all_ranks(comm, model) == (comm.rank == 0)
+        train(*one[:2], comm, range(6, 11), outer=one[2])
+    assert bits(model.state_dict().values()) == bits(again.state_dict().values())
+    assert equal_on_all(model.parameters(), comm) == (comm.size == 1)
     with outer.join():
-        take_steps(model, optimizer, outer, range(11, 15 + comm.rank), comm.rank)
-    assert same_on_all_ranks(comm, model) and (model.frozen == Net().frozen).all()
+        train(model, optimizer, comm, range(11, 15 + comm.rank), outer=outer)
+    assert equal_on_all(model.state_dict().values(), comm)
+    assert (model.frozen == OddWithBuffers().frozen).all()
 
 
 def test_inner_steps_that_a_grad_scaler_skips(comm):
@@ -145,17 +72,17 @@ def test_inner_steps_that_a_grad_scaler_skips(comm):
         outer.step()
     assert scaler.get_scale() == (1.0 if comm.rank == comm.size - 1 else 4.0)
     outer.synchronize()
-    assert same_on_all_ranks(comm, model) and model.weight.isfinite().all()
+    assert equal_on_all(model.state_dict().values(), comm) and model.weight.isfinite().all()
 
 
 def test_mistakes_of_local_training_are_named(comm):
-    model = Net()
+    model = OddWithBuffers()
     outer = LocalSGD(model, comm, every=2)
     model.frozen.requires_grad_(True)
     outer.step()
     with pytest.raises(mpiring.ConfigError, match="frozen were frozen, or not there, when this w"):
         outer.step()
-    model = Net()
+    model = OddWithBuffers()
     outer = LocalSGD(model, comm, every=1)
     model.double()
     with pytest.raises(mpiring.ConfigError, match=rf"rank {comm.rank}: .* has scale float64 "
@@ -168,7 +95,7 @@ def test_mistakes_of_local_training_are_named(comm):
     with pytest.raises(mpiring.ConfigError, match="no parameter of the model is trained"):
         LocalSGD(model.requires_grad_(False), comm, every=2)
     with comm.split(0) as group:
-        model = DataParallel(Net(), group)
+        model = DataParallel(OddWithBuffers(), group)
         optimizer = Sharded(torch.optim.AdamW, model, weights="node")
         outer = LocalSGD(model, comm, every=2)
         with pytest.raises(mpiring.ConfigError, match="with weights='node' keeps one copy of the"):
@@ -178,14 +105,14 @@ def test_mistakes_of_local_training_are_named(comm):
 
 def test_synchronous_in_groups_with_a_sharded_optimizer(comm):
     with comm.split(comm.rank % 2) as group:
-        model = DataParallel(Net(), group)
+        model = DataParallel(OddWithBuffers(), group)
         optimizer = Sharded(torch.optim.AdamW, model, lr=0.01, overlap=True)
         outer = DiLoCo(model, comm, **STREAMING)
-        take_steps(model, optimizer, outer, range(11), comm.rank)
+        train(model, optimizer, comm, range(11), outer=outer)
         optimizer.synchronize()
-        assert same_on_all_ranks(group, model)
+        assert equal_on_all(model.state_dict().values(), group)
         outer.synchronize()
-        take_steps(model, optimizer, outer, range(1), comm.rank)
+        train(model, optimizer, comm, range(1), outer=outer)
         outer.synchronize()
-        assert same_on_all_ranks(comm, nn.ParameterList(model.parameters()))
+        assert equal_on_all(model.parameters(), comm)
         optimizer.close()

@@ -5,7 +5,6 @@ import copy
 import itertools
 import logging
 import pickle
-import re
 
 import pytest
 from launching import needed
@@ -15,10 +14,10 @@ import mpiring
 import mpiring.numpy
 import mpiring.optim
 from mpiring.sharding.sliced import Sliced
-from mpiring.operations.agreement import Call
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
+from odd_modules import Odd, equal_on_all, loss_of, train, wrapped  # noqa: E402
 from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
 from mpiring.torch.weights import WeightBuckets, flat, without_waiting  # noqa: E402
 from torch import nn  # noqa: E402
@@ -26,42 +25,19 @@ from torch import nn  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
-class Odd(nn.Module):
-    """Tensors of odd sizes, a number among them, and one that is not in C order."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(6, 33), nn.Linear(18, 3, bias=False)
-        self.filter = nn.Conv2d(3, 2, 3, bias=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.to(dtype, memory_format=torch.channels_last)
-
-    def forward(self, x):
-        images = self.first(x)[:, :27].tanh().reshape(-1, 3, 3, 3)
-        x = self.filter(nn.functional.pad(images, (1, 1, 1, 1))).flatten(1)
-        return self.last(x) * self.scale
+def adamw(model, **settings):
+    return Sharded(torch.optim.AdamW, model, **{"lr": 0.01, **settings})
 
 
-def batch(comm, step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + comm.rank)
-    return (torch.randn(8, n, generator=generator).to(dtype) for n in (6, 3))
+def both(comm, make=torch.optim.AdamW, dtype=torch.float32, *, sharded={}, **settings):
+    """Return a model with an optimizer of whole parameters, and one with the same in slices.
 
-
-def loss_of(model, comm, step):
-    x, y = batch(comm, step, next(model.parameters()).dtype)
-    return (model(x) - y).square().mean()
-
-
-def wrapped(comm, dtype=torch.float32, **settings):
-    return DataParallel(Odd(dtype), comm, **{"bucket_bytes": 700, **settings})
-
-
-def train(model, optimizer, comm, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, comm, step).backward()
-        optimizer.step()
+    Args:
+        sharded: Settings of Sharded itself.
+    """
+    plain, model = wrapped(comm, dtype), wrapped(comm, dtype)
+    return ((plain, make(plain.parameters(), **settings)),
+            (model, Sharded(make, model, **sharded, **settings)))
 
 
 def assert_same(one, other, dtype=torch.float32):
@@ -69,12 +45,6 @@ def assert_same(one, other, dtype=torch.float32):
         "rtol": 1e-5, "atol": 1e-6}
     for p, q in zip(one, other, strict=True):
         torch.testing.assert_close(p, q, **tolerance)
-
-
-def assert_equal_on_all(model, comm):
-    # Each bfloat16 is a float32 of its own.
-    mine = [p.detach().float().numpy().tobytes() for p in model.parameters()]
-    assert all(theirs == mine for theirs in comm.allgather_object(mine))
 
 
 ELEMENTWISE = [
@@ -88,15 +58,13 @@ ELEMENTWISE = [
     *((name, settings, torch.float32) for name, settings in ELEMENTWISE),
     ("AdamW", {"lr": 0.01}, torch.bfloat16), ("SGD", {"lr": 0.1}, torch.bfloat16)])
 def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
-    """For 12 steps; and the state is that of whole parameters."""
-    make = getattr(torch.optim, name)
-    plain, model = wrapped(comm, dtype), wrapped(comm, dtype)
-    right = make(plain.parameters(), **settings)
-    optimizer = Sharded(make, model, **settings)
-    train(plain, right, comm, range(12))
-    train(model, optimizer, comm, range(12))
+    """And the state is that of whole parameters."""
+    (plain, right), (model, optimizer) = both(
+        comm, getattr(torch.optim, name), dtype, **settings)
+    train(plain, right, comm, range(6))
+    train(model, optimizer, comm, range(6))
     assert_same(model.parameters(), plain.parameters(), dtype)
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     mine, wanted = optimizer.state_dict(), right.state_dict()
     assert mine["param_groups"] == wanted["param_groups"]
     assert mine["state"].keys() == wanted["state"].keys()
@@ -189,22 +157,6 @@ def test_slices_return_behind_the_next_forward_pass(comm, late):
     assert all(type(part._parameters) is dict for part in model.modules())
 
 
-def test_a_wait_that_is_missing_is_noticed(comm, late, monkeypatch):
-    """What the test above relies on: without any one of the waits, a forward pass reads NaN."""
-    wait = WeightBuckets.wait
-    model, _ = trained_by(comm, 2, overlap=True)
-    for missing in range(len(model._owner._weights.buckets)):
-        with monkeypatch.context() as without:
-            model, optimizer = trained_by(comm, 2, overlap=True)
-            without.setattr(WeightBuckets, "wait", lambda self, index: (
-                None if index == missing else wait(self, index)))
-            with torch.no_grad():
-                loss = varied_loss(model, comm, 2)
-        # Whoever owns all of a bucket misses nothing.
-        assert any(comm.allgather_object(bool(loss.isnan()))) == (comm.size > 1)
-        optimizer.synchronize()
-
-
 class Compiled(nn.Module):
     """Looks like what torch.compile returns: runs without the module's hooks and attributes."""
 
@@ -225,10 +177,6 @@ def test_what_has_no_hooks_is_waited_for_in_step(comm, late):
             nn.Sequential(nn.Linear(6, 9), Compiled(nn.Linear(9, 3))), comm, bucket_bytes=100))
         train(models[-1], adamw(models[-1], **settings), comm, range(3))
     assert_same(*(model.parameters() for model in models))
-
-
-def adamw(model, **settings):
-    return Sharded(torch.optim.AdamW, model, **{"lr": 0.01, **settings})
 
 
 def by_decay(model, named=False):
@@ -278,7 +226,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(comm, caplog):
                 scaler.step(optimizer)
                 scaler.update()
                 assert scaler.get_scale() == 2.0
-                optimizer.zero_grad()
             else:
                 loss.backward()
                 with pytest.raises(mpiring.GradientError, match="norm of the gradients is nan"):
@@ -288,22 +235,13 @@ def test_a_step_that_is_not_finite_leaves_no_trace(comm, caplog):
         assert not model.finite and list(model.nonfinite) == [comm.size - 1]
         after = optimizer.state_dict(), model.state_dict()
         torch.testing.assert_close(after, before, rtol=0, atol=0)
-    plain = wrapped(comm)
-    right = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    train(plain, right, comm, range(2))
-    for step in range(4, 6):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, comm, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    train(plain, right, comm, range(4, 6))
-    assert_same(model.parameters(), plain.parameters())
-    assert_equal_on_all(model, comm)
+    train(model, optimizer, comm, range(4, 6))
+    assert optimizer.state_dict()["state"][0]["step"] == 4
+    assert equal_on_all(model.parameters(), comm)
 
 
 def test_closures_hooks_and_accumulation(comm):
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model)
+    (plain, right), (model, optimizer) = both(comm, lr=0.01)
     called = []
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
@@ -374,8 +312,7 @@ def test_training_goes_on_anywhere(comm, how):
 
 def test_parameters_are_frozen_thawed_replaced_and_written(comm):
     """State follows; and is loaded by PyTorch's own."""
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model)
+    (plain, right), (model, optimizer) = both(comm, lr=0.01)
     for step in range(9):
         for one in plain, model:
             one.module.first.requires_grad_(step not in (2, 3))
@@ -396,120 +333,10 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
             assert_bits(optimizer.state_dict(), mine)
     model.module.last = nn.Linear(18, 3, bias=False)
     train(model, optimizer, comm, range(2))
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     state = optimizer.state_dict()["state"]
     names = [name for name, _ in model.module.named_parameters()]
     assert state[names.index("scale")]["step"] == 11
-
-
-def test_writes_of_some_ranks_alone_are_compared(comm, monkeypatch):
-    """By the call that hands out slices: it says what this rank has written."""
-    seen = []
-    monkeypatch.setattr("mpiring.torch.weights.Call", lambda *call, **more: seen.append(
-        call[1]) or Call(*call, **more))
-    model = wrapped(comm)
-    optimizer = adamw(model)
-    for step in range(4):
-        if step == 1:
-            with torch.no_grad():
-                model.module.scale.mul_(2)
-            model.module.last.weight.data = torch.ones(3, 18)
-        if step == 2:
-            with optimizer.writing_weights(), torch.no_grad():
-                model.module.scale += comm.rank
-                model.module.last.weight.data = torch.full((3, 18), comm.rank + 7.0)
-            assert (model.module.last.weight == 7).all()
-        if step == 3 and comm.rank == 0:
-            with torch.no_grad():
-                model.module.filter.weight.zero_()
-        broadcast_parameters(model.module.filter.parameters(), comm)
-        del seen[:]
-        train(model, optimizer, comm, [step])
-        told = {"filter.weight"} if step != 1 else {"filter.weight", "last.weight", "scale"}
-        texts = {re.search(r"after writes outside of writing_weights\(\) to (.*);", call)[1]
-                 for call in seen}
-        assert [set(text.split(", ")) for text in texts] == [told]
-    assert_equal_on_all(model, comm)
-
-
-@contextlib.contextmanager
-def spoiled():
-    """A communicator on which ranks may disagree."""
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip(reason="there is no other rank")
-    own = mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(tuning=False))
-    yield own
-    MPI.COMM_WORLD.Barrier()
-    own._group.closed = True
-    own._group._forget()
-    own._group._transport.free()
-
-
-@pytest.mark.parametrize("setting", ["lr", "weight_decay"])
-def test_settings_of_steps_are_compared(setting):
-    """The text of AdamW's is longer than what is compared: rates come first."""
-    with spoiled() as own:
-        model = wrapped(own)
-        optimizer = adamw(model, params=by_decay(model))
-        optimizer.param_groups[1][setting] = 0.5 if own.rank else 0.25
-        values = rf"{setting}=\[{'0.01' if setting == 'lr' else '0.3'}, 0.(5|25)\].*"
-        with pytest.raises(mpiring.BufferMismatchError, match=(
-                f"{values} but rank . .*{values}; give param_groups the same settings on every")):
-            train(model, optimizer, own, [0])
-
-
-@pytest.mark.parametrize(("same", "other"), [
-    ({"max_norm": 8.0}, {"max_norm": 0.8}), ({"norm_type": 2.0}, {"norm_type": float("inf")}),
-    ({"max_norm": 8.0}, {"max_norm": "8"}), ({"max_norm": 8.0}, {"max_norm": -1}),
-    ({"error_if_nonfinite": False}, {"error_if_nonfinite": True})])
-def test_arguments_of_clipping_are_compared(same, other):
-    with spoiled() as own:
-        model = wrapped(own)
-        optimizer = adamw(model)
-        loss_of(model, own, 0).backward()
-        told = [f"{name}={value!r}".replace(".0", "")
-                for (name, value), in (same.items(), other.items()) if value != 2]
-        with pytest.raises(mpiring.BufferMismatchError) as error:
-            optimizer.clip_grad_norm_(**{"max_norm": 1, **(other if own.rank else same)})
-        assert all(text in str(error.value) for text in told)
-        assert "pass the same to clip" in str(error.value) or "norm_type" in same
-
-
-def test_arguments_are_those_of_all_ranks(comm):
-    """Else one slice of a tensor would be updated at another rate; the model stays as it was."""
-    if comm.size == 1:
-        pytest.skip(reason="there is no other rank")
-    model, is_odd = wrapped(comm), comm.rank == comm.size - 1
-    groups = by_decay(model)
-    for make, told in (
-            (lambda: adamw(model, lr=0.2 if is_odd else 0.1), "has lr=0.2, but on rank 0 it is"),
-            (lambda: adamw(model, foreach=is_odd), "has foreach=True, but on rank 0 it is False"),
-            (lambda: adamw(model, overlap=is_odd), "has overlap=True, but on rank 0 it is F"),
-            (lambda: adamw(model, weights="node" if is_odd else "rank"), "has weights='node', but"),
-            (lambda: Sharded(torch.optim.Adam if is_odd else torch.optim.AdamW, model),
-             "optimizer_class='Adam', but on rank 0 it is 'AdamW'"),
-            (lambda: adamw(model, params=groups[::-1 if is_odd else 1]),
-             r"params\[0\]\['params'\]\[0\]='scale', but on rank 0 it is 'first.weight'"),
-            (lambda: adamw(model, params=[*model.parameters()][::-1 if is_odd else 1]),
-             r"params\[0\]\['params'\]\[0\]='filter.weight', but on rank 0 it is 'scale'"),
-            (lambda: adamw(model, params=3 if is_odd else None), "params is a int; pass a list"),
-            (lambda: adamw(model, lr=-1 if is_odd else 1), "Invalid learning rate|has lr=-1"),
-            (lambda: Sharded(Norms if is_odd else Signs, model), "has optimizer_class='Norms'")):
-        with pytest.raises(mpiring.ConfigError, match=told):
-            make()
-    optimizer = adamw(model)
-    train(model, optimizer, comm, [0])
-    state = optimizer.state_dict()
-    before, other = copy.deepcopy(state), copy.deepcopy(state)
-    other["state"][1]["exp_avg"] += 1
-    for load, told in (
-            (lambda: optimizer.load_state_dict(other if is_odd else state), r"avg'\]\[0, 0\]=.*,"),
-            (lambda: optimizer.load_state_dict({} if is_odd else state), "lacks param_groups"),
-            (lambda: optimizer.state_dict(root=int(is_odd)), "has root=1, but on rank 0 it is")):
-        with pytest.raises(mpiring.ConfigError, match=told):
-            load()
-    assert_bits(optimizer.state_dict(), before)
-    train(model, optimizer, comm, [1])
 
 
 def malformed(state):
@@ -528,8 +355,7 @@ def malformed(state):
 @pytest.mark.parametrize("settings", [{}, {"overlap": True, "weights": "node"}])
 def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
     """Also where a rank alone has a slice that it does not fit, and gradients are there."""
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model, **settings)
+    (plain, right), (model, optimizer) = both(comm, lr=0.01, sharded=settings)
     for one in (plain, right), (model, optimizer):
         train(*one, comm, range(2))
         one[1].zero_grad()
@@ -544,6 +370,9 @@ def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
         with pytest.raises(mpiring.ConfigError, match="these are the pieces of some ranks; take"):
             optimizer.load_state_dict(comm.broadcast_object(
                 optimizer.sharded_state_dict(), root=0))
+        # Nor is what fits on this rank, but not on another.
+        with pytest.raises(mpiring.ConfigError, match="lacks param_groups"):
+            optimizer.load_state_dict(before if comm.rank else {})
     assert_bits(optimizer.state_dict(), before)
     right.step()
     optimizer.step()
@@ -560,22 +389,17 @@ def test_what_is_saved_is_a_copy(comm):
     model.module.first.requires_grad_(False)
     train(model, optimizer, comm, [1])
     saved = optimizer.sharded_state_dict()
-    before = copy.deepcopy(saved)
-    train(model, optimizer, comm, [2])
-    for state, was in zip(saved["state"].values(), before["state"].values(), strict=True):
-        for x, y in zip(state["exp_avg"].pieces.values(), was["exp_avg"].pieces.values()):
-            assert (x == y).all()
+    for state in saved["state"].values():
+        for x in state["exp_avg"].pieces.values():
             x[:] = 9
-    after = copy.deepcopy(optimizer.state_dict())
+    after = optimizer.state_dict()
     assert not any((x == 9).any() for its in after["state"].values() for x in its.values())
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_momentum_that_is_raised_later(comm, momentum):
     """As by schedules; then parameters are frozen and thawed, and the state is loaded."""
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = torch.optim.SGD(plain.parameters(), lr=0.1), Sharded(
-        torch.optim.SGD, model, lr=0.1)
+    (plain, right), (model, optimizer) = both(comm, torch.optim.SGD, lr=0.1)
     for step in range(8):
         for one in right, optimizer:
             for group in one.param_groups:
@@ -596,21 +420,6 @@ def test_momentum_that_is_raised_later(comm, momentum):
     again = Sharded(torch.optim.SGD, model, lr=0.1)
     again.load_state_dict(state)
     assert_bits(again.state_dict()["state"], state["state"])
-
-
-def test_the_scaler_needs_no_zero_grad(comm):
-    """It calls no step where a gradient is Inf."""
-    model = wrapped(comm)
-    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    for step in range(3):
-        with model.no_sync() if step == 1 else contextlib.nullcontext():
-            scaler.scale(loss_of(model, comm, step) * 1e3).backward()
-        if step != 1:
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() == 2.0**125 and "state" in optimizer.state_dict()
-    train(model, optimizer, comm, range(2))
-    assert optimizer.state_dict()["state"][0]["step"] == 2
 
 
 @pytest.mark.parametrize(("dtype", "norm_dtype"), [
@@ -667,7 +476,7 @@ def test_slices_are_exchanged_by_reducers(make):
         train(model, optimizer, apart, range(6))
         for p, q in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
-        assert_equal_on_all(model, apart)
+        assert equal_on_all(model.parameters(), apart)
 
 
 def test_ranks_without_a_slice_and_parameters_without_a_gradient(comm):
@@ -694,6 +503,22 @@ def test_ranks_without_a_slice_and_parameters_without_a_gradient(comm):
         assert (model.module.a.item() == 1) == bad and model.module.b.tolist() == [1, 1]
     assert optimizer.state_dict()["state"][0]["step"] == 1
     assert sum(bool(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def test_weights_are_written_between_steps(comm):
+    """On all ranks, or on one of them where what follows makes them equal."""
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    for step in range(3):
+        with torch.no_grad():
+            if step == 1:
+                model.module.scale.mul_(2)
+                model.module.last.weight.data = torch.ones(3, 18)
+            if step == 2 and comm.rank == 0:
+                model.module.filter.weight.zero_()
+        broadcast_parameters(model.module.filter.parameters(), comm)
+        train(model, optimizer, comm, [step])
+    assert equal_on_all(model.parameters(), comm)
 
 
 def test_digests_compare_weights(comm):
@@ -753,9 +578,9 @@ class Counts(Signs):
                     p.data -= group["lr"] / self.steps[0] * p.grad
 
 
-def test_a_class_that_counts_its_steps(comm):
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = Counts(plain.parameters(), lr=0.1), Sharded(Counts, model, lr=0.1)
+@pytest.mark.parametrize("make", [Signs, Counts])
+def test_a_class_of_the_users_own(comm, make):
+    (plain, right), (model, optimizer) = both(comm, make, lr=0.01)
     for step in range(6):
         for one in plain, model:
             one.module.first.requires_grad_(step not in (2, 3))
@@ -764,18 +589,8 @@ def test_a_class_that_counts_its_steps(comm):
         if step == 4:
             optimizer.load_state_dict(optimizer.state_dict())
         assert_same(model.parameters(), plain.parameters())
-    with pytest.raises(mpiring.ConfigError, match=(
-            r"its steps change its attribute other=\[tensor\(.*; keep numbers there, and tens")):
-        Sharded(Counts, wrapped(comm), how=torch.zeros(2))
-
-
-def test_a_class_of_the_users_own(comm):
-    plain, model = wrapped(comm), wrapped(comm)
-    right, optimizer = Signs(plain.parameters(), lr=0.01), Sharded(Signs, model, lr=0.01)
-    for one in (plain, right), (model, optimizer):
-        train(*one, comm, range(3))
-    assert_same(model.parameters(), plain.parameters())
-    assert optimizer.state_dict()["state"][0]["count"] == 3
+    assert optimizer.state_dict()["state"] == {} or (
+        optimizer.state_dict()["state"][0]["count"] == 6)
 
 
 def test_mistakes_are_explained(comm):
@@ -786,18 +601,19 @@ def test_mistakes_are_explained(comm):
             (lambda: Sharded(torch.optim.Adafactor, model), "sums over rows and columns"),
             (lambda: Sharded(torch.optim.Muon, model), "it makes whole matrices orthogonal"),
             (lambda: Sharded(torch.optim.SparseAdam, model), "sparse gradients"),
+            (lambda: Sharded(Counts, model, how=torch.zeros(2)),
+             r"change its attribute other=\[tensor\(.*; keep numbers there, and tensors in"),
+            (lambda: adamw(model, weights="both"), "weights='both': expected 'rank'"),
             (lambda: Sharded(Norms, model), "Norms cannot be sharded: a tensor became another"),
             (lambda: Sharded(torch.optim.SGD([torch.ones(1)]), model), "pass a class and its set"),
             (lambda: Sharded("adamw", model), "optimizer_class is 'adamw'; pass a class"),
             (lambda: adamw(model.module), "model is a Odd; pass the mpiring.torch.DataParallel"),
             (lambda: adamw(model.parameters()), "a generator; pass .* itself, as in Sharded"),
             (lambda: adamw(model, params=parameters[:-1]), "filter.weight: trained, but in no "),
-            (lambda: adamw(model, params=[]), "scale, first.weight.* in no group"),
             (lambda: adamw(model, params=[*parameters, parameters[0]]), "scale is twice in the gr"),
             (lambda: adamw(model, params=[*parameters, torch.ones(3)]), "shape .3,. in a group of"),
             (lambda: adamw(model, params=[{"lr": 1}]), "a group of parameters is a dict; expected"),
             (lambda: adamw(model, params=parameters[0]), "params is a Parameter; pass a list"),
-            (lambda: adamw(model, params=3), "params is a int; pass a list"),
             (lambda: adamw(DataParallel(Odd(), comm, defer_wait=True)), "leave out defer_wait"),
             (lambda: adamw(DataParallel(nn.Embedding(9, 3, sparse=True), comm)),
              "gradients of weight are sparse, and cannot be cut into slices"),
@@ -820,10 +636,9 @@ def test_mistakes_are_explained(comm):
             (plain.step, mpiring.ConfigError, " SGD is to update parameters of a model that has"),
             (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
              "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
-            *((lambda foreach=foreach: nn.utils.clip_grad_norm_(
-                [p for group in optimizer.param_groups for p in group["params"]], 1.0,
-                foreach=foreach), mpiring.GradientError, "norm of a gradient that is in slices")
-              for foreach in (None, True)),
+            (lambda: nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 1.0),
+             mpiring.GradientError, "norm of a gradient that is in slices"),
             (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
             (lambda: loss_of(model, comm, 0).backward(), mpiring.GradientError,
              r"a second backward pass, without step\(\) or zero_grad\(\).*no_sync"),
@@ -835,9 +650,6 @@ def test_mistakes_are_explained(comm):
             (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
             (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
              mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
-            (lambda: optimizer.load_state_dict(None), mpiring.ConfigError, "is a NoneType: pass"),
-            (lambda: optimizer.load_state_dict(model.state_dict()), mpiring.ConfigError,
-             "the state of a Sharded optimizer lacks param_groups: pass what"),
             (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
              "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
             (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
@@ -880,7 +692,7 @@ def test_another_optimizer_after_it(comm):
         loss_of(model, comm, 0).backward()
     last.close()
     train(model, adamw(model), comm, range(2))
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     with pytest.raises(mpiring.GradientError, match="without new gradients"):
         optimizer.step()
 
@@ -892,21 +704,22 @@ def test_optimizers_of_mpiring(comm, settings):
         torch.manual_seed(2)
         return nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3))
 
-    model = DataParallel(net(), comm, bucket_bytes=300)
+    plain, model = (DataParallel(net(), comm, bucket_bytes=300) for _ in range(2))
     groups = [{"params": [*model.module[2].parameters()], "lr": 0.02},
               {"params": [*model.module[0].parameters()]}]
     given = {"lr": 0.01, "no_decay": ("*bias",), "weight_decay": 0.1}
     optimizer = Sharded(mpiring.optim.LAMB, model, groups, **given, **settings)
     alone = comm.split(comm.rank)
-    plain = net()
-    weights = {name: p.detach().numpy() for name, p in plain.named_parameters()}
+    weights = {name: p.detach().numpy() for name, p in plain.module.named_parameters()}
     dp = mpiring.numpy.DataParallel(weights, alone)
     right = mpiring.optim.LAMB(dp, **given, groups={"2.*": {"lr": 0.02}})
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, comm, step).backward()
+        for one in plain, model:
+            one.zero_grad()
+            loss_of(one, comm, step).backward()
         optimizer.clip_grad_norm_(0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         if step == 2:
             saved = merged(comm.allgather_object(optimizer.sharded_state_dict()))
             again = optimizer.state_dict()
@@ -914,17 +727,14 @@ def test_optimizers_of_mpiring(comm, settings):
             optimizer.load_state_dict(saved)
         optimizer.step()
         schedule.step()
-        total = sum(loss_of(plain, SimpleRank(rank), step) for rank in range(comm.size)) / comm.size
-        gradients = torch.autograd.grad(total, list(plain.parameters()))
-        norm = torch.sqrt(sum(g.square().sum() for g in gradients))
-        for (name, _), g in zip(plain.named_parameters(), gradients):
-            dp.grads[name][...] = g * min(1, 0.5 / norm)
+        for name, p in plain.module.named_parameters():
+            dp.grads[name][...] = p.grad
             dp.ready(name)
         for name, its in right.settings.items():
             its["lr"] = (0.02 if name[0] == "2" else 0.01) / (1 + step)
         right.step()
         assert_same(model.parameters(), plain.parameters())
-    assert_equal_on_all(model, comm)
+    assert equal_on_all(model.parameters(), comm)
     assert optimizer.state_dict()["steps"] == 4
     alone.close()
     model.module[0].requires_grad_(False)
@@ -932,25 +742,3 @@ def test_optimizers_of_mpiring(comm, settings):
         loss_of(model, comm, 0).backward()
     with pytest.raises(mpiring.ConfigError, match="LAMB in a Sharded optimizer updates parameters"):
         Sharded(mpiring.optim.LAMB, wrapped(comm))
-
-
-def test_momentum_of_mpirings_sgd_may_begin_later(comm):
-    torch.manual_seed(2)
-    net = nn.Linear(6, 3)
-    models = DataParallel(net, comm), DataParallel(copy.deepcopy(net), comm)
-    optimizers = (Sharded(mpiring.optim.SGD, models[0], lr=0.05),
-                  torch.optim.SGD(models[1].parameters(), lr=0.05))
-    for step in range(5):
-        for model, optimizer in zip(models, optimizers):
-            optimizer.param_groups[0]["momentum"] = 0.9 * (step > 1)
-            optimizer.zero_grad()
-            loss_of(model, comm, step).backward()
-            optimizer.step()
-        assert_same(*(model.parameters() for model in models))
-
-
-class SimpleRank:
-    """Has a rank."""
-
-    def __init__(self, rank):
-        self.rank = rank

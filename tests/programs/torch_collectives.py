@@ -27,7 +27,6 @@ OURS = dist.group.WORLD
 Op = dist.ReduceOp
 NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
            torch.int32, torch.int64, torch.bool]
-ANY = [*NUMBERS, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
 
 def filled(shape, dtype=torch.float32, seed=0, rank=RANK):
@@ -61,17 +60,12 @@ def all_reduce_strided(group, dtype, op=Op.SUM):
 
 
 def all_reduce_coalesced(group):
-    xs = [filled((3,)), filled((2, 2)), filled((0,))]
-    dist.all_reduce_coalesced(xs, group=group)
-    return xs
-
-
-def coalescing_manager(group):
-    xs = [filled((3,)), filled((2, 2))]
+    several, xs = [filled((3,)), filled((2, 2)), filled((0,))], [filled((3,)), filled((2, 2))]
+    dist.all_reduce_coalesced(several, group=group)
     with dist.distributed_c10d._coalescing_manager(group):
         for x in xs:
             dist.all_reduce(x, group=group)
-    return xs
+    return [*several, *xs]
 
 
 def all_reduce_sparse(group):
@@ -222,15 +216,6 @@ def complex_halves(group, op):
     return [scattered, listed, *([lone, column] if RANK == 0 else [])]
 
 
-def slow_coalescing(group):
-    x, y = filled((5,)), filled((2,))
-    with dist.distributed_c10d._coalescing_manager(group, x.device, async_ops=True) as manager:
-        group.allreduce([x])
-        group.broadcast(y, 0) if group is not OURS else dist.broadcast(y, 0, async_op=True)
-    manager.wait()
-    return [x, y]
-
-
 def all_to_all_single_uneven(group):
     sends, receives = [RANK + q for q in range(SIZE)], [q + RANK for q in range(SIZE)]
     x = torch.empty(sum(receives), 2)
@@ -293,7 +278,7 @@ CASES = [
     *((all_reduce, *case) for case in itertools.product(INTEGERS, BITS)),
     *((all_reduce, torch.float32, Op.SUM, shape) for shape in [(), (0,), (100_003,), (7, 0, 2)]),
     (all_reduce, torch.complex64, Op.SUM),
-    (all_reduce_coalesced,), (coalescing_manager,), (all_reduce_sparse,),
+    (all_reduce_coalesced,), (all_reduce_sparse,),
     *((reduce, *case) for case in itertools.product(NUMBERS, EXACT, {0, LAST})),
     *((reduce, *case) for case in itertools.product(INTEGERS, BITS, {LAST})),
     *((broadcast, *case) for case in itertools.product(NUMBERS, {0, LAST}, [(3, 5), ()])),
@@ -358,21 +343,7 @@ DOCUMENTED = [
     *((filled((2, 3), dtype, RANK, rank=1), scatter, dtype, 1) for dtype in OTHER),
     ([filled((q + RANK, 2), torch.int16, RANK, rank=q) for q in range(SIZE)], all_to_all),
     ([sum(of_all((SIZE * 2,))), sum(of_all((SIZE, 2)))], coalesced_tensors),
-    ([sum(of_all((5,))), filled((2,), rank=0)], slow_coalescing),
 ]
-
-
-def roots(method, root):
-    """Call a method of the group itself: the Python functions check the root."""
-    def call(group):
-        options = {"broadcast": dist.BroadcastOptions, "reduce": dist.ReduceOptions,
-                   "gather": dist.GatherOptions, "scatter": dist.ScatterOptions}[method]()
-        options.rootRank = root
-        x = torch.empty(2)
-        lists = {"broadcast": ([x],), "reduce": ([x],), "gather": ([], [x]), "scatter": ([x], [])}
-        getattr(group, method)(*lists[method], options).wait()
-    call.__name__ = f"{method} with root {root}"
-    return call
 
 
 def empties(*shapes, dtype=torch.float32):
@@ -418,8 +389,6 @@ ERRORS = {
         group=group),
     "scatter: shape": lambda group: dist.scatter(
         torch.empty(2), empties(*[(3,)] * SIZE) if RANK == 0 else empties((2,)), 0, group=group),
-    **{f"{method}: root {root}": roots(method, root)
-       for method in ("broadcast", "reduce", "gather", "scatter") for root in (-1, SIZE)},
 }
 
 
@@ -480,6 +449,6 @@ for name, function in ERRORS.items():
 if failures:
     print(*failures, sep="\n", file=sys.stderr, flush=True)
     sys.exit(1)
-print(f"rank {RANK}: {len(CASES)} cases agree with Gloo, {len(DOCUMENTED)} "
+print(f"all is well: {len(CASES)} cases agree with Gloo, {len(DOCUMENTED)} "
       f"with the documentation, {len(ERRORS)} errors are refused", flush=True)
 dist.destroy_process_group()

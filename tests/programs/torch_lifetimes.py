@@ -104,19 +104,11 @@ def layers_that_come_twice_are_explained():
         DataParallel(Twice(), comm)(X).sum().backward()
 
 
-def models_that_differ_are_refused_on_every_rank():
-    with pytest.raises(mpiring.BufferMismatchError, match=r"rank 1: .*\(2, 4\).*rank 0.*\(2, 3\)"):
-        DataParallel(nn.Linear(3 + comm.rank % 2, 2), comm)
-
-
 def mistakes_of_all_ranks_are_named():
-    sampler, optimizer = DistributedSampler(range(9), comm), torch.optim.SGD(net().parameters())
+    sampler = DistributedSampler(range(9), comm)
     state = sampler.state_dict()
     for mistake, told in (
             (lambda: DistributedSampler([1], comm, seed=1 << 33), "seed=8589934592: expected"),
-            (lambda: DistributedSampler([1], comm, seed="a"), "seed='a': expected a whole"),
-            (lambda: DistributedSampler([1], comm, seed=None), "seed=None: expected a whole"),
-            (lambda: DistributedSampler(9, comm), "dataset is a int, which has no length"),
             (lambda: DistributedSampler([1], MPI.COMM_WORLD), "comm is a Intracomm; pass"),
             (lambda: sampler.set_epoch("a"), "epoch='a': expected a whole"),
             (lambda: sampler.set_epoch(-1), "epoch=-1: expected a whole"),
@@ -126,15 +118,11 @@ def mistakes_of_all_ranks_are_named():
             (lambda: sampler.load_state_dict({**state, "position": "a"}), "position='a'"),
             (lambda: broadcast_parameters(net(), comm), r"got a Linear; .*state_dict\(\).values"),
             (lambda: broadcast_parameters(net().state_dict(), comm), "expected tensors, got a str"),
-            (lambda: broadcast_parameters(3, comm), "expected tensors, got a int"),
-            (lambda: broadcast_parameters(net().parameters(), comm, root=1.0), "root=1.0: exp"),
             (lambda: broadcast_optimizer_state(net(), comm), "optimizer is a Sequential; pass"),
-            (lambda: broadcast_optimizer_state(optimizer, comm, root=0.0), "root=0.0: exp"),
             (lambda: mpiring.torch.export_environment(MPI.COMM_WORLD), "comm is a Intracomm"),
             (lambda: mpiring.torch.share_cores(3), "comm is a int; pass"),
             (lambda: mpiring.torch.set_random_state({}), "lacks python, numpy, torch"),
             (lambda: DataParallel(net(), comm, reducer={1: Mean()}), r"reducer\[1\]: expected"),
-            (lambda: DataParallel(net(), comm, order=3), "order=3: expected a list"),
             (lambda: comm.empty(3, torch.float32), "a dtype of NumPy's"),
             (lambda: comm.allreduce([torch.ones(3)]), "got builtins.list")):
         with pytest.raises(mpiring.ConfigError, match=told):
@@ -148,7 +136,6 @@ for how in (True, False):
     withheld_gradients_that_are_dropped_do_not_come_back(how)
 dropped_models_leave_nothing()
 parameters_may_be_replaced()
-models_that_differ_are_refused_on_every_rank()
 mistakes_of_all_ranks_are_named()
 layers_that_come_twice_are_explained()
 print("all is well", flush=True)

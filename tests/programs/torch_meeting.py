@@ -4,6 +4,8 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import mpiring
 import mpiring.torch
@@ -27,6 +29,10 @@ assert mine[0] == (4 if dist.get_rank() == 3 else 1)
 rows = torch.empty(4, dtype=torch.int64)
 dist.all_to_all_single(rows, torch.arange(4) + 10 * dist.get_rank())
 assert rows.tolist() == [10 * rank + dist.get_rank() for rank in range(4)]
+# Groups within groups.
+whole = torch.arange(24.0).reshape(4, 6)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+assert (distribute_tensor(whole, mesh, [Shard(0), Shard(1)]) + 1).full_tensor().equal(whole + 1)
 print("rank {RANK} of {WORLD_SIZE}, local {LOCAL_RANK} of {LOCAL_WORLD_SIZE}, "
       "met at {MASTER_ADDR}".format(**os.environ), flush=True)
 dist.destroy_process_group()

@@ -7,10 +7,12 @@ NumPy. The second has PyTorch's streams, which are simulated, and nothing else. 
 on this rank's GPU, which several ranks may have; with "alone", too, and there is no CuPy.
 """
 
+import atexit
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 
 from mpiring.gpu import accelerator, arrays
@@ -26,15 +28,25 @@ ON_GPU = SIMULATED or ACCELERATOR or CUDA
 WHERE = torch.device("cpu")
 
 
-def _simulate():
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import pytest
-    import simulated_accelerator
-    import simulated_gpu
-    patch = pytest.MonkeyPatch()
-    # To compile them takes longer than all that follows; the bits are the same.
+patch = pytest.MonkeyPatch()
+
+
+def without_compiling():
+    """To compile loops takes longer than all that follows; the bits are the same."""
     for name in ("loop", "loop_16"):
         patch.setattr(loops, name, lambda *arguments: None)
+
+
+def _undo():
+    patch.undo()
+    arrays.device_of.cache_clear()
+
+
+def _simulate():
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import simulated_accelerator
+    import simulated_gpu
+    without_compiling()
     if ACCELERATOR:
         simulated_accelerator.install(patch)
         return
@@ -47,6 +59,8 @@ def _simulate():
     patch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
 
 
+# After what the program itself registers.
+atexit.register(_undo)
 if SIMULATED or ACCELERATOR:
     _simulate()
 elif CUDA:

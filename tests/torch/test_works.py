@@ -93,13 +93,6 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
     assert calls == ["rest"] * rests + ["hook", "wait"]
 
 
-def test_outside_of_a_backward_pass_nothing_rests(handle):
-    from mpiring.torch.works import Work
-    handle.when_done = lambda action: None
-    # None is no lane that could rest.
-    Work(handle, [], threaded=True, lanes=[None]).get_future()
-
-
 def cores_of(*ranks):
     """Return a communicator's `run` where ranks of (node, cores) tell each other what they have."""
     def run(call, build):
