@@ -191,21 +191,3 @@ def test_reducers_that_are_loaded_with_anything(comm):
     for state, told in ((3, "is a int"), (None, "is a NoneType"), ({}, "lacks edition")):
         with pytest.raises(ConfigError, match=f"the state of TopK.* {told}"):
             TopK().load_state_dict(state)
-
-
-def test_token_batches_of_ranks_that_differ(comm):
-    if comm.size > 1:
-        for name, lengths, options in (
-                ("tokens", [5, 6], {"tokens": 20 + comm.rank}),
-                ("longest", [5, 6], {"tokens": 20, "longest": 6 + comm.rank}),
-                ("seed", [5, 6], {"tokens": 20, "seed": comm.rank}),
-                # 300 takes two bytes.
-                (r"lengths\[1\]", [300, 6 + comm.rank, 8], {"tokens": 400}),
-                (r"lengths\[0\]", [400 if comm.rank else 1, 7], {"tokens": 400})):
-            told = fr"rank 1: TokenBatches has {name}=\w+, but on rank 0 it is \w+; give"
-            with pytest.raises(ConfigError, match=told):
-                TokenBatches(lengths, comm, **options)
-    batches = TokenBatches(range(1, 500), comm, tokens=1000)
-    everybodys = comm.allgather_object([*batches])
-    assert sorted(i for mine in everybodys for batch in mine for i in batch) == [*range(499)]
-    assert comm.allgather_object(batches.state_dict()) == [batches.state_dict()] * comm.size

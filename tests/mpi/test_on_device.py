@@ -130,14 +130,6 @@ def trained(comm, put, get, reducer, steps=6):
     return [*map(get, params.values()), *means]
 
 
-@pytest.fixture(scope="module")
-def apart():
-    """A communicator in which each rank is a node, so that gradients are compressed."""
-    config = mpiring.Config(shared_memory=False, tuning=False, gpu_aware="no")
-    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
-        yield communicator
-
-
 @pytest.mark.parametrize(("nodes", "reducer"), [
     # On one node nothing is compressed.
     ("one", "mean"), ("one", "some"), *(("each", reducer) for reducer in REDUCERS)])

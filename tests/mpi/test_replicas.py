@@ -121,7 +121,7 @@ def test_a_flipped_bit_is_found_at_the_next_check(checked, caplog, name):
             assert f"rank {odd} on " in logged[0] and name in logged[0]
 
 
-@pytest.mark.parametrize("name", SPOTS)
+@pytest.mark.parametrize("name", ["w", "velocity['b']"])
 def test_training_goes_on_as_if_nothing_had_been(checked, name):
     """A flip right before the check leaves no trace: gradients were computed without it."""
     if checked.config.digest_action == "stop" or checked.size < 3:
