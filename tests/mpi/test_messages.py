@@ -58,7 +58,7 @@ def test_messages_of_a_communicator(comm):
     neighbour, x = (comm.rank + 1) % comm.size, np.ones(1)
     never = messages.irecv(x, neighbour, tag=9)
     with pytest.raises(StallError, match=f"recv 8 bytes from {neighbour}, tag 9: Timed") as caught:
-        never.wait(1.0)
+        never.wait(0.2)
     if comm.size > 1:
         assert f"\n  rank {neighbour} " in str(caught.value)
     comm.barrier()

@@ -44,10 +44,13 @@ def test_ops_of_mpi4py(comm, theirs, ours):
 
 X = np.ones(3, np.float32)
 ON_COMM = [
+    (lambda comm: comm.allreduce(X, op="avg"), "op='avg': expected one of sum, mean"),
+    (lambda comm: comm.reduce_scatter(X, op="avg"), "op='avg'"),
+    (lambda comm: comm.allreduce(X, algorithm="tree"), "algorithm='tree': expected one of auto"),
+    (lambda comm: mpiring.init(config=mpiring.Config(algorithm="tree")),
+     "algorithm='tree': expected one of auto, sha"),
     (lambda comm: comm.allreduce(X, op=MPI.MAXLOC), "expected one of sum, .* MPI.SUM, MPI.PROD"),
     (lambda comm: comm.allreduce(X, op=MPI.OP_NULL), "expected one of sum"),
-    (lambda comm: comm.allreduce(X, op=["sum"]), r"op=\['sum'\]: expected one of sum"),
-    (lambda comm: comm.allreduce(X, op=None), "op=None: expected one of sum"),
     (lambda comm: comm.reduce_scatter(X, op={}), "op={}: expected one of sum"),
     (lambda comm: comm.allreduce(X, algorithm=[]), r"algorithm=\[\]: expected one of auto"),
     (lambda comm: comm.allreduce(3.0), "numpy.asarray"),

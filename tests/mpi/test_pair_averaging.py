@@ -98,7 +98,7 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
     params, right = {"w": np.zeros(3)}, {"w": np.zeros(3)}
     with PairAveraging(params, comm, delay=delay) as pairs, PairAveraging(
             right, comm, delay=delay) as others:
-        for step in range(20):
+        for step in range(6):
             params["w"] = params["w"] - 0.1 * (params["w"] - comm.rank)
             pairs.step()
             right["w"] -= 0.1 * (right["w"] - comm.rank)
@@ -149,12 +149,8 @@ def test_mistakes(comm):
                 with pytest.raises(ConfigError, match=text):
                     pairs.load_state_dict(wrong)
             assert pairs.state_dict() == {"seed": 0, "rounds": 0}
-        with pytest.raises(ConfigError, match="seed=-1: expected a whole number of at least 0"):
-            PairAveraging(model(0), comm, seed=-int(odd))
         with pytest.raises(ConfigError, match="params is 3; pass a dict of the model's arrays"):
             PairAveraging(3 if odd else model(0), comm)
-        with pytest.raises(ConfigError, match="PairAveraging has seed=1, but on rank 0 it is 0"):
-            PairAveraging(model(0), comm, seed=int(odd))
         with pytest.raises(BufferMismatchError, match=".0.=.w float64"):
             PairAveraging({"w": np.ones(3 + odd)}, comm)
 
@@ -164,7 +160,7 @@ def test_async_data_parallel_is_a_data_parallel_with_another_step(comm):
     dp = AsyncDataParallel({"w": np.zeros(20), "b": np.zeros(1)}, comm,
                            optimizer=functools.partial(SGD, lr=0.3), staleness=2)
     with dp:
-        for _ in range(60):
+        for _ in range(40):
             dp.grads["w"][...] = dp.params["w"] - target
             dp.ready("w")
             with pytest.raises(GradientError, match="with 1 of 2 gradients missing: b; call ready"):

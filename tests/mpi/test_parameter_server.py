@@ -179,14 +179,8 @@ def test_mistakes(comm):
         server.state_dict()
     if comm.size > 1:
         odd = comm.rank == comm.size - 1
-        with pytest.raises(ConfigError, match="ParameterServer has staleness=2, but on rank 0"):
-            ParameterServer(model(), comm, optimizer=SGD, staleness=1 + odd)
-        with pytest.raises(ConfigError, match="SGD has lr of 'w1'=0.5, but on rank 0"):
-            ParameterServer(model(), comm, optimizer=functools.partial(SGD, lr=0.5 if odd else 1))
         with pytest.raises(BufferMismatchError, match=f"rank {comm.size - 1}: .*=.w1 float"):
             ParameterServer({"w1": np.ones(3 + odd)}, comm, optimizer=SGD)
-        with pytest.raises(ConfigError, match="optimizer='SGD': pass what makes one"):
-            ParameterServer(model(), comm, optimizer="SGD" if odd else SGD)
 
 
 def test_weights_are_pulled_into_the_arrays_that_are_there(comm):
@@ -243,25 +237,14 @@ def test_states_of_ranks_at_different_clocks(comm):
             assert server.pull()["w"][0] == np.float64(-1e-3)
 
 
-def test_no_thread(comm):
-    """Waiting calls serve where nothing runs in the background."""
-    with mpiring.init(config=mpiring.Config(progress="inline")) as inline:
-        for staleness in (0, 1):
-            with ParameterServer(model(), inline, optimizer=SGD, staleness=staleness) as server:
-                for step in range(3):
-                    server.step(gradients(inline.rank, step))
-            assert is_same_on_all_ranks(comm, server.params)
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_rank_that_stays_behind_is_named(comm, staleness):
+def test_a_rank_that_stays_behind_is_named(comm):
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         pytest.skip(reason="without a thread, a rank that waits elsewhere serves nobody")
     late = comm.size - 1
     with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, ParameterServer(
-            model(), impatient, optimizer=SGD, staleness=staleness) as server:
+            model(), impatient, optimizer=SGD, staleness=1) as server:
         server.step(gradients(comm.rank, 0))
         if comm.rank != late:
             server.push(gradients(comm.rank, 1))
@@ -270,16 +253,13 @@ def test_a_rank_that_stays_behind_is_named(comm, staleness):
                     server.pull()
                     server.push(gradients(comm.rank, step))
             assert str(caught.value).startswith(
-                f"rank {comm.rank} waits at clock {2 + staleness}\n"
-                f"  rank {late} is behind: it has pushed 1 times, and staleness={staleness} "
-                f"wants 2\n"), str(caught.value)
+                f"rank {comm.rank} waits at clock 3\n  rank {late} is behind: it has pushed 1 "
+                f"times, and staleness=1 wants 2\n"), str(caught.value)
         # It only was late.
         comm.barrier()
         if comm.rank == late:
             for step in range(1, 3):
                 server.push(gradients(comm.rank, step))
-        elif staleness == 0:
-            server.push(gradients(comm.rank, 2))
         server.pull()
         server.finish()
         comm.barrier()

@@ -1,7 +1,6 @@
 """Tests short calls that are made again, and so run as rounds, on real MPI."""
 
 import io
-import itertools
 import random
 import sys
 import threading
@@ -24,24 +23,6 @@ if MPI.COMM_WORLD.size == 1:
     pytest.skip(reason="there is no other rank", allow_module_level=True)
 
 
-def opened(**settings):
-    """A communicator of its own, which may break."""
-    return mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**settings))
-
-
-def left(comm, free=True):
-    """Let go of a communicator that cannot be closed; all ranks come here.
-
-    Args:
-        free: Free MPI's, which must have no messages under way.
-    """
-    MPI.COMM_WORLD.Barrier()
-    comm._group.closed = True
-    comm._group._forget()
-    if free:
-        comm._group._transport.free()
-
-
 # Where there is compiled code, see test_real_mpi.
 HAS_CODE = bool(mpiring.Config().tuning_folder)
 
@@ -54,43 +35,39 @@ def node_calls(comm):
     return [a for a in comm._fast_calls._calls.values() if isinstance(a, NodeCall)]
 
 
-@pytest.fixture(scope="module", params=["python", "auto", "mixed"])
+@pytest.fixture(scope="module", params=["auto", "mixed"])
 def some(request):
     """Communicators whose ranks run rounds in one way, or each in its own."""
     ways = ("python", "off", "auto")
     how = ways[MPI.COMM_WORLD.rank % 3] if request.param == "mixed" else request.param
-    with opened(rounds=how) as comm:
+    with mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(rounds=how)) as comm:
         yield comm
 
 
-@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_contract(some, dtype):
-    itemsize = np.dtype(dtype).itemsize
-    longest, sums = (16 << 10) // itemsize, []
-    for op, n in itertools.product(contract.OPS, (0, 1, 3, longest - 1, longest, longest + 1)):
-        if contract.defined(op, dtype):
-            for _ in range(2):
-                x = contract.contribution(some.rank, n, dtype)
-                assert some.allreduce(x, op=op) is x
-                contract.check(x, some.size, op)
-                sums.append(zlib.crc32(x.tobytes()))
+def test_contract(some):
+    """Of what fits into a slot, and is just too long for it, in bytes and elements more."""
+    slot, sums = 16 << 10, []
+    for op, dtype, (nbytes, more) in contract.cases(
+            ((0, 0), (0, 1), (0, 3), (slot, -1), (slot, 0), (slot, 1))):
+        for _ in range(2):
+            x = contract.contribution(some.rank, nbytes // np.dtype(dtype).itemsize + more, dtype)
+            assert some.allreduce(x, op=op) is x
+            contract.check(x, some.size, op)
+            sums.append(zlib.crc32(x.tobytes()))
     assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
 
 
-@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_contract_of_the_others(some, dtype):
-    p, rank, longest = some.size, some.rank, (512 << 10) // np.dtype(dtype).itemsize
+def test_contract_of_the_others(some):
+    p, rank, longest = some.size, some.rank, 128 << 10
     # What is longer is no round.
-    for n in (0, 1, 3, 1001, *((longest, longest + 1) if dtype == "float32" else ())):
+    for op, dtype, n in (*contract.cases((0, 1, 3, 1001)), ("max", "float32", longest),
+                         ("max", "float32", longest + 1)):
         mine, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
         for step in range(2):
-            for op in ("max", "bxor", "mean", "prod"):
-                if contract.defined(op, dtype):
-                    x = contract.contribution(rank, n, dtype)
-                    chunk = some.reduce_scatter(x, op=op)
-                    assert np.array_equal(chunk, contract.expected(p, n, x.dtype, op)[mine])
-                    assert chunk.shape == (mine.stop - mine.start,) and (
-                        chunk.base is x or not n)
+            x = contract.contribution(rank, n, dtype)
+            chunk = some.reduce_scatter(x, op=op)
+            assert np.array_equal(chunk, contract.expected(p, n, x.dtype, op)[mine])
+            assert chunk.shape == (mine.stop - mine.start,) and (chunk.base is x or not n)
             whole = contract.contribution(step, n, dtype)
             x = ones.copy()
             x[mine] = whole[mine]
@@ -174,7 +151,7 @@ def test_rounds_run_where_they_may_and_count(some):
         assert (True in has_code) == (HAS_CODE and config == "auto")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_long_vectors_in_windows(some, dtype):
     """In place, wherever they lie, and beside those of ranks that have them elsewhere."""
     n, together, mine = 70_001, random.Random(4), random.Random(some.rank)
@@ -197,19 +174,10 @@ def test_long_vectors_in_windows(some, dtype):
         assert in_place == (has_code and some.config.rounds == "auto")
 
 
-def test_barriers(some):
-    before = some.statistics.operations
-    for step in range(20):
-        if step % some.size == some.rank:
-            time.sleep(0.0005)
-        some.barrier()
-    assert some.statistics.operations == before + 20
-
-
 def test_nothing_about_an_array_is_kept(some):
     x = np.zeros((4, 6), np.float32)
 
-    def check(array, text=None):
+    def check(array):
         array[...] = some.rank + 1
         some.allreduce(array)
         assert (array == some.size * (some.size + 1) // 2).all()
@@ -242,29 +210,24 @@ def test_nothing_about_an_array_is_kept(some):
     check(some.empty((4, 6)))
     check(np.zeros((4, 6), np.float32))
     check(np.float32([7])[:0].reshape(0, 3))
-    check(np.zeros(()))
-    check(np.zeros(()))
-
-
-class Sub(np.ndarray):
-    """An array of another class."""
-
-
-def test_other_arrays_and_ops_take_the_ordinary_path(some):
-    x = np.ones(5)
     for _ in range(2):
-        assert some.allreduce(x.view(Sub) * 0 + 1)[0] == some.size
+        check(np.zeros(()))
+        assert some.allreduce(x.view(Sub) * 0 + 1)[0, 0] == some.size
         assert some.allreduce(np.ones(5), op=MPI.SUM)[0] == some.size
         assert some.allreduce(np.ones(5), algorithm="direct")[0] == some.size
         with pytest.raises(mpiring.ConfigError, match="masked"):
             some.allreduce(np.ma.ones(5))
 
 
+class Sub(np.ndarray):
+    """An array of another class."""
+
+
 def test_rounds_amid_other_operations(some):
     together, mine = random.Random(3), random.Random(some.rank)
     part = some.split(some.rank % 2)
     waiting = []
-    for step in range(400):
+    for step in range(200):
         if together.random() < 0.1:
             waiting.append((some.iallreduce(np.full(20_000, step, np.float32)), step))
         if together.random() < 0.1:
@@ -323,7 +286,7 @@ def test_handles_of_rounds(some):
 
 def test_a_look_amid_a_run_of_the_same_handle():
     """As by a signal's handler: the call is not run within itself."""
-    with opened(rounds="python") as comm:
+    with mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(rounds="python")) as comm:
         x, looks = np.ones(3), []
         comm.allreduce(x)
         x[:], before = comm.rank + 1, comm.statistics
@@ -380,7 +343,7 @@ def other(comm, x, op="sum"):
 
 
 # What rank 0 calls, and what the others do, after both calls were made before.
-@pytest.mark.parametrize("kind", ["allreduce", "iallreduce", "two", "allgather", "long"])
+@pytest.mark.parametrize("kind", ["allreduce", "two", "allgather", "long"])
 def test_threads_that_make_identical_calls(some, kind):
     """As rounds, and otherwise: a round of one thread leaves another's alone."""
     p, threads, wrong = some.size, 3, []
@@ -399,14 +362,13 @@ def test_threads_that_make_identical_calls(some, kind):
             assert np.array_equal(whole, np.repeat(np.arange(p) + 1, 100))
             return
         else:
-            handles = [some.iallreduce(x), *([some.iallreduce(y)] if kind == "two" else [])]
-            for handle in handles:
+            for handle in [some.iallreduce(x), some.iallreduce(y)]:
                 handle.wait()
         assert (x == total).all() and (kind != "two" or (y == total).all())
 
     def work():
         try:
-            for _ in range(60):
+            for _ in range(20):
                 once()
         except BaseException as error:
             wrong.append(error)
@@ -423,15 +385,14 @@ def test_threads_that_make_identical_calls(some, kind):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong and not any(worker.is_alive() for worker in workers), wrong
-    assert (some.statistics - before).operations == 60 * threads * (1 + (kind == "two"))
+    assert (some.statistics - before).operations == 20 * threads * (1 + (kind == "two"))
 
 
 @pytest.mark.parametrize("call", [
     blocking, started, in_place, scattered, copied, pickled, other])
-@pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
-                                 ("auto", "auto")])
-def test_ranks_that_disagree(how, call):
-    comm = opened(rounds=how[MPI.COMM_WORLD.rank > 0])
+@pytest.mark.parametrize("how", [("python", "off"), ("auto", "auto")])
+def test_ranks_that_disagree(how, call, breakable):
+    comm = breakable(rounds=how[MPI.COMM_WORLD.rank > 0])
     x = array_for(comm, call)
     for _ in range(3):
         for op in ("sum", "max"):
@@ -444,13 +405,11 @@ def test_ranks_that_disagree(how, call):
     assert (x == 5).all()
     with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):
         call(comm, x)
-    left(comm)
 
 
-@pytest.mark.parametrize(("how", "call"), [
-    ("python", blocking), ("auto", blocking), ("auto", in_place)])
-def test_a_missing_call(how, call):
-    comm = opened(rounds=how, stall_timeout_s=0.5, stall_warning_s=0)
+@pytest.mark.parametrize(("how", "call"), [("python", blocking), ("auto", in_place)])
+def test_a_missing_call(how, call, breakable):
+    comm = breakable(rounds=how, stall_timeout_s=0.5, stall_warning_s=0)
     x = array_for(comm, call)
     for _ in range(3):
         comm.allreduce(x)
@@ -463,16 +422,4 @@ def test_a_missing_call(how, call):
             text = f"rank 0 has NOT CALLED it; its last call was #{last} allreduce"
             assert text in str(raised.value)
     else:
-        time.sleep(1.5)
-    # Questions about it may be.
-    left(comm, free=False)
-
-
-def test_a_closed_communicator():
-    comm = opened()
-    x = np.ones(3, np.float32)
-    for _ in range(3):
-        comm.allreduce(x)
-    comm.close()
-    with pytest.raises(mpiring.ClosedError):
-        comm.allreduce(x)
+        time.sleep(1)
