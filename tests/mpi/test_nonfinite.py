@@ -4,7 +4,6 @@ import gc
 
 import numpy as np
 import pytest
-from launching import needed
 
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.numpy import DataParallel, LossScaler
@@ -164,30 +163,6 @@ def test_a_sum_that_overflows_is_told_too(comm, caplog):
     texts = logged(caplog)
     assert len(texts) == 2 * (comm.rank == 0 and comm.size > 1)
     assert not texts or "the means of w, although all ranks' gradients were finite" in texts[1]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_towers_of_pytorch(comm, caplog, sharded):
-    """The gradients of a linear tower do not depend on its weights: one step only is bad."""
-    torch, adapter = needed("torch"), pytest.importorskip("mpiring.torch")
-    model = adapter.DataParallel(torch.nn.ModuleDict({
-        name: torch.nn.Linear(600, 600) for name in ("front", "back")}), comm)
-    model.module.forward = lambda x: [tower(x).mean() for tower in model.module.values()]
-    optimizer = (adapter.Sharded(torch.optim.SGD, model, lr=0.1) if sharded
-                 else torch.optim.SGD(model.parameters(), lr=0.1))
-    for number in range(4):
-        with model.no_sync():
-            sum(model(torch.ones(1, 600))).backward()
-        front, back = model(torch.ones(1, 600))
-        if number == 2 and comm.rank == comm.size - 1:
-            back = back * torch.nan
-        (front + back).backward()
-        assert model.finite == (number != 2) and model.nonfinite == {}
-        optimizer.step()
-        optimizer.zero_grad()
-    texts = logged(caplog)
-    assert len(texts) == (comm.rank == 0)
-    assert not texts or texts[0].startswith(f"step 2: {WORDS}, of back.bias, back.weight (of an")
 
 
 def test_padding_does_not_count(comm):

@@ -6,7 +6,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import needed
 
 import mpiring
 from mpiring import BufferMismatchError, ClosedError, ConfigError, GradientError, StallError
@@ -113,23 +112,6 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
                                               r"w float64 \(3,\)"):
             pairs.agree()
         params["w"] = before
-
-
-def test_parameters_of_a_module_may_be_replaced(comm):
-    torch = needed("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
-    with PairAveraging(module, comm, delay=0) as pairs:
-        module.load_state_dict({name: torch.full_like(x, comm.rank) for name, x in
-                                module.state_dict().items()}, assign=True)
-        module[0].bias.data = torch.full((1,), 2. * comm.rank)
-        pairs.agree()
-        mean = (comm.size - 1) / 2
-        assert module[0].weight[0, 1] == module[1].running_var[0] == mean
-        assert module[0].bias[0] == 2 * mean
-        module.double()
-        with pytest.raises(ConfigError, match="0.weight float64 .* in the place of 0.weight floa"):
-            pairs.agree()
-        module.float()
 
 
 def test_mistakes(comm):

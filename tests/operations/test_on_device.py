@@ -1,6 +1,5 @@
 """Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
 
-import itertools
 from functools import partial
 
 import contract
@@ -27,11 +26,11 @@ SMALL = Tuning(eager_bytes=100, chunk_bytes=16, short_bytes=40, slice_bytes=96, 
                direct_bytes=(8, 40))
 
 
-def cases(*lengths):
-    """Yield ops with each length, and of the dtypes that a GPU has one in turn."""
-    for turn, (n, op) in enumerate(itertools.product(lengths, contract.OPS)):
+def cases(shift, *lengths):
+    """Yield all ops, with one of the lengths in turn, and one of the dtypes that a GPU has."""
+    for turn, op in enumerate(contract.OPS, shift):
         dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
-        yield turn, n, op, dtypes[(5 * turn + n) % len(dtypes)]
+        yield turn, lengths[turn % len(lengths)], op, dtypes[5 * turn % len(dtypes)]
 
 
 class _Aware:
@@ -91,7 +90,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
 def test_allreduce(algorithm, place, direct):
     node_of = NODES[place]
     p = len(node_of)
-    for seed, n, op, dtype in cases(0, 1, p + 1, 129):
+    for seed, n, op, dtype in cases(p + direct, 0, 1, p + 1, 129):
         def program(collectives, put):
             x = put(contract.contribution(collectives.rank, n, dtype))
             yield from collectives.allreduce(x, op=op, algorithm=algorithm)
@@ -111,7 +110,7 @@ def check(found, p, op):
 def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
     node_of = NODES[place]
     p = len(node_of)
-    for seed, n, op, dtype in cases(1, p + 1, 129):
+    for seed, n, op, dtype in cases(p + len(which), 1, p + 1, 129):
         def program(collectives, put):
             x = put(contract.contribution(collectives.rank, n, dtype))
             y = yield from collectives.empty((n,), dtype)
