@@ -50,18 +50,6 @@ def test_ops_that_a_dtype_has_not(comm):
                 comm.allreduce(contract.contribution(comm.rank, 3, dtype), op=op)
 
 
-def test_a_blocking_call_passes_through_ten_files(comm):
-    """As docs/explanation/architecture.md says, where the other ranks are there in time."""
-    x, package, counts = comm.empty(1000), str(Path(mpiring.__file__).parent), []
-    for _ in range(50):
-        files = set()
-        sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
-        comm.allreduce(x, op="max")
-        sys.setprofile(None)
-        counts.append(len([file for file in files if file.startswith(package)]))
-    assert min(counts) <= 10
-
-
 @pytest.mark.parametrize(("op", "dtype"), [
     ("sum", "float32"), ("mean", ml_dtypes.bfloat16), ("prod", "complex64"), ("min", "int64"),
     ("bxor", "bool")],
@@ -75,10 +63,11 @@ def test_contract_in_node_shared_memory(comm, dtype, op):
                 x = shared[offset:offset + n]
                 if comm.rank == 0 and not everybody:
                     x = np.empty(n, dtype)
-                x[...] = contract.contribution(comm.rank, n, dtype)
-                assert comm.allreduce(x, op=op) is x
-                contract.check(x, comm.size, op)
-                sums.append(zlib.crc32(x.tobytes()))
+                for _ in range(2):
+                    x[...] = contract.contribution(comm.rank, n, dtype)
+                    assert comm.allreduce(x, op=op) is x
+                    contract.check(x, comm.size, op)
+                    sums.append(zlib.crc32(x.tobytes()))
     assert comm.allgather_object(sums) == [sums] * comm.size, "bits differ"
 
 

@@ -91,12 +91,3 @@ def test_groups_of_some_ranks_and_beside_others(group):
         handle.wait()
     beside.close()
     assert mine[0] == other[0] == group.size
-
-
-def test_bits(comm):
-    x = np.array([1 << comm.rank, 3, comm.rank % 2], np.uint8)
-    assert comm.allreduce(x.copy(), op="bor")[0] == (1 << comm.size) - 1
-    assert comm.allreduce(x.copy(), op="band")[1] == 3
-    assert comm.allreduce(x.copy(), op="bxor", algorithm="native")[2] == comm.size // 2 % 2
-    with pytest.raises(mpiring.ConfigError, match="integers of its width"):
-        comm.allreduce(np.ones(3), op="bor")

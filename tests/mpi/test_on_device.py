@@ -9,7 +9,6 @@ import simulated_gpu
 
 import mpiring
 from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
-from mpiring.gpu.arrays import vector_of
 from mpiring.gpus import cupy_for
 from mpiring.numpy import DataParallel
 
@@ -82,29 +81,19 @@ def test_empty(comm, gpu):
     assert comm.empty((0, 3), device="cuda").shape == (0, 3)
 
 
-def test_it_begins_when_the_user_is_ready(comm, gpu):
-    x = gpu.put(np.zeros(1000))
-    # Queued on the user's stream, and not done yet.
-    x[...] = comm.rank + 1.0
-    comm.allreduce(x)
-    assert (x.get() == comm.size * (comm.size + 1) / 2).all()
-
-
 def test_what_cannot_work_is_told(comm, gpu):
-    with pytest.raises(ConfigError, match="expected cpu, cuda, or cuda: and a number"):
-        comm.empty(3, device="gpu")
     with pytest.raises(ConfigError, match="not contiguous"):
         comm.allreduce(gpu.put(np.zeros((4, 4)))[:, 1])
     with pytest.raises(ConfigError, match="native"):
         comm.allreduce(gpu.put(np.zeros(4)), algorithm="native")
-    assert vector_of(gpu.put(np.zeros((3, 4)))).size == 12
+    with pytest.raises(ConfigError, match="'b' is on the CPU, but 'a' on .*GPU"):
+        DataParallel({"a": gpu.put(np.zeros(3)), "b": np.zeros(3)}, comm)
 
 
 SHAPES = {"w1": (20, 30), "b1": (30,), "w2": (30, 10), "b2": (10,), "scale": ()}
-REDUCERS = {
-    "mean": lambda: None, "cast": lambda: reducers.Cast("float16"), "int8": reducers.Int8,
-    "onebit": lambda: reducers.OneBit(warmup_steps=2), "powersgd": reducers.PowerSGD,
-    "some": lambda: {"w*": reducers.PowerSGD(start_step=1)}}
+# tests/reducers tries more of them.
+REDUCERS = {"mean": lambda: None, "onebit": lambda: reducers.OneBit(warmup_steps=2),
+            "some": lambda: {"w*": reducers.PowerSGD(start_step=1)}}
 
 
 def trained(comm, put, get, reducer, steps=6):
@@ -164,11 +153,6 @@ def test_a_nan_is_told_of(comm, gpu):
         assert not dp.finite
         # From the second step on, all look before gradients leave.
         assert dp.nonfinite == ({comm.size - 1: ["a"]} if number else {})
-
-
-def test_parameters_lie_on_one_device(comm, gpu):
-    with pytest.raises(ConfigError, match="'b' is on the CPU, but 'a' on .*GPU"):
-        DataParallel({"a": gpu.put(np.zeros(3)), "b": np.zeros(3)}, comm)
 
 
 def test_replicas_that_differ_are_restored(comm, gpu):

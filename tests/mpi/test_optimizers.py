@@ -1,14 +1,12 @@
 """Tests optimisers on real MPI: sharded or not, with all that a step has to get along with."""
 
-import tempfile
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import mpiring
-from mpiring.numpy import Checkpoints, DataParallel, LossScaler
-from mpiring.optim import LAMB, SGD, AdamW
+from mpiring.numpy import DataParallel, LossScaler
+from mpiring.optim import SGD, AdamW
 from mpiring.reducers import Cast, ErrorFeedback, Int8, PowerSGD, TopK
 
 pytestmark = pytest.mark.mpi
@@ -158,44 +156,6 @@ def test_all_reducers_leave_slices(apart, name):
         dp.compare_replicas()
         results.append(dp.params)
     close(*results, tolerance=1e-3)
-
-
-def test_a_checkpoint_of_slices_fits_all_ranks_and_one(comm):
-    """What goes on from it has the bits of what was not interrupted."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = comm.broadcast_object(folder, root=0)
-
-        def start(comm):
-            dp = DataParallel(model(ml_dtypes.bfloat16), comm, bucket_bytes=3000,
-                              deterministic=True)
-            return dp, LAMB(dp, lr=0.1, no_decay=("b*",), sharded=True)
-
-        dp, optimizer = start(comm)
-        for step in range(4):
-            if step == 2:
-                with Checkpoints(folder, comm) as checkpoints:
-                    checkpoints.save(2, replicated=dp.params,
-                                     sharded=optimizer.sharded_state_dict())
-            backward(dp, step)
-            assert optimizer.step()
-        whole = optimizer.state_dict()
-
-        again, resumed = start(comm)
-        saved = Checkpoints(folder, comm).load()
-        for name, x in again.params.items():
-            x[...] = saved.replicated[name]
-        resumed.load_state_dict(saved.sharded)
-        for step in (2, 3):
-            backward(again, step)
-            assert resumed.step()
-        assert resumed.steps == 4
-        for name, x in dp.params.items():
-            assert x.tobytes() == again.params[name].tobytes()
-            for vector, leaf in resumed.state_dict()["tensors"][name].items():
-                assert leaf.tobytes() == whole["tensors"][name][vector].tobytes()
-        with comm.split(comm.rank) as alone:
-            start(alone)[1].load_state_dict(saved.sharded)
-        comm.barrier()
 
 
 def test_norms_are_those_of_all_gradients(comm):

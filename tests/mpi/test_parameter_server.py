@@ -14,7 +14,7 @@ from mpiring import BufferMismatchError, ClosedError, ConfigError, StallError
 from mpiring.asynchronous import ParameterServer
 from mpiring.sharding.sliced import whole
 from mpiring.numpy import DataParallel
-from mpiring.optim import LAMB, LARS, SGD, AdamW
+from mpiring.optim import LAMB, SGD, AdamW
 
 pytestmark = pytest.mark.mpi
 
@@ -147,14 +147,12 @@ def test_mistakes(comm):
     good = {"optimizer": SGD, "staleness": 1}
     for wrong, text in [
             ({"optimizer": LAMB}, "cannot update a slice alone: it takes norms"),
-            ({"optimizer": LARS}, "cannot update a slice alone"),
             ({"optimizer": functools.partial(SGD, max_norm=1.0)}, "without max_norm"),
             ({"optimizer": functools.partial(SGD, sharded=True)}, "or sharded=True"),
             ({"optimizer": "SGD"}, "pass what makes one, as mpiring.optim.SGD"),
             ({"optimizer": functools.partial(SGD, rate=1)}, "cannot be made of a model alone"),
             ({"optimizer": functools.partial(SGD, groups={"x*": {}})}, "no parameter has such a"),
             ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
-            ({"staleness": 0.5}, "staleness=0.5"),
             ({"damped": "no"}, "damped='no': expected True or False")]:
         with pytest.raises(ConfigError, match=text):
             ParameterServer(model(), comm, **{**good, **wrong})
@@ -205,15 +203,11 @@ def test_states_that_differ_are_refused_and_change_nothing(comm):
         saved = server.state_dict()
         server.step(gradients(comm.rank, 1))
         before = server.state_dict()
-        for vector in "wb":
-            state = copy.deepcopy(saved)
-            state["tensors"]["w1"][vector][3, 4] += odd
-            with pytest.raises(ConfigError, match=rf"rank {comm.size - 1}: the state of a Parameter"
-                                                  rf"Server has .*'w1'.*'{vector}'.*3, 4\]="):
-                server.load_state_dict(state)
-        with pytest.raises(ConfigError, match="the state of SGD lacks w3"):
-            server.load_state_dict({**saved, "tensors": {
-                name: its for name, its in saved["tensors"].items() if name != "w3" or not odd}})
+        state = copy.deepcopy(saved)
+        state["tensors"]["w1"]["b"][3, 4] += odd
+        with pytest.raises(ConfigError, match=f"rank {comm.size - 1}: the state of a ParameterServ"
+                                              r"er has .*'w1'.*'b'.*3, 4\]="):
+            server.load_state_dict(state)
         now = server.state_dict()
         assert now["steps"] == 2 and server.clock == 2
         for name, its in before["tensors"].items():

@@ -14,7 +14,6 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring.memory.arrays import chunks_of
-from mpiring.transport import compiled
 from mpiring.transport.node_call import NodeCall
 
 pytestmark = pytest.mark.mpi
@@ -101,18 +100,6 @@ def test_the_others_on_arrays_and_roots_of_all_kinds(some):
         for call in (some.allgather, some.broadcast, some.reduce_scatter):
             with pytest.raises(mpiring.ConfigError, match="is not contiguous"):
                 call(np.ones((4, 6))[::2])
-    count = rounds(some)
-    for _ in range(10):
-        some.broadcast(x)
-        some.allgather(x)
-        some.reduce_scatter(x)
-    if some._fast_calls.memory is not None:
-        # One that was late is the engine's.
-        assert count < rounds(some) <= count + 30
-        some.dump_flight(last=30, file=(text := io.StringIO()))
-        for call in ("broadcast of float32 (4, 6) from root 0", "allgather float32 (4, 6)",
-                     "reduce_scatter sum of float32 (4, 6)"):
-            assert text.getvalue().count(call) == 10
 
 
 def test_objects(some):
@@ -135,43 +122,26 @@ def test_rounds_run_where_they_may_and_count(some):
     before, called = rounds(some), some.statistics
     for _ in range(6):
         some.allreduce(x, op="max")
+        some.broadcast(x)
+        some.allgather(x)
+        some.reduce_scatter(x)
     now = some.statistics - called
-    assert now.operations == 6 and now.exposed_s > 0
+    assert now.operations == 24 and now.exposed_s > 0
     if config == "off":
         assert rounds(some) == 0
     elif some._group.sharing.memory is not None:
         # One that was late is the engine's.
-        assert before <= rounds(some) <= before + 5
-        some.dump_flight(last=5, file=(text := io.StringIO()))
-        assert text.getvalue().count("allreduce max of float64 (10,), algorithm auto, 80 b") == 5
+        assert before < rounds(some) <= before + 24
+        some.dump_flight(last=20, file=(text := io.StringIO()))
+        for call in ("allreduce max of float64 (10,), algorithm auto, 80 b",
+                     "broadcast of float64 (10,) from root 0", "allgather float64 (10,)",
+                     "reduce_scatter sum of float64 (10,)"):
+            assert text.getvalue().count(call) == 5
     for _ in range(2):
         some.allreduce(np.ones(10))
     if some._fast_calls.memory is not None:
         has_code = {a.code is not None for a in node_calls(some)}
         assert (True in has_code) == (HAS_CODE and config == "auto")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-def test_long_vectors_in_windows(some, dtype):
-    """In place, wherever they lie, and beside those of ranks that have them elsewhere."""
-    n, together, mine = 70_001, random.Random(4), random.Random(some.rank)
-    windows, sums = [some.empty(2 * n, dtype) for _ in range(2)], []
-    for step in range(16):
-        op = together.choice(("sum", "mean", "max"))
-        window, offset = together.choice(windows), together.choice((0, 0, 0, 5, n))
-        if step > 8 and mine.random() < 0.1:
-            window, offset = mine.choice((*windows, np.empty(2 * n, dtype))), mine.choice((0, 9))
-        if contract.defined(op, dtype):
-            x = window[offset:offset + n]
-            x[:] = contract.contribution(some.rank, n, dtype)
-            some.allreduce(x, op=op)
-            contract.check(x, some.size, op)
-            sums.append(zlib.crc32(x.tobytes()))
-    assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
-    if some._fast_calls.memory is not None:
-        in_place = any(a.in_place and a.dtype == dtype for a in node_calls(some))
-        has_code = compiled.code("sum", dtype, some.size) is not None
-        assert in_place == (has_code and some.config.rounds == "auto")
 
 
 def test_nothing_about_an_array_is_kept(some):
