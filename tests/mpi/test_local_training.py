@@ -7,6 +7,7 @@ import tempfile
 
 import numpy as np
 import pytest
+from models import SHAPES, bits, close, model, same_on_all_ranks
 
 from mpiring.numpy import Checkpoints, DataParallel, DiLoCo, LocalSGD
 from mpiring.optim import SGD
@@ -14,13 +15,7 @@ from mpiring.reducers import Cast, ErrorFeedback, PowerSGD
 
 pytestmark = pytest.mark.mpi
 
-SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (3001,), "w3": (40, 50)}
 STREAMING = {"every": 4, "fragments": 3, "delay": 2}
-
-
-def model():
-    return {name: np.random.default_rng(list(name.encode())).standard_normal(shape).astype("f4")
-            .reshape(shape) for name, shape in SHAPES.items()}
 
 
 def gradient(w, name, step, rank):
@@ -33,20 +28,6 @@ def take_steps(outer, params, steps, rank):
         for name, w in params.items():
             w -= 0.1 * gradient(w, name, step, rank)
         outer.step()
-
-
-def bits(params):
-    return [x.tobytes() for x in params.values()]
-
-
-def same_on_all_ranks(comm, params):
-    mine = bits(params)
-    return comm.broadcast_object(mine, root=0) == mine
-
-
-def close(one, other, tolerance):
-    for name, x in one.items():
-        np.testing.assert_allclose(x, other[name], tolerance, tolerance)
 
 
 REDUCERS = {"mean": lambda: None, "feedback": lambda: ErrorFeedback(Cast("bfloat16")),

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpiring
 from mpiring import Config, ConfigError, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.group import Group
@@ -66,10 +65,9 @@ def test_messages_of_a_communicator(comm):
     assert never.wait() == neighbour
 
 
-def test_memory_groups(comm):
+def test_memory_groups(comm, apart):
     assert comm.memory_groups == [[*range(comm.size)]]
-    with mpiring.init(config=Config(shared_memory=False)) as apart:
-        assert apart.memory_groups == [[rank] for rank in range(comm.size)]
+    assert apart.memory_groups == [[rank] for rank in range(comm.size)]
 
 
 def test_groups_of_some_ranks_and_beside_others(group):

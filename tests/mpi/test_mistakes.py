@@ -148,13 +148,6 @@ def test_a_rank_whose_object_does_not_pickle_is_named_by_all(comm):
     all_is_well(comm)
 
 
-def test_colors_that_are_comparisons(comm):
-    for color in (comm.rank < 1, np.bool_(comm.rank < 1)):
-        part = comm.split(color)
-        assert part.size == (1 if comm.rank < 1 else comm.size - 1)
-        part.close()
-
-
 PARAMS = {"w": np.ones((3, 4), np.float32), "b": np.ones(4, np.float32)}
 ON_MODEL = [
     (lambda dp: TokenBatches([3], dp.comm, tokens=3, shuffle=0), "shuffle=0: expected True"),

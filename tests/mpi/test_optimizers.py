@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from models import SHAPES, close, model, random, same_on_all_ranks
 
 import mpiring
 from mpiring.numpy import DataParallel, LossScaler
@@ -11,37 +12,19 @@ from mpiring.reducers import Cast, ErrorFeedback, Int8, PowerSGD, TopK
 
 pytestmark = pytest.mark.mpi
 
-SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (3001,), "w3": (40, 50), "b3": (1,)}
-
-
-def model(dtype="float32"):
-    return {name: np.random.default_rng(list(name.encode())).standard_normal(shape).astype(dtype)
-            .reshape(shape) for name, shape in SHAPES.items()}
-
 
 def backward(dp, step, factor=1.0, order=None):
     """Let gradients differ between ranks, and mark them in another order than at first."""
     for name in order or [*dp.params][::-1]:
-        random = np.random.default_rng([step, dp.comm.rank, *name.encode()])
-        dp.grads[name][...] = factor * random.standard_normal(SHAPES[name])
+        dp.grads[name][...] = factor * random(name, step, dp.comm.rank)
         dp.ready(name)
-
-
-def same_on_all_ranks(comm, params):
-    bits = [x.tobytes() for x in params.values()]
-    return comm.broadcast_object(bits, root=0) == bits
-
-
-def close(one, other, tolerance=1e-5):
-    for name, x in one.items():
-        np.testing.assert_allclose(x.astype("f4"), other[name].astype("f4"), tolerance, tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_slices_are_updated_as_the_whole(comm, dtype):
     results = []
     for sharded in (False, True):
-        dp = DataParallel(model(dtype), comm, bucket_bytes=3000)
+        dp = DataParallel(model(dtype=dtype), comm, bucket_bytes=3000)
         optimizer = AdamW(dp, lr=lambda step: 0.1 / (1 + step), no_decay=("b*",), sharded=sharded)
         order = ["w2", "b1", "b3", "w1", "w3", "scale"]
         for step in range(5):
@@ -56,7 +39,7 @@ def test_slices_are_updated_as_the_whole(comm, dtype):
 def test_a_step_that_is_skipped_leaves_no_trace(comm, sharded):
     results = []
     for bad_step in (None, 2):
-        dp = DataParallel(model("float16"), comm, bucket_bytes=3000)
+        dp = DataParallel(model(dtype="float16"), comm, bucket_bytes=3000)
         optimizer = SGD(dp, lr=0.1, momentum=0.9, sharded=sharded)
         scaler = LossScaler(dp, initial_scale=2.0**10)
         for step in range(4):
@@ -114,7 +97,7 @@ def test_mistakes_of_optimizers_are_named(comm, sharded):
 def test_weights_may_be_changed_by_hand(comm):
     for dtype in ("float32", ml_dtypes.bfloat16):
         for sharded in (False, True):
-            dp = DataParallel(model(dtype), comm)
+            dp = DataParallel(model(dtype=dtype), comm)
             optimizer = SGD(dp, lr=1.0, sharded=sharded)
             for number in (3.0, -7.0):
                 for x in dp.params.values():
@@ -165,9 +148,8 @@ def test_norms_are_those_of_all_gradients(comm):
         for step in range(2):
             backward(dp, step)
             squares = 0.0
-            for name, shape in SHAPES.items():
-                rows = [np.random.default_rng([step, rank, *name.encode()]).standard_normal(shape)
-                        for rank in range(comm.size)]
+            for name in SHAPES:
+                rows = [random(name, step, rank) for rank in range(comm.size)]
                 squares += float((np.mean(rows, axis=0)**2).sum())
             assert optimizer.grad_norm() == pytest.approx(squares**0.5, rel=1e-5)
             assert optimizer.step()

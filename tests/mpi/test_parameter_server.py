@@ -6,7 +6,9 @@ import logging
 
 import ml_dtypes
 import numpy as np
+import models
 import pytest
+from models import bits, same_on_all_ranks
 from mpi4py import MPI
 
 import mpiring
@@ -18,28 +20,8 @@ from mpiring.optim import LAMB, SGD, AdamW
 
 pytestmark = pytest.mark.mpi
 
-SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (301,), "w3": (40, 5), "b3": (1,)}
-DTYPES = {"w2": np.float64, "w3": ml_dtypes.bfloat16, "b3": np.float64}
-
-
-def model(rank=0):
-    return {name: np.random.default_rng([rank, *name.encode()]).standard_normal(shape).astype(
-        DTYPES.get(name, np.float32)).reshape(shape) for name, shape in SHAPES.items()}
-
-
-def gradients(rank, step):
-    return {name: np.asarray(np.random.default_rng([rank, step, *name.encode()]).standard_normal(
-        shape), DTYPES.get(name, np.float32)) for name, shape in SHAPES.items()}
-
-
-def bits(arrays):
-    return {name: np.asarray(x).tobytes() for name, x in arrays.items()}
-
-
-def is_same_on_all_ranks(comm, arrays):
-    return len({tuple(sorted(its.items())) for its in comm.allgather_object(bits(arrays))}) == 1
-
-
+model = functools.partial(models.model, dtypes={
+    "w2": np.float64, "w3": ml_dtypes.bfloat16, "b3": np.float64})
 METHODS = {
     "SGD": SGD,
     "Nesterov": functools.partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1,
@@ -55,17 +37,17 @@ def test_without_staleness_it_is_synchronous_training(comm, method):
         # Rank 0's weights count.
         with ParameterServer(model(comm.rank), comm, optimizer=method, staleness=0) as server:
             for step in range(4):
-                for name, x in gradients(comm.rank, step).items():
+                for name, x in model(comm.rank, step).items():
                     server.grads[name][...] = x
                 assert server.step()
                 assert server.clock == step + 1 and server.clocks[comm.rank] >= step + 1
-                assert is_same_on_all_ranks(comm, server.params)
+                assert same_on_all_ranks(comm, server.params)
         runs.append(server.params)
     assert bits(runs[0]) == bits(runs[1])
     dp = DataParallel(model(comm.rank), comm)
     optimizer = method(dp)
     for step in range(4):
-        for name, x in gradients(comm.rank, step).items():
+        for name, x in model(comm.rank, step).items():
             dp.grads[name][...] = x
             dp.ready(name)
         optimizer.step()
@@ -114,9 +96,9 @@ def test_resume_is_bit_equal(comm, kind):
 
     def train(server, comm, first, last):
         for step in range(first, last):
-            server.step(gradients(comm.rank, step))
+            server.step(model(comm.rank, step))
 
-    with ParameterServer(model(), comm, optimizer=method, staleness=0) as server:
+    with ParameterServer(model(0), comm, optimizer=method, staleness=0) as server:
         train(server, comm, 0, 3)
         state = server.state_dict() if kind == "whole" else server.sharded_state_dict()
         train(server, comm, 3, 5)
@@ -127,7 +109,7 @@ def test_resume_is_bit_equal(comm, kind):
             vector: x.merged([part["tensors"][name][vector] for part in parts[:comm.rank]
                               + parts[comm.rank + 1:]])
             for vector, x in its.items()} for name, its in state["tensors"].items()}}
-    with ParameterServer(model(rank=7), comm, optimizer=method, staleness=0) as resumed:
+    with ParameterServer(model(7), comm, optimizer=method, staleness=0) as resumed:
         resumed.load_state_dict(state)
         train(resumed, comm, 3, 5)
         with pytest.raises(ConfigError, match="the state of AdamW lacks w1, b1"):
@@ -135,7 +117,7 @@ def test_resume_is_bit_equal(comm, kind):
     assert bits(resumed.params) == bits(server.params)
     # Another number of ranks.
     with comm.split(comm.rank) as alone, ParameterServer(
-            model(), alone, optimizer=method, staleness=0) as other:
+            model(0), alone, optimizer=method, staleness=0) as other:
         other.load_state_dict(state)
         found = other.state_dict()
     assert found["steps"] == 3
@@ -155,23 +137,23 @@ def test_mistakes(comm):
             ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
             ({"damped": "no"}, "damped='no': expected True or False")]:
         with pytest.raises(ConfigError, match=text):
-            ParameterServer(model(), comm, **{**good, **wrong})
+            ParameterServer(model(0), comm, **{**good, **wrong})
     for params, text in [({}, "pass a dict of the model's arrays"),
                          ({1: np.ones(3)}, "names must be strings"),
                          ({"n": np.ones(3, int)}, "it is int64, which has no gradient"),
                          ({"l": [1.0]}, "it is list; expected a NumPy array")]:
         with pytest.raises(ConfigError, match=text):
             ParameterServer(params, comm, **good)
-    with ParameterServer(model(), comm, **good) as server:
+    with ParameterServer(model(0), comm, **good) as server:
         for nothing, text in (({}, "gradients and parameters differ by b1, b3, .*; push one of"),
                               (3, "gradients are 3; pass a dict of arrays"),
                               ({"b1": 3}, "gradient 'b1': it is int")):
             with pytest.raises(ConfigError, match=f"rank {comm.rank}: {text}"):
                 server.push(nothing)
         with pytest.raises(ConfigError, match="differ by w1; push one of each"):
-            server.push({name: x for name, x in gradients(0, 0).items() if name != "w1"})
+            server.push({name: x for name, x in model(0, 0).items() if name != "w1"})
         with pytest.raises(ConfigError, match=r"gradient of 'b1' is float32 \(1,\); expected"):
-            server.push(gradients(0, 0) | {"b1": np.ones(1, np.float32)})
+            server.push(model(0, 0) | {"b1": np.ones(1, np.float32)})
         assert server.clock == 0
     with pytest.raises(ClosedError, match="this ParameterServer is closed"):
         server.state_dict()
@@ -198,10 +180,10 @@ def test_states_that_differ_are_refused_and_change_nothing(comm):
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     odd, method = comm.rank == comm.size - 1, functools.partial(SGD, lr=1.0, momentum=0.5)
-    with ParameterServer(model(), comm, optimizer=method, staleness=0) as server:
-        server.step(gradients(comm.rank, 0))
+    with ParameterServer(model(0), comm, optimizer=method, staleness=0) as server:
+        server.step(model(comm.rank, 0))
         saved = server.state_dict()
-        server.step(gradients(comm.rank, 1))
+        server.step(model(comm.rank, 1))
         before = server.state_dict()
         state = copy.deepcopy(saved)
         state["tensors"]["w1"]["b"][3, 4] += odd
@@ -238,14 +220,14 @@ def test_a_rank_that_stays_behind_is_named(comm):
         pytest.skip(reason="without a thread, a rank that waits elsewhere serves nobody")
     late = comm.size - 1
     with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, ParameterServer(
-            model(), impatient, optimizer=SGD, staleness=1) as server:
-        server.step(gradients(comm.rank, 0))
+            model(0), impatient, optimizer=SGD, staleness=1) as server:
+        server.step(model(comm.rank, 0))
         if comm.rank != late:
-            server.push(gradients(comm.rank, 1))
+            server.push(model(comm.rank, 1))
             with pytest.raises(StallError) as caught:
                 for step in range(2, 5):
                     server.pull()
-                    server.push(gradients(comm.rank, step))
+                    server.push(model(comm.rank, step))
             assert str(caught.value).startswith(
                 f"rank {comm.rank} waits at clock 3\n  rank {late} is behind: it has pushed 1 "
                 f"times, and staleness=1 wants 2\n"), str(caught.value)
@@ -253,8 +235,8 @@ def test_a_rank_that_stays_behind_is_named(comm):
         comm.barrier()
         if comm.rank == late:
             for step in range(1, 3):
-                server.push(gradients(comm.rank, step))
+                server.push(model(comm.rank, step))
         server.pull()
         server.finish()
         comm.barrier()
-    assert is_same_on_all_ranks(comm, server.params)
+    assert same_on_all_ranks(comm, server.params)

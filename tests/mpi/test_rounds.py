@@ -276,43 +276,6 @@ def test_a_look_amid_a_run_of_the_same_handle():
         assert (comm.statistics - before).operations == 1
 
 
-def blocking(comm, *args, **named):
-    comm.allreduce(*args, **named)
-
-
-def started(comm, *args, **named):
-    comm.iallreduce(*args, **named).wait()
-
-
-def in_place(comm, *args, **named):
-    comm.allreduce(*args, **named)
-
-
-def array_for(comm, call):
-    x = comm.empty(70_000) if call is in_place else np.empty(3, np.float32)
-    x[:] = 1
-    return x
-
-
-def scattered(comm, *args, **named):
-    comm.reduce_scatter(*args, **named)
-
-
-def copied(comm, x, op="sum"):
-    """From another root, where others name another op."""
-    comm.broadcast(x, root=int(op == "max"))
-
-
-def pickled(comm, x, op="sum"):
-    """What travels is of one length and dtype."""
-    comm.broadcast(np.empty(1024, np.uint8)) if op == "max" else comm.broadcast_object(1)
-
-
-def other(comm, x, op="sum"):
-    comm.allgather(x) if op == "max" else comm.broadcast(x)
-
-
-# What rank 0 calls, and what the others do, after both calls were made before.
 @pytest.mark.parametrize("kind", ["allreduce", "two", "allgather", "long"])
 def test_threads_that_make_identical_calls(some, kind):
     """As rounds, and otherwise: a round of one thread leaves another's alone."""
@@ -358,29 +321,47 @@ def test_threads_that_make_identical_calls(some, kind):
     assert (some.statistics - before).operations == 20 * threads * (1 + (kind == "two"))
 
 
-@pytest.mark.parametrize("call", [
-    blocking, started, in_place, scattered, copied, pickled, other])
+# What rank 0 calls, with a sum, and what the others do, after both calls were made before.
+CALLS = {
+    "blocking": lambda comm, x, op: comm.allreduce(x, op=op),
+    "started": lambda comm, x, op: comm.iallreduce(x, op=op).wait(),
+    "in place": lambda comm, x, op: comm.allreduce(x, op=op),
+    "scattered": lambda comm, x, op: comm.reduce_scatter(x, op=op),
+    "copied": lambda comm, x, op: comm.broadcast(x, root=int(op == "max")),
+    # What travels is of one length and dtype.
+    "pickled": lambda comm, x, op: (comm.broadcast(np.empty(1024, np.uint8)) if op == "max"
+                                    else comm.broadcast_object(1)),
+    "other": lambda comm, x, op: comm.allgather(x) if op == "max" else comm.broadcast(x)}
+
+
+def array_for(comm, name):
+    return comm.empty(70_000) if name == "in place" else np.empty(3, np.float32)
+
+
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("how", [("python", "off"), ("auto", "auto")])
-def test_ranks_that_disagree(how, call, breakable):
+def test_ranks_that_disagree(how, name, breakable):
     comm = breakable(rounds=how[MPI.COMM_WORLD.rank > 0])
-    x = array_for(comm, call)
+    x, call = array_for(comm, name), CALLS[name]
     for _ in range(3):
         for op in ("sum", "max"):
-            call(comm, x, op=op)
+            x[:] = 1
+            call(comm, x, op)
     x[:] = 5
     with pytest.raises(mpiring.BufferMismatchError, match=(
             "rank [0-9] called (allreduce|reduce_scatter|broadcast|broadcast_object|allgather) "
             ".* but rank")):
-        call(comm, x, op="max" if comm.rank else "sum")
+        call(comm, x, "max" if comm.rank else "sum")
     assert (x == 5).all()
     with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):
-        call(comm, x)
+        call(comm, x, "sum")
 
 
-@pytest.mark.parametrize(("how", "call"), [("python", blocking), ("auto", in_place)])
-def test_a_missing_call(how, call, breakable):
+@pytest.mark.parametrize(("how", "name"), [("python", "blocking"), ("auto", "in place")])
+def test_a_missing_call(how, name, breakable):
     comm = breakable(rounds=how, stall_timeout_s=0.5, stall_warning_s=0)
-    x = array_for(comm, call)
+    x = array_for(comm, name)
+    x[:] = 1
     for _ in range(3):
         comm.allreduce(x)
     last = comm._group.sharing.counter.sequence - 1

@@ -105,6 +105,16 @@ def check(found, p, op):
     assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
+def placed(collectives, put, which, n, dtype):
+    """Return what a rank contributes; on all ranks, or some, in memory that is open to the node."""
+    x = put(contract.contribution(collectives.rank, n, dtype))
+    y = yield from collectives.empty((n,), dtype)
+    if which == "some" and collectives.rank % 2 == 0:
+        return x
+    copy_to(y, x)
+    return y
+
+
 @pytest.mark.parametrize("place", NODES)
 @pytest.mark.parametrize("which", ["all", "some"])
 def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
@@ -112,11 +122,7 @@ def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
     p = len(node_of)
     for seed, n, op, dtype in cases(p + len(which), 1, p + 1, 129):
         def program(collectives, put):
-            x = put(contract.contribution(collectives.rank, n, dtype))
-            y = yield from collectives.empty((n,), dtype)
-            if which == "all" or collectives.rank % 2:
-                copy_to(y, x)
-                x = y
+            x = yield from placed(collectives, put, which, n, dtype)
             yield from collectives.allreduce(x, op=op)
             return [x]
 
@@ -134,11 +140,7 @@ def test_slices(place, which):
 
         def program(collectives, put):
             rank = collectives.rank
-            x = put(contract.contribution(rank, n, dtype))
-            y = yield from collectives.empty((n,), dtype)
-            if which == "all" or rank % 2:
-                copy_to(y, x)
-                x = y
+            x = yield from placed(collectives, put, which, n, dtype)
             mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
             assert mine.size == bounds[rank + 1] - bounds[rank]
             yield from collectives.allgather(x, bounds=bounds)
