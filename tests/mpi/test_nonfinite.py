@@ -106,15 +106,6 @@ def test_who_has_asked_once_is_warned_of_later_steps(dp, comm, caplog):
         assert len(logged(caplog)) == (comm.rank == 0 and not asks)
 
 
-def test_the_last_step_of_all_is_warned_of_too(comm, caplog):
-    dp = DataParallel({name: np.zeros(50, np.float32) for name in NAMES}, comm)
-    step(dp, front=0)
-    assert not logged(caplog)
-    del dp
-    gc.collect()
-    assert len(logged(caplog)) == (comm.rank == 0)
-
-
 def test_finite_is_known_of_all_gradients(dp):
     step(dp, back=0)
     assert not dp.finite and dp.nonfinite == {}

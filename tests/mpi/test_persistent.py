@@ -65,24 +65,6 @@ def test_the_other_collectives(some, dtype, n):
         assert (z == np.array(p - 1 + step).astype(dtype)).all()
 
 
-def test_many_at_once_in_any_order_amid_others(some):
-    arrays = [np.empty(n, np.float32) for n in (1, 2, 300, 4000, 30_000, 3, 3)]
-    operations = [some.persistent_allreduce(x) for x in arrays]
-    for step in range(8):
-        for x, operation in zip(arrays, operations):
-            x[:] = some.rank + step
-            operation.start()
-            if x.size == 300:
-                assert some.allreduce(np.ones(3))[0] == some.size
-        if step % 3 == 0:
-            some.barrier()
-        order = operations if (step + some.rank) % 2 else operations[::-1]
-        for operation in order:
-            operation.wait()
-        for x in arrays:
-            assert (x == some.size * step + some.size * (some.size - 1) // 2).all()
-
-
 def test_mistakes(some):
     x = np.zeros((2, 3))
     operation = some.persistent_allreduce(x)
