@@ -100,7 +100,7 @@ def test_the_thread_advances_what_nobody_waits_for(background):
 
 def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
     monkeypatch.setattr("mpiring.transport.waiting.REST_S", 1000.0)
-    flags, log, lane = [Flag(), Flag(), Flag()], [], background.engine.join(int)
+    flags, log, lane = [Flag() for _ in range(4)], [], background.engine.join(int)
     background.lane.rest()
     resting = background.submit(waits_for(flags[0], log=log))
     # That of another communicator does not rest: once it is done, the thread was there.
@@ -112,16 +112,12 @@ def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monke
     after = background.submit(waits_for(flags[2], log=log))
     flags[2].complete = True
     until(lambda: after.done)
-    assert log == [threading.current_thread().name, "mpiring"]
-
-
-def test_nothing_rests_for_long(background, monkeypatch):
+    # Nothing rests for long.
     monkeypatch.setattr("mpiring.transport.waiting.REST_S", 0.01)
-    flag = Flag()
     background.lane.rest()
-    resting = background.submit(waits_for(flag))
-    flag.complete = True
-    until(lambda: resting.done)
+    flags[3].complete, last = True, background.submit(waits_for(flags[3], log=log))
+    until(lambda: last.done)
+    assert log == [threading.current_thread().name, "mpiring", "mpiring"]
 
 
 def test_the_thread_looks_less_and_less_often(background):
@@ -136,6 +132,9 @@ def test_the_thread_looks_less_and_less_often(background):
 
 def test_a_pause_settles_at_a_part_of_the_time_between_movements():
     """On a clock of the test's own, since a loaded machine sleeps as long as it likes."""
+    pause = Pause(2e-3)
+    pauses = [pause.after(False) for _ in range(50)]
+    assert pauses[0] < 1e-4 and max(pauses) == pauses[-1] == 2e-3
     for interval_s in (1e-4, 1e-3, 5e-3):
         pause, now_s, looks, late_s = Pause(2e-3), 0.0, [], []
         for event in range(1, 200):
@@ -150,13 +149,6 @@ def test_a_pause_settles_at_a_part_of_the_time_between_movements():
                     break
         assert max(looks[20:]) <= 6, "the pause begins anew after each movement"
         assert max(late_s[20:]) <= min(interval_s, 2e-3)
-
-
-def test_a_pause_is_short_at_first_and_limited():
-    pause = Pause(2e-3)
-    pauses = [pause.after(False) for _ in range(50)]
-    assert pauses[0] < 1e-4 and max(pauses) == pauses[-1] == 2e-3
-    assert Pause(1e-6).after(False) == 1e-6
 
 
 def test_a_stall_is_counted_from_the_last_movement_of_any_part(inline):
@@ -174,14 +166,13 @@ def test_a_stall_is_counted_from_the_last_movement_of_any_part(inline):
 
 def test_who_waits_looks_itself_and_often():
     # With pauses that grow to 10 s, the thread would look some twenty times.
-    setup, flag, log = Setup(threaded=True, max_pause_s=10.0), Flag(), []
-    handle = setup.submit(waits_for(flag, log=log))
+    setup, flag = Setup(threaded=True, max_pause_s=10.0), Flag()
+    handle = setup.submit(waits_for(flag))
     timer = threading.Timer(0.5, lambda: setattr(flag, "complete", True))
     timer.start()
     handle.wait()
-    assert log == ["MainThread"]
     assert flag.looks > 50
-    assert setup.lane.exposed_s >= 0.4
+    assert setup.lane.exposed_s >= 0.4 and handle.flight.exposed_s >= 0.4
 
 
 def test_inline_progress_is_made_by_calls_only(inline):
@@ -217,15 +208,6 @@ def test_communicators_do_not_queue_behind_each_other():
     setup.submit(waits_for(flags[2]), other)
     setup.engine.advance()
     assert [flag.looks > 0 for flag in flags] == [True, False, True]
-
-
-def test_who_tests_makes_progress(background):
-    flag = Flag()
-    handle = background.submit(waits_for(flag))
-    looks = flag.looks
-    for _ in range(1000):
-        handle.test()
-    assert flag.looks > looks + 500
 
 
 def test_an_exception_from_a_signal_handler_leaves_no_lock_behind():
@@ -328,19 +310,6 @@ def test_giving_up_returns_what_is_under_way_and_fails_every_later_call(backgrou
         background.submit(waits_for())
 
 
-def test_an_interrupted_operation_does_not_look_complete(inline):
-    class Interrupting:
-        def test(self):
-            raise KeyboardInterrupt
-
-    handle = inline.handle(waits_for(Interrupting()))
-    with pytest.raises(KeyboardInterrupt):
-        inline.engine.run(handle)
-    with pytest.raises(TransportError, match="KeyboardInterrupt"):
-        handle.wait()
-    assert not handle.done
-
-
 @pytest.mark.parametrize("threaded", [True, False])
 def test_an_operation_that_mpi_did_not_outlive_fails(threaded):
     setup = Setup(threaded)
@@ -348,22 +317,6 @@ def test_an_operation_that_mpi_did_not_outlive_fails(threaded):
     setup.engine.leave(setup.lane)
     with pytest.raises(ClosedError, match="MPI ended before all operations did"):
         handle.wait()
-
-
-def test_many_threads_wait_for_many_operations(background):
-    flags = [Flag() for _ in range(20)]
-    handles = [background.submit(waits_for(flag, result=i)) for i, flag in enumerate(flags)]
-    results = {}
-    threads = [threading.Thread(target=lambda i=i: results.update({i: handles[i].wait()}))
-               for i in reversed(range(20))]
-    for thread in threads:
-        thread.start()
-    for flag in flags:
-        flag.complete = True
-    for thread in threads:
-        thread.join(5)
-    assert results == {i: i for i in range(20)}
-    assert background.lane.operations == 20
 
 
 @pytest.mark.parametrize("threaded", [True, False])

@@ -35,3 +35,27 @@ def comm():
     """A communicator over all ranks."""
     with mpiring.init() as communicator:
         yield communicator
+
+
+@pytest.fixture(scope="session")
+def apart():
+    """A communicator in which each rank is a node, as compression needs."""
+    config = mpiring.Config(shared_memory=False, tuning=False, gpu_aware="no")
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
+        yield communicator
+
+
+@pytest.fixture
+def breakable():
+    """Return a function that opens communicators, which a test may leave in any state."""
+    opened = []
+
+    def open_one(**settings):
+        opened.append(mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**settings)))
+        return opened[-1]
+
+    yield open_one
+    MPI.COMM_WORLD.Barrier()
+    for communicator in opened:
+        communicator._group.closed = True
+        communicator._group._forget()

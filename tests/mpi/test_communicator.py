@@ -1,13 +1,13 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
 import dataclasses
-import itertools
 import mmap
 import os
 import resource
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import contract
@@ -17,12 +17,12 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.collectives import chain, native
+from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
-from mpiring.memory.arrays import bounds_of, chunks_of
+from mpiring.memory.arrays import bounds_of
 from mpiring.transport import waiting
-from mpiring.transport.base import LANES, together
+from mpiring.transport.base import LANES
 from mpiring.transport.mpi import MpiTransport
 
 pytestmark = pytest.mark.mpi
@@ -43,28 +43,9 @@ def test_contract(comm, algorithm):
     assert comm.allgather_object(sums) == [sums] * comm.size, "bits differ"
 
 
-def test_ops_that_a_dtype_has_not(comm):
-    for op, dtype in itertools.product(contract.OPS, contract.DTYPES):
-        if not contract.defined(op, dtype):
-            with pytest.raises(mpiring.ConfigError, match="is not defined for"):
-                comm.allreduce(contract.contribution(comm.rank, 3, dtype), op=op)
-
-
-def test_a_blocking_call_passes_through_ten_files(comm):
-    """As docs/explanation/architecture.md says, where the other ranks are there in time."""
-    x, package, counts = comm.empty(1000), str(Path(mpiring.__file__).parent), []
-    for _ in range(50):
-        files = set()
-        sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
-        comm.allreduce(x, op="max")
-        sys.setprofile(None)
-        counts.append(len([file for file in files if file.startswith(package)]))
-    assert min(counts) <= 10
-
-
 @pytest.mark.parametrize(("op", "dtype"), [
-    ("sum", "float32"), ("mean", "float16"), ("mean", ml_dtypes.bfloat16), ("prod", "complex64"),
-    ("max", "float32"), ("min", "int64"), ("band", "int64"), ("bor", "uint8"), ("bxor", "bool")],
+    ("sum", "float32"), ("mean", ml_dtypes.bfloat16), ("prod", "complex64"), ("min", "int64"),
+    ("bxor", "bool")],
     ids=lambda case: case if case in contract.OPS else np.dtype(case).name)
 def test_contract_in_node_shared_memory(comm, dtype, op):
     shared, sums = comm.empty(400_000, dtype), []
@@ -75,14 +56,15 @@ def test_contract_in_node_shared_memory(comm, dtype, op):
                 x = shared[offset:offset + n]
                 if comm.rank == 0 and not everybody:
                     x = np.empty(n, dtype)
-                x[...] = contract.contribution(comm.rank, n, dtype)
-                assert comm.allreduce(x, op=op) is x
-                contract.check(x, comm.size, op)
-                sums.append(zlib.crc32(x.tobytes()))
+                for _ in range(2):
+                    x[...] = contract.contribution(comm.rank, n, dtype)
+                    assert comm.allreduce(x, op=op) is x
+                    contract.check(x, comm.size, op)
+                    sums.append(zlib.crc32(x.tobytes()))
     assert comm.allgather_object(sums) == [sums] * comm.size, "bits differ"
 
 
-def test_node_shared_arrays_of_different_windows(comm):
+def test_arrays_of_different_windows_shapes_and_orders(comm):
     a, b = comm.empty((30, 1000)), comm.empty((30, 1000))
     x = a if comm.rank % 2 else b
     x[...] = comm.rank
@@ -91,12 +73,9 @@ def test_node_shared_arrays_of_different_windows(comm):
     matrix[...] = 1
     assert (comm.allreduce(matrix) == comm.size).all()
     assert comm.empty(0).size == 0 and comm.empty(()).shape == ()
-
-
-def test_a_refused_op_does_no_harm(comm):
-    with pytest.raises(mpiring.ConfigError, match="op='avg'"):
-        comm.reduce_scatter(np.ones(3), op="avg")
-    comm.barrier()
+    for x in (np.ones((3, 4, 5), np.float32), np.asfortranarray(np.ones((3, 4))),
+              np.array(1.0), np.ones((0, 3)), np.ones(7)[2:5]):
+        assert (comm.allreduce(x) == comm.size).all()
 
 
 def test_windows_are_freed(comm):
@@ -155,8 +134,8 @@ def test_memory_that_cannot_be_had_becomes_private(comm, caplog):
     assert (comm.allreduce(z) == comm.size * (comm.size - 1) / 2).all()
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("op", "dtype"), [
+    ("sum", "float16"), ("mean", ml_dtypes.bfloat16), ("prod", "float16")])
 def test_16_bits_are_rounded_once(comm, dtype, op):
     for n in (1, 1000, 300_001):
         rows = [np.random.default_rng(rank).standard_normal(n).astype(dtype)
@@ -180,20 +159,14 @@ def test_an_operation_that_is_refused_half_made_leaves_no_turn_behind():
             assert (comm.allreduce(np.ones(3), algorithm="native") == comm.size).all()
 
 
-def test_shapes_and_orders(comm):
-    for x in (np.ones((3, 4, 5), np.float32), np.asfortranarray(np.ones((3, 4))),
-              np.array(1.0), np.ones((0, 3)), np.ones(7)[2:5]):
-        assert (comm.allreduce(x) == comm.size).all()
-
-
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "shared", "native"])
 def test_elements_at_odd_addresses(comm, algorithm):
     """On the last rank only: the others do not know."""
-    for dtype in ("float64", "int32", "complex64"):
-        packed = np.empty(1 + 1000 * np.dtype(dtype).itemsize, np.uint8)
-        x = np.frombuffer(packed.data, dtype, 1000, offset=comm.rank == comm.size - 1)
+    for dtype, n in (("float64", 1000), ("float32", 50_000), ("complex64", 1000)):
+        packed = np.empty(1 + n * np.dtype(dtype).itemsize, np.uint8)
+        x = np.frombuffer(packed.data, dtype, n, offset=comm.rank == comm.size - 1)
         assert x.flags.aligned == (comm.rank < comm.size - 1)
-        x[...] = contract.contribution(comm.rank, 1000, dtype)
+        x[...] = contract.contribution(comm.rank, n, dtype)
         comm.allreduce(x, algorithm=algorithm)
         contract.check(x, comm.size, "sum")
 
@@ -213,20 +186,6 @@ def test_unusable_arrays_are_refused_with_the_remedy(comm, x, remedy):
         comm.allreduce(x)
 
 
-def test_unknown_words_are_refused(comm):
-    x = np.ones(3)
-    with pytest.raises(mpiring.ConfigError, match="op='avg': expected one of sum, mean"):
-        comm.allreduce(x, op="avg")
-    with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected"):
-        comm.allreduce(x, algorithm="tree")
-    with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected one of auto, sha"):
-        mpiring.init(config=mpiring.Config(algorithm="tree"))
-    with pytest.raises(mpiring.ConfigError, match="root=.*expected a whole number from 0 to"):
-        comm.broadcast(x, root=comm.size)
-    # A refused call uses no number: the ranks are still in step.
-    assert comm.allreduce(x)[0] == comm.size
-
-
 def test_nan_and_infinity_reach_every_rank(comm):
     for op in ("sum", "mean", "max", "min", "prod"):
         x = np.ones(5, np.float32)
@@ -236,18 +195,6 @@ def test_nan_and_infinity_reach_every_rank(comm):
         assert np.isnan(x).tolist() == [False, False, True, False, False]
     large = np.array([60000], np.float16)
     assert comm.allreduce(large, op="mean")[0] == pytest.approx(60000, rel=1e-3)
-
-
-def test_reduce_scatter_then_allgather_is_allreduce(comm):
-    for n in (0, 1, comm.size + 1, 1001):
-        x = contract.contribution(comm.rank, n, "float64")
-        chunk = comm.reduce_scatter(x)
-        want = contract.expected(comm.size, n, "float64", "sum")
-        start, stop = (r * n // comm.size for r in (comm.rank, comm.rank + 1))
-        assert chunk.base is not None and np.shares_memory(chunk, x) or n < comm.size
-        assert np.array_equal(chunk, want[start:stop])
-        assert comm.allgather(x) is x
-        assert np.array_equal(x, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -275,13 +222,6 @@ def test_broadcast(comm):
     frozen = np.full(3, comm.rank, ml_dtypes.bfloat16)
     frozen.flags.writeable = comm.rank != 0
     assert (comm.broadcast(frozen, root=0) == 0).all()
-
-
-def test_objects(comm):
-    for root in range(comm.size):
-        found = comm.broadcast_object({"from": comm.rank, "data": "x" * 100_000}, root=root)
-        assert found["from"] == root
-    assert comm.allgather_object("x" * comm.rank) == ["x" * rank for rank in range(comm.size)]
 
 
 def test_many_handles_in_any_order(comm):
@@ -320,12 +260,20 @@ def test_split(comm):
     assert part.size == len(range(comm.rank % 2, comm.size, 2))
     assert part.allgather_object(comm.rank) == sorted(
         range(comm.rank % 2, comm.size, 2), reverse=True)
-    both = comm.iallreduce(np.ones(3)), part.iallreduce(np.ones(3))
-    assert both[1 - comm.rank % 2].wait() is not None
-    assert both[0].wait()[0] == comm.size and both[1].wait()[0] == part.size
+    # They may be used in different orders.
+    first = comm.rank // 2 % 2
+    groups = (part, comm)[::1 - 2 * first]
+    handles = [group.iallreduce(np.ones(10)) for group in groups for _ in range(5)]
+    for handle, group in [*zip(handles, [group for group in groups for _ in range(5)])][::-1]:
+        assert (handle.wait() == group.size).all()
     part.close()
     with pytest.raises(mpiring.ConfigError, match="color=-1"):
         comm.split(-1)
+    # Colors may be comparisons.
+    for color in (comm.rank < 1, np.bool_(comm.rank < 1)):
+        part = comm.split(color)
+        assert part.size == (1 if comm.rank < 1 else comm.size - 1)
+        part.close()
     alone = comm.split(0 if comm.rank == 0 else None)
     assert (alone is None) == (comm.rank != 0)
     if alone is not None:
@@ -360,14 +308,6 @@ class Logging:
         return getattr(self._comm, name)
 
 
-def test_two_communicators_may_be_used_in_different_orders(comm):
-    other = comm.split(0)
-    first, second = (comm, other) if comm.rank % 2 else (other, comm)
-    handles = [group.iallreduce(np.ones(10)) for group in (first, second) for _ in range(5)]
-    assert all((handle.wait() == comm.size).all() for handle in handles)
-    other.close()
-
-
 class Interrupt(BaseException):
     """Raised as by a signal's handler."""
 
@@ -398,7 +338,7 @@ def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypat
     monkeypatch.setattr(waiting, "YIELDS", 0)
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
-    for entries in range(30):
+    for entries in range({"iallreduce": 23, "started fast": 8}.get(call, 30)):
         other = mpiring.init(config=mpiring.Config(progress="inline"))
         group, x, before = other._group, np.ones(3), 0
         if "fast" in call:
@@ -421,78 +361,45 @@ def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypat
     comm.barrier()
 
 
-def test_topology_of_one_node(comm):
-    assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
-    assert (comm.node_rank, comm.num_nodes) == (0, 1)
-
-
 def test_use_after_close():
-    comm = mpiring.init()
+    comm, x = mpiring.init(), np.ones(3)
+    assert (comm.node_rank, comm.num_nodes) == (0, 1)
+    assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
+    for _ in range(3):
+        comm.allreduce(x)
     comm.close()
     comm.close()
     with pytest.raises(mpiring.ClosedError, match="is closed"):
-        comm.allreduce(np.ones(3))
+        comm.allreduce(x)
     assert "closed" in repr(comm)
 
 
 def test_only_intracommunicators():
-    with pytest.raises(mpiring.ConfigError, match=r"pass mpiring.Config\(...\)"):
-        mpiring.init(config={})
-    with pytest.raises(mpiring.ConfigError, match=r"pass mpiring.Config\(...\)"):
-        mpiring.Communicator(MPI.COMM_WORLD, config={})
-    with pytest.raises(mpiring.ConfigError, match="intracommunicator"):
-        mpiring.Communicator("world")
-    with pytest.raises(mpiring.ConfigError, match="intracommunicator"):
-        mpiring.Communicator(MPI.COMM_NULL)
+    for make in (mpiring.init, partial(mpiring.Communicator, MPI.COMM_WORLD)):
+        with pytest.raises(mpiring.ConfigError, match=r"pass mpiring.Config\(...\)"):
+            make(config={})
+    for comm in ("world", MPI.COMM_NULL):
+        with pytest.raises(mpiring.ConfigError, match="intracommunicator"):
+            mpiring.Communicator(comm)
 
 
-def test_statistics_count_bytes_and_seconds(comm):
+@pytest.mark.parametrize(("dtype", "algorithm"), [
+    ("float32", "ring"), ("float16", "direct"), (ml_dtypes.bfloat16, "ring")])
+def test_statistics_count_bytes_and_seconds(comm, dtype, algorithm):
+    """Of chunks of several pieces, so that several messages are under way each way."""
+    n = comm.size * 3 * Tuning.ring_bytes // 4 + 5
     comm.barrier()
-    before = comm.statistics
-    comm.allreduce(np.ones(1_000_000, np.float32), algorithm="ring")
+    x, before = contract.contribution(comm.rank, n, dtype), comm.statistics
+    comm.allreduce(x, algorithm=algorithm)
+    contract.check(x, comm.size, "sum")
     cost = comm.statistics - before
     if comm.size == 1:
         assert cost == mpiring.Statistics()
         return
-    assert cost.operations == 1
-    payload = 2 * (comm.size - 1) / comm.size * 4_000_000
-    assert cost.bytes_sent == pytest.approx(payload, abs=16)
+    payload = 2 * (comm.size - 1) / comm.size * x.nbytes
+    assert cost.operations == 1 and cost.bytes_sent == pytest.approx(payload, abs=200)
     assert 0 < cost.communication_s and 0 < cost.exposed_s
     assert 0 <= cost.hidden_share <= 1
-
-
-def test_16_bits_send_half_the_bytes(comm):
-    sent = []
-    for dtype in ("float32", "float16", ml_dtypes.bfloat16):
-        before = comm.statistics
-        comm.allreduce(np.ones(400_000, dtype), algorithm="direct" if sent else "ring")
-        sent.append((comm.statistics - before).bytes_sent)
-    assert sent[1] == sent[2] == pytest.approx(sent[0] / 2, abs=200)
-
-
-def test_long_messages_travel_in_pieces():
-    """The path of messages over 1 GiB, with a smaller limit."""
-    transport = MpiTransport(MPI.COMM_WORLD, piece_bytes=1000)
-    net = transport.channel(0)
-    x, y = np.arange(2501, dtype=np.float32) + net.rank, np.empty(2501, np.float32)
-    requests = [net.irecv(y, (net.rank - 1) % net.size), net.isend(x, (net.rank + 1) % net.size)]
-    while not all([request.test() for request in requests]):
-        pass
-    assert np.array_equal(y, np.arange(2501) + (net.rank - 1) % net.size)
-    transport.free()
-
-
-def test_a_ring_in_many_pieces(comm):
-    """Longer than a piece per chunk, so that several messages are under way each way."""
-    n = comm.size * 3 * Tuning.ring_bytes // 4 + 5
-    x = contract.contribution(comm.rank, n, "float32")
-    sent = comm.statistics.bytes_sent
-    comm.allreduce(x, algorithm="ring")
-    contract.check(x, comm.size, "sum")
-    sent = comm.statistics.bytes_sent - sent
-    if comm.size > 1:
-        share = 2 * (comm.size - 1) * 4 * n / comm.size
-        assert abs(sent - share) <= 4 * 2 * comm.size
 
 
 def test_every_collective_works_in_any_node_order(comm):
@@ -509,19 +416,6 @@ def test_every_collective_works_in_any_node_order(comm):
         assert part.broadcast(np.full(3, comm.rank), root=comm.size - 1)[0] == comm.size - 1
         assert part.broadcast_object(comm.rank, root=comm.size // 2) == comm.size // 2
         assert part.allgather_object(comm.rank) == list(range(comm.size))
-
-
-def test_lanes_of_an_operation_do_not_meet(comm):
-    def rings(collectives):
-        lanes = [collectives.ring.lane(index) for index in range(LANES)]
-        return together(
-            (chain.broadcast(lane, part, 0) for lane, part in zip(lanes, chunks_of(x, LANES))),
-            in_flight=LANES)
-
-    for _ in range(20):
-        x = np.arange(LANES * 1000) if comm.rank == 0 else np.zeros(LANES * 1000, int)
-        comm.submit(Call("rings"), rings).wait()
-        assert np.array_equal(x, np.arange(LANES * 1000))
 
 
 def test_lanes_have_tags_of_their_own():

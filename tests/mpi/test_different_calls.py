@@ -12,7 +12,7 @@ from mpiring.asynchronous import PairAveraging, ParameterServer
 from mpiring.data import TokenBatches
 from mpiring.memory.pytrees import mapped
 from mpiring.sharding.sliced import Sliced
-from mpiring.numpy import Checkpoints, DataParallel, DiLoCo, LocalSGD, LossScaler
+from mpiring.numpy import Checkpoints, DataParallel, DiLoCo, LocalSGD, LossScaler, MasterWeights
 from mpiring.optim import SGD
 from mpiring.reducers import PowerSGD, TopK
 from mpiring.resilience import Stopping
@@ -75,6 +75,20 @@ def optimizer_after_a_step(comm, kind=SGD, **options):
     step(dp)
     optimizer.step()
     return optimizer
+
+
+def with_scaler(comm):
+    optimizer = optimizer_after_a_step(comm)
+    return optimizer, LossScaler(optimizer._dp)
+
+
+def scaled_step(made, updates, scales):
+    """Take a step, and send the gradients of the next one, which tell of it."""
+    optimizer, scaler = made
+    step(optimizer._dp)
+    if updates:
+        optimizer.step(scaler if scales else None)
+    step(optimizer._dp)
 
 
 def scheduled(comm):
@@ -172,15 +186,14 @@ ROWS = [
         label="allreduce"),
     Row("Stopping.now", lambda stopping: stopping.now(), {}, {}, make=Stopping, label="allreduce"),
     *rows_of("SGD", SGD, {
-        "lr": (0.5, 0.25, "a"), "momentum": (0.5, 0.25, "a"), "weight_decay": (0.5, 0.25, "a"),
-        "no_decay": (["b"], ["w"], 3, "weight_decay"),
-        "groups": ({"b": {"lr": 0.1}}, {"w": {"lr": 0.1}}, 3, "lr"), "max_norm": (1.0, 2.0, "a"),
-        "sharded": (True, False, "no")}, make=dp_of, label="SGD"),
-    *rows_of("SGD", partial(SGD, momentum=0.5), {"nesterov": (True, False, "no")},
-             make=dp_of, label=None),
-    Row("SGD.step", lambda optimizer, scaled: (step(optimizer._dp), optimizer.step(
-        LossScaler(optimizer._dp) if scaled else None)), {"scaled": False},
-        {}, make=optimizer_after_a_step, label="reduce"),
+        "lr": (0.5, 0.25, "a"), "groups": ({"b": {"lr": 0.1}}, {"w": {"lr": 0.1}}, 3, "lr"),
+        "max_norm": (1.0, 2.0, "a"), "sharded": (True, False, "no")}, make=dp_of, label="SGD"),
+    Row("SGD.step", scaled_step, {"updates": True, "scales": True},
+        {"without scaler": ({"scales": False}, "loss scale 65536 after step 1"),
+         "without update": ({"updates": False}, "after update 1 with lr=0.5 mom")},
+        make=with_scaler, label="reduce"),
+    Row("SGD.grad_norm", lambda optimizer: (step(optimizer._dp), optimizer.grad_norm()), {}, {},
+        make=optimizer_after_a_step, label="reduce"),
     # Else each slice would be updated at a rate of its own, and all replicas be equal.
     Row("SGD(sharded).step", lambda both, lr: (
             both[1].update(lr=lr), step(both[0]._dp), both[0].step()),
@@ -189,19 +202,22 @@ ROWS = [
     loading("SGD", optimizer_after_a_step, "SGD"),
     loading("SGD(sharded)", lambda comm: optimizer_after_a_step(comm, sharded=True), "SGD"),
     *rows_of("LossScaler", LossScaler, {
-        "initial_scale": (64.0, 32.0, "a", "scale"), "growth": (4.0, 8.0, "a"),
-        "backoff": (0.25, 0.125, "a"), "growth_interval": (5, 6, "a"),
-        "smallest": (0.5, 0.25, "a"), "largest": (2.0**20, 2.0**21, "a")},
+        "initial_scale": (64.0, 32.0, "a", "scale"), "growth": (4.0, 8.0, "a")},
         make=dp_of, label="LossScaler"),
+    Row("LossScaler.load_state_dict", lambda scaler: scaler.load_state_dict(scaler.state_dict()),
+        {}, {}, make=lambda comm: LossScaler(dp_of(comm)), label="LossScaler"),
+    Row("MasterWeights.load_state_dict",
+        lambda masters: masters.load_state_dict(masters.state_dict()), {}, {},
+        make=lambda comm: MasterWeights(dp_of(comm)), label="MasterWeights"),
     *rows_of("LocalSGD", made(LocalSGD), {
         "every": (4, 3, "a"), "start": (1, 2, "a"), "bucket_bytes": (1000, 2000, "a"),
         "sharded": (True, False, "no")}, label="the model|LocalSGD"),
     *rows_of("DiLoCo", made(DiLoCo), {
-        "every": (4, 3, "a"), "lr": (0.5, 0.25, "a"), "momentum": (0.5, 0.25, "a"),
-        "fragments": (2, 1, "a"), "delay": (2, 1, "a"), "alpha": (0.25, 0.5, "a"),
-        "sharded": (True, False, "no")}, label="the model|DiLoCo"),
+        "every": (4, 3, "a"), "lr": (0.5, 0.25, "a"), "fragments": (2, 1, "a"),
+        "delay": (2, 1, "a"), "sharded": (True, False, "no")}, label="the model|DiLoCo"),
     Row("LocalSGD.step", lambda outer: outer.step(), {}, {}, label="reduce",
         make=lambda comm: trained(LocalSGD(params(), comm, every=4), 3)),
+    loading("ParameterServer", made(ParameterServer, optimizer=SGD), None),
     loading("DiLoCo", lambda comm: trained(DiLoCo(params(), comm, every=4)), "DiLoCo"),
     *rows_of("PairAveraging", made(PairAveraging), {
         "seed": (4, 3, "a"), "delay": (3, 2, "a")}, label="PairAveraging|the model"),

@@ -7,22 +7,15 @@ import tempfile
 
 import numpy as np
 import pytest
-from mpi4py import MPI
+from models import SHAPES, bits, close, model, same_on_all_ranks
 
-import mpiring
 from mpiring.numpy import Checkpoints, DataParallel, DiLoCo, LocalSGD
 from mpiring.optim import SGD
-from mpiring.reducers import Cast, ErrorFeedback, Int8, PowerSGD, TopK
+from mpiring.reducers import Cast, ErrorFeedback, PowerSGD
 
 pytestmark = pytest.mark.mpi
 
-SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (3001,), "w3": (40, 50)}
 STREAMING = {"every": 4, "fragments": 3, "delay": 2}
-
-
-def model():
-    return {name: np.random.default_rng(list(name.encode())).standard_normal(shape).astype("f4")
-            .reshape(shape) for name, shape in SHAPES.items()}
 
 
 def gradient(w, name, step, rank):
@@ -37,31 +30,8 @@ def take_steps(outer, params, steps, rank):
         outer.step()
 
 
-def bits(params):
-    return [x.tobytes() for x in params.values()]
-
-
-def same_on_all_ranks(comm, params):
-    mine = bits(params)
-    return comm.broadcast_object(mine, root=0) == mine
-
-
-def close(one, other, tolerance):
-    for name, x in one.items():
-        np.testing.assert_allclose(x, other[name], tolerance, tolerance)
-
-
-@pytest.fixture(scope="module")
-def apart():
-    """A communicator in which each rank is a node, as compression needs."""
-    config = mpiring.Config(shared_memory=False, tuning=False)
-    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
-        yield communicator
-
-
-REDUCERS = {"mean": lambda: None, "int8": Int8,
-            "feedback": lambda: ErrorFeedback(Cast("bfloat16")),
-            "powersgd": lambda: PowerSGD(rank=2), "topk": lambda: TopK(density=0.1)}
+REDUCERS = {"mean": lambda: None, "feedback": lambda: ErrorFeedback(Cast("bfloat16")),
+            "powersgd": lambda: PowerSGD(rank=2)}
 
 
 @pytest.mark.parametrize("name", REDUCERS)

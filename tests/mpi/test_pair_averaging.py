@@ -6,7 +6,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import needed
 
 import mpiring
 from mpiring import BufferMismatchError, ClosedError, ConfigError, GradientError, StallError
@@ -98,7 +97,7 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
     params, right = {"w": np.zeros(3)}, {"w": np.zeros(3)}
     with PairAveraging(params, comm, delay=delay) as pairs, PairAveraging(
             right, comm, delay=delay) as others:
-        for step in range(20):
+        for step in range(6):
             params["w"] = params["w"] - 0.1 * (params["w"] - comm.rank)
             pairs.step()
             right["w"] -= 0.1 * (right["w"] - comm.rank)
@@ -115,27 +114,7 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
         params["w"] = before
 
 
-def test_parameters_of_a_module_may_be_replaced(comm):
-    torch = needed("torch")
-    module = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
-    with PairAveraging(module, comm, delay=0) as pairs:
-        module.load_state_dict({name: torch.full_like(x, comm.rank) for name, x in
-                                module.state_dict().items()}, assign=True)
-        module[0].bias.data = torch.full((1,), 2. * comm.rank)
-        pairs.agree()
-        mean = (comm.size - 1) / 2
-        assert module[0].weight[0, 1] == module[1].running_var[0] == mean
-        assert module[0].bias[0] == 2 * mean
-        module.double()
-        with pytest.raises(ConfigError, match="0.weight float64 .* in the place of 0.weight floa"):
-            pairs.agree()
-        module.float()
-
-
 def test_mistakes(comm):
-    for wrong in ({"seed": -1}, {"delay": 0.5}):
-        with pytest.raises(ConfigError, match="expected a whole number of at least 0"):
-            PairAveraging(model(0), comm, **wrong)
     with PairAveraging(model(0), comm) as pairs:
         state = pairs.state_dict()
     for late in (pairs.step, pairs.agree, lambda: pairs.load_state_dict(state)):
@@ -149,12 +128,8 @@ def test_mistakes(comm):
                 with pytest.raises(ConfigError, match=text):
                     pairs.load_state_dict(wrong)
             assert pairs.state_dict() == {"seed": 0, "rounds": 0}
-        with pytest.raises(ConfigError, match="seed=-1: expected a whole number of at least 0"):
-            PairAveraging(model(0), comm, seed=-int(odd))
         with pytest.raises(ConfigError, match="params is 3; pass a dict of the model's arrays"):
             PairAveraging(3 if odd else model(0), comm)
-        with pytest.raises(ConfigError, match="PairAveraging has seed=1, but on rank 0 it is 0"):
-            PairAveraging(model(0), comm, seed=int(odd))
         with pytest.raises(BufferMismatchError, match=".0.=.w float64"):
             PairAveraging({"w": np.ones(3 + odd)}, comm)
 
@@ -164,7 +139,7 @@ def test_async_data_parallel_is_a_data_parallel_with_another_step(comm):
     dp = AsyncDataParallel({"w": np.zeros(20), "b": np.zeros(1)}, comm,
                            optimizer=functools.partial(SGD, lr=0.3), staleness=2)
     with dp:
-        for _ in range(60):
+        for _ in range(40):
             dp.grads["w"][...] = dp.params["w"] - target
             dp.ready("w")
             with pytest.raises(GradientError, match="with 1 of 2 gradients missing: b; call ready"):

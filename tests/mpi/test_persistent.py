@@ -14,36 +14,32 @@ import mpiring
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module", params=["python", "off", "auto", "mixed", "inline", "private"])
+@pytest.fixture(scope="module", params=["auto", "mixed", "private"])
 def some(request):
-    """Communicators whose ranks run rounds in one way, or each in its own; without threads; without
-    shared memory."""
-    ways = ("python", "off", "auto")
-    how = ways[MPI.COMM_WORLD.rank % 3] if request.param == "mixed" else request.param
-    config = mpiring.Config(
-        rounds=how if how in ways else "auto", shared_memory=request.param != "private",
-        **{"progress": "inline"} if request.param == "inline" else {})
+    """Communicators whose ranks run rounds in one way, or each in its own; without shared memory.
+    """
+    how = ("python", "off", "auto")[MPI.COMM_WORLD.rank % 3]
+    config = mpiring.Config(rounds=how if request.param == "mixed" else "auto",
+                            shared_memory=request.param != "private")
     with mpiring.Communicator(MPI.COMM_WORLD, config=config) as comm:
         yield comm
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int16", "float16", "float32", "complex128"])
-def test_allreduce(some, dtype):
-    longest = (16 << 10) // np.dtype(dtype).itemsize
-    for op, n in itertools.product(("sum", "mean", "max", "bxor"), (0, 1, longest, longest + 1)):
-        if contract.defined(op, dtype):
-            for empty in (False, True):
-                x = some.empty(n, dtype) if empty else np.empty(n, dtype)
-                operation = some.persistent_allreduce(x, op=op)
-                for _ in range(3):
-                    x[...] = contract.contribution(some.rank, n, dtype)
-                    assert operation() is x
-                    contract.check(x, some.size, op)
-                for _ in range(2):
-                    x[...] = contract.contribution(some.rank, n, dtype)
-                    operation.start()
-                    assert operation.wait() is x
-                    contract.check(x, some.size, op)
+def test_allreduce(some):
+    """Of what fits into a slot, and is just too long for it."""
+    lengths, cases = ((0, 0), (0, 1), (16 << 10, 0), (16 << 10, 1)), (
+        ("sum", "float32"), ("mean", "float16"), ("max", "int16"), ("bxor", "bool"),
+        ("sum", "complex128"))
+    for turn, ((nbytes, more), (op, dtype)) in enumerate(itertools.product(lengths, cases)):
+        n = nbytes // np.dtype(dtype).itemsize + more
+        x = some.empty(n, dtype) if turn % 2 else np.empty(n, dtype)
+        operation = some.persistent_allreduce(x, op=op)
+        for begin, end in [(lambda: None, operation)] * 2 + [
+                (operation.start, operation.wait)] * 2:
+            x[...] = contract.contribution(some.rank, n, dtype)
+            begin()
+            assert end() is x
+            contract.check(x, some.size, op)
 
 
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 100_000), ("float64", 3000), ("bool", 1)])
@@ -67,24 +63,6 @@ def test_the_other_collectives(some, dtype, n):
         assert chunk.base is x and all_of_it is y and copied is z
         assert np.array_equal(y.reshape(-1), np.arange(8) + step)
         assert (z == np.array(p - 1 + step).astype(dtype)).all()
-
-
-def test_many_at_once_in_any_order_amid_others(some):
-    arrays = [np.empty(n, np.float32) for n in (1, 2, 300, 4000, 30_000, 3, 3)]
-    operations = [some.persistent_allreduce(x) for x in arrays]
-    for step in range(20):
-        for x, operation in zip(arrays, operations):
-            x[:] = some.rank + step
-            operation.start()
-            if x.size == 300:
-                assert some.allreduce(np.ones(3))[0] == some.size
-        if step % 3 == 0:
-            some.barrier()
-        order = operations if (step + some.rank) % 2 else operations[::-1]
-        for operation in order:
-            operation.wait()
-        for x in arrays:
-            assert (x == some.size * step + some.size * (some.size - 1) // 2).all()
 
 
 def test_mistakes(some):
@@ -138,11 +116,11 @@ def test_it_keeps_its_array_and_its_communicator():
     assert alive() is None
 
 
-def test_they_match_each_other_only():
+def test_they_match_each_other_only(breakable):
     if MPI.COMM_WORLD.size == 1:
         pytest.skip(reason="there is no other rank")
     for wrong in ("other", "ordinary", "making"):
-        comm = mpiring.Communicator(MPI.COMM_WORLD)
+        comm = breakable()
         x, first = np.ones(3), comm.rank == 0
         a, b = comm.persistent_allreduce(x), comm.persistent_allreduce(x)
         a()
@@ -155,13 +133,9 @@ def test_they_match_each_other_only():
             else:
                 a() if first else comm.allreduce(x)
         assert (x == comm.size ** 2).all()
-        MPI.COMM_WORLD.Barrier()
-        comm._group.closed = True
-        comm._group._forget()
-        comm._group._transport.free()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_vectors_in_windows(some, dtype):
     """In place, where all ranks have compiled code; the engine's operations mix with rounds."""
     for n in (4 << 10, 32 << 10, 300 << 10):
@@ -171,7 +145,7 @@ def test_vectors_in_windows(some, dtype):
         x, y = whole[some.rank:some.rank + n + 3], np.empty(n + 3, dtype)
         op = "mean" if dtype == "float32" else "sum"
         operation, copied = (some.persistent_allreduce(v, op=op) for v in (x, y))
-        for step in range(12):
+        for step in range(6):
             for v, run in ((x, operation), (y, copied)):
                 v[...] = contract.contribution(some.rank, n + 3, dtype)
                 if (step + some.rank) % 3:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import mpiring
 from mpiring.numpy import DataParallel, LossScaler
@@ -12,23 +11,14 @@ pytestmark = pytest.mark.mpi
 
 SHAPES = {"w1": (40, 60), "b1": (60,), "w2": (60, 50), "b2": (50,), "scale": ()}
 ODD_ORDER = ["b2", "w1", "scale", "b1", "w2"]
+# tests/reducers tries more of them without MPI.
 MAKERS = {
-    "cast": lambda: Cast("float16"),
-    "int8": Int8,
     "int8 + feedback": lambda: ErrorFeedback(Int8(64)),
     "onebit": lambda: OneBit(64, warmup_steps=1),
     "topk": lambda: TopK(0.02, momentum=0.9, warmup_steps=10),
     "powersgd": lambda: PowerSGD(2, start_step=1, reducer=Cast("bfloat16")),
     "mixed": lambda: {"w1": PowerSGD(1, start_step=0), "w*": OneBit(64, warmup_steps=0)},
 }
-
-
-@pytest.fixture(scope="module")
-def apart():
-    """A communicator in which each rank is a node."""
-    config = mpiring.Config(shared_memory=False, tuning=False)
-    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
-        yield communicator
 
 
 def parameters():
@@ -55,18 +45,13 @@ def each(reducer):
     return list(reducer.values()) if isinstance(reducer, dict) else [reducer]
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_all_ranks_have_the_same_means(apart, name):
-    dp = wrapped(apart, MAKERS[name]())
-    for number in range(4):
-        means = apart.allgather_object(step(dp, number))
-        assert set(means) == {means[0]} and dp.finite
-
-
 @pytest.mark.parametrize(("name", "late"), [
     *((name, False) for name in MAKERS), ("int8 + feedback", True), ("mixed", True)])
 def test_a_run_goes_on_bit_by_bit(apart, name, late):
-    """Loaded before the model is wrapped, or after, with buckets in another order at first."""
+    """Loaded before the model is wrapped, or after, with buckets in another order at first.
+
+    All ranks have the same means.
+    """
     reducer, fresh = MAKERS[name](), MAKERS[name]()
     dp = wrapped(apart, reducer)
     for number in range(3):
@@ -77,16 +62,18 @@ def test_a_run_goes_on_bit_by_bit(apart, name, late):
         one.load_state_dict(state)
     resumed = resumed or wrapped(apart, fresh)
     for number in range(3, 6):
-        assert step(dp, number) == step(resumed, number)
+        means = step(dp, number)
+        assert means == step(resumed, number)
+        assert set(apart.allgather_object(means)) == {means} and dp.finite
 
 
 @pytest.mark.parametrize(("name", "spoiled"), [
-    *((name, "w2") for name in MAKERS), ("int8 + feedback", "b2"), ("mixed", "b2")])
+    *((name, "w2") for name in MAKERS), ("mixed", "b2")])
 def test_a_nan_on_one_rank_is_skipped_by_all(apart, name, spoiled):
     """In whichever bucket it is, those of the others leave no trace either."""
     # Buckets that are built anew after the first step would be rounded elsewhere.
     dp, undisturbed = (wrapped(apart, MAKERS[name](), deterministic=True) for _ in range(2))
-    for number in range(4):
+    for number in range(3):
         step(dp, 99 - number, spoiled)
         assert apart.allgather_object(dp.finite) == [False] * apart.size
         assert step(dp, number) == step(undisturbed, number) and dp.finite
@@ -97,6 +84,12 @@ def test_a_scaled_loss_changes_nothing_but_the_scale(apart):
     dp, plain = (wrapped(apart, ErrorFeedback(Cast("bfloat16"))) for _ in range(2))
     scaler = LossScaler(dp, initial_scale=8, growth_interval=2)
     for number in range(6):
+        if number == 3:
+            for name in ODD_ORDER:
+                dp.grads[name][...] = np.inf
+                dp.ready(name)
+            dp.wait()
+            assert not scaler.step() and scaler.scale == 8
         random = np.random.default_rng([number, apart.rank])
         for name in ODD_ORDER:
             gradient = random.standard_normal(SHAPES[name]).astype(np.float32)
@@ -109,7 +102,7 @@ def test_a_scaled_loss_changes_nothing_but_the_scale(apart):
         assert scaler.step()
         for name in SHAPES:
             np.testing.assert_array_equal(scaler.unscaled(name), plain.grads[name])
-    assert scaler.scale == 64
+    assert scaler.scale == 16
 
 
 def test_statistics_tell_what_compression_does(apart):
@@ -152,6 +145,10 @@ class NoSchedule:
 def test_misuse_is_named(apart):
     with pytest.raises(mpiring.ConfigError, match="no parameter has such a name; there are w1"):
         wrapped(apart, {"layer*": Int8()})
+    for make in (lambda: OneBit(33), lambda: Cast("float32"), lambda: PowerSGD(reducer=OneBit()),
+                 lambda: ErrorFeedback(Mean())):
+        with pytest.raises(mpiring.ConfigError, match="expected|multiple"):
+            make()
     for wrong in (Int8, "int8", {"w1": None}):
         with pytest.raises(mpiring.ConfigError, match="expected a Reducer, such as"):
             wrapped(apart, wrong)
@@ -171,13 +168,3 @@ def test_misuse_is_named(apart):
         DataParallel({"v": np.zeros(3, np.float32)}, apart, reducer=loaded)
     del dp, other
     wrapped(apart, reducer)
-
-
-@pytest.mark.parametrize("make", [
-    lambda: Int8(0), lambda: OneBit(33), lambda: Cast("float32"), lambda: TopK(0),
-    lambda: TopK(momentum=1), lambda: PowerSGD(0), lambda: PowerSGD(reducer=OneBit()),
-    lambda: ErrorFeedback(Mean()), lambda: OneBit(warmup_steps=-1), lambda: Int8("64"),
-    lambda: PowerSGD(rank=1.5), lambda: OneBit(64.0), lambda: TopK(warmup_steps=None)])
-def test_settings_out_of_range_are_refused(make):
-    with pytest.raises(mpiring.ConfigError, match="expected|multiple"):
-        make()

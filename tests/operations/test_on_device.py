@@ -1,6 +1,5 @@
 """Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
 
-import itertools
 from functools import partial
 
 import contract
@@ -27,11 +26,11 @@ SMALL = Tuning(eager_bytes=100, chunk_bytes=16, short_bytes=40, slice_bytes=96, 
                direct_bytes=(8, 40))
 
 
-def cases(*lengths):
-    """Yield ops with each length, and of the dtypes that a GPU has one in turn."""
-    for turn, (n, op) in enumerate(itertools.product(lengths, contract.OPS)):
+def cases(shift, *lengths):
+    """Yield all ops, with one of the lengths in turn, and one of the dtypes that a GPU has."""
+    for turn, op in enumerate(contract.OPS, shift):
         dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
-        yield turn, n, op, dtypes[(5 * turn + n) % len(dtypes)]
+        yield turn, lengths[turn % len(lengths)], op, dtypes[5 * turn % len(dtypes)]
 
 
 class _Aware:
@@ -91,7 +90,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
 def test_allreduce(algorithm, place, direct):
     node_of = NODES[place]
     p = len(node_of)
-    for seed, n, op, dtype in cases(0, 1, p + 1, 129):
+    for seed, n, op, dtype in cases(p + direct, 0, 1, p + 1, 129):
         def program(collectives, put):
             x = put(contract.contribution(collectives.rank, n, dtype))
             yield from collectives.allreduce(x, op=op, algorithm=algorithm)
@@ -106,18 +105,24 @@ def check(found, p, op):
     assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
+def placed(collectives, put, which, n, dtype):
+    """Return what a rank contributes; on all ranks, or some, in memory that is open to the node."""
+    x = put(contract.contribution(collectives.rank, n, dtype))
+    y = yield from collectives.empty((n,), dtype)
+    if which == "some" and collectives.rank % 2 == 0:
+        return x
+    copy_to(y, x)
+    return y
+
+
 @pytest.mark.parametrize("place", NODES)
 @pytest.mark.parametrize("which", ["all", "some"])
 def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
     node_of = NODES[place]
     p = len(node_of)
-    for seed, n, op, dtype in cases(1, p + 1, 129):
+    for seed, n, op, dtype in cases(p + len(which), 1, p + 1, 129):
         def program(collectives, put):
-            x = put(contract.contribution(collectives.rank, n, dtype))
-            y = yield from collectives.empty((n,), dtype)
-            if which == "all" or collectives.rank % 2:
-                copy_to(y, x)
-                x = y
+            x = yield from placed(collectives, put, which, n, dtype)
             yield from collectives.allreduce(x, op=op)
             return [x]
 
@@ -135,11 +140,7 @@ def test_slices(place, which):
 
         def program(collectives, put):
             rank = collectives.rank
-            x = put(contract.contribution(rank, n, dtype))
-            y = yield from collectives.empty((n,), dtype)
-            if which == "all" or rank % 2:
-                copy_to(y, x)
-                x = y
+            x = yield from placed(collectives, put, which, n, dtype)
             mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
             assert mine.size == bounds[rank + 1] - bounds[rank]
             yield from collectives.allgather(x, bounds=bounds)
@@ -154,7 +155,7 @@ def test_other_collectives(place, direct):
     node_of = NODES[place]
     p = len(node_of)
     root = p // 2
-    for seed, n in enumerate((0, 1, p + 1, 129)):
+    for seed, n in enumerate((p + 1, 129) if direct else (0, 1, 129)):
         def program(collectives, put):
             rank = collectives.rank
             x = put(np.arange(n, dtype="float32") + 1000 * rank)

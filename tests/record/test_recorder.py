@@ -101,24 +101,6 @@ def test_what_is_remembered_keeps_no_array():
     assert alive() is None and "#0 test" in engine.recorder.lines()[0]
 
 
-def test_callers_that_wait_are_noted():
-    engine = Engine(Config(), threaded=False, end_job=print)
-
-    class Late:
-        ready_s = None
-
-        def test(self):
-            self.ready_s = self.ready_s or time.monotonic() + 0.05
-            return time.monotonic() > self.ready_s
-
-    def late():
-        yield (Late(),)
-
-    flight, began = Flight(Call("test"), 0), time.monotonic()
-    engine.submit(Handle(engine.join(int), flight, Task(late()))).wait()
-    assert 0.04 < flight.exposed_s <= time.monotonic() - began
-
-
 def test_communicators_have_names_of_their_own():
     recorder = Recorder()
     assert recorder.name(range(8)) == "", "the first one"

@@ -6,20 +6,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from node_calls import KINDS, check, plan_of
 
 from mpiring.memory.reduction import reduction
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
 from mpiring.transport.layout import (
     AREAS, BEGIN, CALL_SEQUENCE, DISAGREE, DONE, LATE, LOOK, PUBLISH)
-from mpiring.transport.node_call import slot_call, slot_plan
+from mpiring.transport.node_call import slot_call
 
 FLOAT32 = np.dtype(np.float32)
-PLANS = {
-    "allreduce": lambda n, rank, p: slot_plan("allreduce", n, rank, p),
-    "reduce_scatter": lambda n, rank, p: slot_plan("reduce_scatter", n, rank, p),
-    "allgather": lambda n, rank, p: slot_plan("allgather", n, rank, p),
-    "broadcast": lambda n, rank, p: slot_plan("broadcast", n, rank, p, p - 1)}
 
 
 class Changed:
@@ -40,10 +36,10 @@ def calls_of(memory, rank, size):
 
     def call(kind, n, copy=0):
         if (kind, n, copy) not in made:
-            number = 1 + list(PLANS).index(kind) * 100 + n
+            number = 1 + KINDS.index(kind) * 100 + n
             combine = reduction("sum", FLOAT32, size)
             made[kind, n, copy] = slot_call(
-                memory.ranks[rank], FLOAT32, n, PLANS[kind](n, rank, size), combine)
+                memory.ranks[rank], FLOAT32, n, plan_of(kind, n, rank, size), combine)
             made[kind, n, copy].whole(
                 SimpleNamespace(header=b"h" * 192, digest=number), number, "sum", None)
         return made[kind, n, copy]
@@ -51,26 +47,12 @@ def calls_of(memory, rank, size):
     return call
 
 
-def expected(kind, before, rank):
-    total, size, n = sum(before), len(before), before[0].size
-    if kind == "allreduce":
-        return slice(None), total
-    if kind == "reduce_scatter":
-        part = slice(rank * n // size, (rank + 1) * n // size)
-        return part, total[part]
-    if kind == "broadcast":
-        return slice(None), before[-1]
-    return slice(None), np.concatenate(
-        [x[r * n // size:(r + 1) * n // size] for r, x in enumerate(before)])
-
-
 def ended(call, x, kind, before, rank, how=LOOK):
     """Let a call end, and check its result."""
     changed = Changed(call, how, x)
     yield (changed,)
     assert changed.status == DONE
-    part, values = expected(kind, before, rank)
-    assert np.array_equal(x[part], values)
+    check(kind, x, before, rank)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -78,7 +60,7 @@ def ended(call, x, kind, before, rank, how=LOOK):
 def test_results_are_right_whatever_is_seen_late(size, seed):
     network = SimulatedNetwork(size, node_of=size, seed=seed)
     memory, chance = SimulatedMemory(network), random.Random(seed)
-    steps = [(chance.choice(list(PLANS)), chance.choice([1, 5, 100])) for _ in range(30)]
+    steps = [(chance.choice(KINDS), chance.choice([1, 5, 100])) for _ in range(30)]
 
     def program(net):
         call_of, rank, begun = calls_of(memory, net.rank, size), net.rank, deque()

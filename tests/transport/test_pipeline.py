@@ -72,13 +72,3 @@ def test_the_order_of_ranks_decides_and_nan_passes():
         combined(xs, "sum", 4096, [compiled.code] * 3)
         for x in xs:
             np.testing.assert_array_equal(x, np.float32(result))
-
-
-@pytest.mark.usefixtures("machine_code")
-def test_vectors_at_odd_places():
-    memory = [np.zeros(4 * 5000 + 1, np.uint8) for _ in range(2)]
-    xs = [x[1:].view(np.float32) for x in memory]
-    for rank, x in enumerate(xs):
-        x[...] = rank + 1
-    combined(xs, "sum", 4096, [compiled.code] * 2)
-    assert all((x == 3).all() for x in xs)

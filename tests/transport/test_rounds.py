@@ -8,6 +8,7 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
+from node_calls import COMBINE, KINDS, check, plan_of
 
 from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
@@ -24,33 +25,10 @@ from mpiring.transport.layout import (
     BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
     LATE, LOOK, NODE_MEMORY_BYTES, OTHERWISE, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
-from mpiring.transport.node_call import NodeCall, slot_call, slot_plan
+from mpiring.transport.node_call import NodeCall, slot_call
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
-# The last rank is the root of broadcasts.
-KINDS = {
-    "allreduce": lambda n, rank, p: slot_plan("allreduce", n, rank, p),
-    "reduce_scatter": lambda n, rank, p: slot_plan("reduce_scatter", n, rank, p),
-    "allgather": lambda n, rank, p: slot_plan("allgather", n, rank, p),
-    "broadcast": lambda n, rank, p: slot_plan("broadcast", n, rank, p, p - 1),
-    "barrier": lambda n, rank, p: slot_plan("barrier", 0, rank, p)}
-COMBINE = "allreduce", "reduce_scatter"
-
-
-def check(kind, x, before, rank, p):
-    """Fail unless a collective has made what it must of `before`, the ranks' vectors."""
-    n, total = x.size, np.sum(before, axis=0)
-    mine = slice(rank * n // p, (rank + 1) * n // p)
-    if kind == "allreduce":
-        assert np.array_equal(x, total)
-    elif kind == "reduce_scatter":
-        assert np.array_equal(x[mine], total[mine])
-    elif kind == "allgather":
-        parts = [before[r][r * n // p:(r + 1) * n // p] for r in range(p)]
-        assert np.array_equal(x, np.concatenate(parts))
-    else:
-        assert np.array_equal(x, before[p - 1 if kind == "broadcast" else rank])
 
 
 class Rank:
@@ -78,7 +56,7 @@ class Rank:
         return self.rounds[key]
 
     def plan(self, kind, n):
-        return KINDS[kind](n, self.memory.rank, len(self.memory.ranks))
+        return plan_of(kind, n, self.memory.rank, len(self.memory.ranks))
 
     def by_round(self, x, op="sum", kind="allreduce", **settings):
         """A collective, in steps."""
@@ -157,7 +135,7 @@ def together(programs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     ranks, chance = node(size), random.Random(size)
-    calls = [(chance.choice([0, 1, 3, 1000]), chance.choice(list(KINDS))) for _ in range(400)]
+    calls = [(chance.choice([0, 1, 3, 1000]), chance.choice(KINDS)) for _ in range(400)]
 
     def program(rank, mine):
         for step, (n, kind) in enumerate(calls):
@@ -165,7 +143,7 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
             way = ranks[rank].by_round if mine.random() < 0.6 else ranks[rank].by_schedule
             x = before[rank].copy()
             yield from way(x, kind=kind)
-            check(kind, x, before, rank, size)
+            check(kind, x, before, rank)
 
     in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
     for rank in ranks:
@@ -218,7 +196,7 @@ def test_rounds_in_place_mix_wherever_vectors_are(node, size):
     assert all(places[rank] > 10 for rank in ranks if rank.compiled)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ways", [("by_round", "by_round"), ("by_round", "by_schedule"),
                                   ("by_schedule", "by_round")])
 def test_another_call_is_refused_before_anything_is_used(node, ways, kind):
