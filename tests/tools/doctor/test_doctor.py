@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -65,18 +64,6 @@ def test_all_ranks_make_one_report():
     assert all(finding["remedy"] or finding["verdict"] == "ok" for finding in report["findings"])
 
 
-def test_ranks_that_became_worlds_of_their_own_are_told_once():
-    """As under `srun` with a PMI that the library does not speak: each rank is a singleton."""
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    first, second = (alone(**step, SLURM_PROCID=str(rank)) for rank in (0, 1))
-    assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
-    pmi = "pmi2" if vendor() == "MPICH" else "pmix"
-    assert "ranks: SLURM_STEP_NUM_TASKS=4 (srun) says that 4 ranks" in first.stdout
-    assert f": srun offers no PMI, and {vendor()} " in first.stdout
-    assert f" needs {pmi}\n" in first.stdout
-    assert f"-> srun --mpi={pmi} -n 4 python -m mpiring doctor" in first.stdout
-
-
 def test_ranks_that_torchrun_has_started_are_told_once():
     """By its variables; tests/launch/test_start.py has a real one."""
     torchrun = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}
@@ -84,21 +71,6 @@ def test_ranks_that_torchrun_has_started_are_told_once():
     assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
     assert first.stdout.count("problem  launcher: torchrun, which") == 1
     assert "mpirun -n 2 python -m mpiring doctor" in first.stdout
-
-
-def test_the_mpirun_of_another_mpi_is_named(tmp_path):
-    other, said = {"MPICH": ("Open MPI", "mpirun (Open MPI) 4.1.6"),
-                   "Open MPI": ("MPICH", "HYDRA build details: Version: 4.2.1")}[vendor()]
-    fake = tmp_path / "mpirun"
-    fake.write_text(f"#!/bin/sh\necho '{said}'\n")
-    fake.chmod(0o755)
-    ended = alone(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert ended.returncode == 1
-    (line, remedy) = ended.stdout.partition("problem  mpirun: ")[2].splitlines()[:2]
-    assert line.startswith(f"{fake} is {other} 4.") and f"loads {vendor()} " in line
-    assert remedy.strip() == f"-> use {shutil.which('mpirun')}"
-    assert "note     launcher: none: one rank, so nothing is measured" in ended.stdout
-    assert "mpirun -n 4 python -m mpiring doctor" in ended.stdout
 
 
 def test_a_rank_that_never_comes_is_no_reason_to_hang():
