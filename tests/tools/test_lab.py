@@ -105,10 +105,10 @@ def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path
 
 def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
     installed("torch")
-    ended = run("run", "--hosts", 2, *python(PROGRAMS / "torch_meeting.py"))
+    ended = run("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "torch_meeting.py"))
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == [
-        f"rank {rank} of 2, local 0 of 1, met at 10.77.0.1" for rank in range(2)]
+        f"rank {rank} of 4, local {rank % 2} of 2, met at 10.77.0.1" for rank in range(4)]
 
 
 def test_the_doctor_measures_the_links(possible):
