@@ -44,9 +44,9 @@ def test_memory_that_is_given_back_decides_nothing():
 
 
 def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
-    texts = []
+    texts, seen = [], []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=texts.append, flush=lambda: None))
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=seen.append, flush=lambda: None))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
     class Aborted(Exception):
@@ -63,6 +63,7 @@ def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
         except ValueError as error:
             with pytest.raises(Aborted):
                 ender(error)
+    assert seen == texts, "whoever has replaced stderr may hold it back"
     assert "Traceback" in texts[0] and "the last operations\n" in texts[0]
     assert texts[0].endswith("failed with ValueError: the job ends\n")
     for rank, text in zip((0, 2), texts[1:]):
