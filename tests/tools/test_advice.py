@@ -4,6 +4,7 @@ import re
 
 import pytest
 from jobs import run
+from launching import shell
 
 from mpiring import ConfigError
 from mpiring.tools.tune.advice import Method, Wire, Workload, parse_matrix, predict, report, verdict
@@ -124,8 +125,7 @@ def test_on_one_node_nothing_is_compressed():
     assert "have nothing to compress" in ended.output and "MB sent" not in ended.output
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ((), "start several, as with mpirun"), (("--compute-ms", "100"), "--model-bytes")])
-def test_what_cannot_be_measured_is_refused(options, words):
-    ended = run(1, "-m", "mpiring", "tune", *options)
-    assert ended.status == 2 and words in ended.output, ended.output
+def test_what_cannot_be_measured_is_refused():
+    ended = shell("python -m mpiring tune || python -m mpiring tune --compute-ms 100")
+    assert ended.status == 2 and "start several, as with mpirun" in ended.output, ended.output
+    assert "--model-bytes" in ended.output

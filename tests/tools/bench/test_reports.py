@@ -193,26 +193,6 @@ def test_latencies_as_osu_counts_and_prints_them():
         "        3.00              8.00             50.00"]
 
 
-def allreduces():
-    return allreduce.rows([*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
-                                     for name in ("mpiring auto", NATIVE))], ABOUT, OPTIONS)
-
-
-def test_what_a_picture_shows():
-    assert set(plot.LIMITS) == contenders.LIMITS.keys()
-    figure = needed("matplotlib.figure")
-    time, bandwidth = axes = figure.Figure().subplots(1, 2)
-    plot._curves(axes, allreduces())
-    labels = [line.get_label() for line in time.get_lines()]
-    assert labels == ["mpiring auto", "MPI_Allreduce", "memory copy"]
-    assert list(time.get_lines()[0].get_xdata()) == [8, 1 << 20]
-    assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1500, 1000])
-    assert list(time.get_lines()[2].get_ydata()) == pytest.approx([500])
-    limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
-    assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
-    assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
-
-
 def test_a_picture_of_pytorch_tells_what_was_hidden():
     axes = needed("matplotlib.figure").Figure().subplots(1, 1)
     rows = steps.torch_rows(TORCH, ABOUT, OPTIONS)
@@ -222,16 +202,24 @@ def test_a_picture_of_pytorch_tells_what_was_hidden():
     assert list(plot.DRAWINGS["steps"].panels(rows)) == ["mlp, 0.3 M parameters"]
 
 
-def test_no_two_curves_look_alike_and_no_two_labels_touch():
+def test_what_a_picture_shows():
+    """No two curves look alike, and no two labels touch."""
+    assert set(plot.LIMITS) == contenders.LIMITS.keys()
     names = [NATIVE, *(f"mpiring {name}" for name in NAMES), "Gloo", "Horovod"]
     found = [of_allreduce(name, [1e-3], nbytes) for name in names
              for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
-    time, _ = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    plot._curves(axes, allreduce.rows(found, ABOUT, OPTIONS))
-    looks = {(line.get_color(), line.get_marker()) for line in time.get_lines()}
+    time, bandwidth = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    plot._curves(axes, allreduce.rows([*found, FOUND[-1]], ABOUT, OPTIONS))
+    *curves, limit = time.get_lines()
+    assert {line.get_label() for line in curves} == set(names)
+    looks = {(line.get_color(), line.get_marker()) for line in curves}
     assert len(looks) == len({colour for colour, _ in looks}) == len(names)
     labels = [label.get_text() for label in time.get_xticklabels()]
     assert labels == ["8 MiB", "128 KiB", "512 B", "8 B"]
+    assert list(limit.get_xdata()) == [1 << 20] and list(limit.get_ydata()) == [500]
+    most = (1 << 20) / 0.5e-3 / 1e9 * 1.5
+    assert list(bandwidth.get_lines()[-1].get_ydata()) == pytest.approx([most])
+    assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
 
 
 def test_nothing_to_draw(tmp_path, monkeypatch):
@@ -239,7 +227,8 @@ def test_nothing_to_draw(tmp_path, monkeypatch):
         plot.draw(tmp_path / "x.png", "allreduce", ABOUT, [], plot.DRAWINGS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"mpiring\[bench\]"):
-        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, allreduces(), plot.DRAWINGS)
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS),
+                  plot.DRAWINGS)
 
 
 def test_curves_are_named_beside_their_ends(tmp_path):
