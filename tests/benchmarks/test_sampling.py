@@ -1,4 +1,4 @@
-"""Tests the ways to share samples that TokenBatches is compared with, and the text."""
+"""Tests the ways to share samples that TokenBatches is compared with."""
 
 from itertools import islice
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.batches import APART, SAMPLINGS, TOGETHER, functions
+from benchmarks.batches import APART, SAMPLINGS, TOGETHER
 
 RANKS, COUNT = 3, 4
 
@@ -26,9 +26,3 @@ def test_buckets_have_equally_many_samples_of_similar_length(name):
         padding = 1 - lengths[drawn].sum() / (COUNT * longest.sum())
         imbalance = longest.max(axis=0).sum() / longest.mean(axis=0).sum() - 1
         assert padding < 0.1 and (imbalance < 0.1) == (name == TOGETHER)
-
-
-def test_functions_are_those_of_the_standard_library():
-    found = functions(300)
-    assert len(found) == 300 and all(b"def " in text.splitlines()[0] for text in found)
-    assert max(map(len, found)) > 50 * min(map(len, found))

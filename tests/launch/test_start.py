@@ -6,18 +6,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from launching import HANG_S, ROOT, environment, finish, installed, mpiexec
+from launching import ROOT, environment, finish, installed, mpiexec, python
 from launching import launch as job
 
 from mpiring import LaunchError
 from mpiring.launch import start as launch
 
 pytestmark = pytest.mark.launch
-
-
-def python(code, **variables):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
-                          env=environment(**variables), timeout=HANG_S)
 
 
 INIT = "import mpiring; comm = mpiring.init(); print(comm.size, comm.allreduce.__name__)"
@@ -114,13 +109,14 @@ def test_a_wrapper_that_drops_the_environment_is_noticed(start, ranks):
 
 
 def test_one_rank_can_be_meant():
-    ended = python(INIT, SLURM_NTASKS="4", MPIRING_ALLOW_SINGLETON="1")
+    ended = python("-c", INIT, SLURM_NTASKS="4", MPIRING_ALLOW_SINGLETON="1")
     assert ended.stdout == "1 allreduce\n", ended.stderr
 
 
 def test_finalised_mpi_is_an_error_of_ours():
     ended = python(
-        "import numpy, mpiring; from mpi4py import MPI; comm = mpiring.init(); MPI.Finalize()\n"
+        "-c", "import numpy, mpiring; from mpi4py import MPI\n"
+        "comm = mpiring.init(); MPI.Finalize()\n"
         "try: comm.allreduce(numpy.ones(3))\n"
         "except mpiring.ClosedError as error: print(error)\n"
         "try: mpiring.init()\n"
@@ -130,6 +126,7 @@ def test_finalised_mpi_is_an_error_of_ours():
 
 
 def test_a_missing_mpi_library_is_an_error_with_the_remedy():
-    ended = python("import sys, mpiring; sys.modules['mpi4py.MPI'] = None; mpiring.init()")
+    code = "import sys, mpiring; sys.modules['mpi4py.MPI'] = None; mpiring.init()"
+    ended = python("-c", code)
     assert "MissingDependencyError" in ended.stderr
     assert "pip install 'mpiring[mpich]'" in ended.stderr

@@ -34,11 +34,6 @@ def test_bytes_cost_a_reducer_what_they_cost_the_plain_mean():
     assert tenth.wire_s == pytest.approx(0.042) and tenth.sent_bytes == pytest.approx(4e5)
 
 
-def test_latency_is_paid_for_each_bucket_however_short():
-    (none,) = predictions(Method("none", 2, 0.0, 0.0, 0.0))
-    assert none.wire_s == pytest.approx(len(BUCKETS) * 1e-3)
-
-
 def test_the_wire_hides_behind_backward_but_the_last_bucket_and_codecs_behind_nothing():
     (half,) = predictions(HALF)
     assert half.step_s() == pytest.approx(0.206)
@@ -97,12 +92,9 @@ def test_shapes():
             parse_matrix(text)
 
 
-def tuned(*options, **variables):
-    return run(2, "-m", "mpiring", "tune", *options, **variables)
-
-
 def test_reducers_are_measured_where_there_are_nodes():
-    ended = tuned("--model-bytes", "1M", "--largest-matrix", "64x128", MPIRING_SHARED_MEMORY="0")
+    ended = run(2, "-m", "mpiring", "tune", "--model-bytes", "1M", "--largest-matrix", "64x128",
+                MPIRING_SHARED_MEMORY="0")
     assert ended.status == 0, ended.output
     rows = {line.split()[0]: line.split()[-6:] for line in ended.output.splitlines()
             if re.fullmatch(r"\w+\(.*?(\s+[\d.,]+){6}", line)}
@@ -114,13 +106,12 @@ def test_reducers_are_measured_where_there_are_nodes():
     # r (n + m) numbers instead of n m, and a few bytes to agree.
     assert 0.8 < ratios["PowerSGD(rank=2)"] / (64 * 128 / (2 * (64 + 128))) <= 1
     assert 25 < ratios["OneBit()"] <= 32 and ratios["TopK(0.001)"] > 50
-    assert all(float(row[2].replace(",", "")) > 0 for name, row in rows.items() if name != "Mean()")
     assert "--compute-ms" in ended.output and "Casts change them least" in ended.output
     assert "auto takes " in ended.output and "auto takes shared" not in ended.output
 
 
 def test_on_one_node_nothing_is_compressed():
-    ended = tuned("--model-bytes", "52M", "--compute-ms", "100")
+    ended = run(2, "-m", "mpiring", "tune", "--model-bytes", "52M", "--compute-ms", "100")
     assert ended.status == 0, ended.output
     assert "have nothing to compress" in ended.output and "MB sent" not in ended.output
 

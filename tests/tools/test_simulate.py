@@ -1,15 +1,12 @@
 """Tests the predictions for clusters that are not here: models, folding, command line."""
 
 import json
-import struct
-import subprocess
-import sys
 from dataclasses import replace
 
 import contract
 import numpy as np
 import pytest
-from launching import HANG_S, ROOT
+from launching import python
 
 from mpiring.__main__ import main
 from mpiring.collectives.operation import Tuning
@@ -129,17 +126,12 @@ def test_what_auto_would_take():
     assert selected(CLUSTER.of(8, 2), 100, {**times, "hierarchical": 0.5}) == "hierarchical"
 
 
-def able(cluster):
-    return [name for name in ALGORITHMS if predict(name, cluster, 1000)]
-
-
 def test_the_command_prints_and_writes(tmp_path, capsys):
     files = {name: str(tmp_path / f"out.{name}") for name in ("json", "csv", "png")}
     assert main(["simulate", "--nodes", "6", "--ranks-per-node", "2", "--size", "10MB", "--json",
                  files["json"], "--csv", files["csv"], "--plot", files["png"]]) == 0
-    about, head, *table = capsys.readouterr().out.splitlines()
+    about, _, *table = capsys.readouterr().out.splitlines()
     assert "10 MB of float32, 2 ranks per node, 100 Gbit/s" in about
-    assert "efficiency %" in head
     lines = [line.split() for line in table]
     assert {(words[0], words[1]) for words in lines} == {
         ("1", "2"), ("2", "4"), ("4", "8"), ("6", "12")}
@@ -147,14 +139,12 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     assert chosen == ["shared", "hierarchical", "hierarchical", "hierarchical"]
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["benchmark"] == "simulate" and content["environment"]["latency_s"] == 2e-6
-    assert len(content["rows"]) == len(lines) == (
-        len(able(CLUSTER.of(1, 2))) + 3 * len(able(CLUSTER.of(4, 2))))
+    assert len(content["rows"]) == len(lines)
     for row in content["rows"]:
         assert row["efficiency_percent"] == pytest.approx(100 * row["limit_ms"] / row["ms"])
     assert sum(row["selected"] for row in content["rows"]) == 4
     assert "nodes,ranks,bytes,algorithm" in (tmp_path / "out.csv").read_text()
-    width, height = struct.unpack(">II", (tmp_path / "out.png").read_bytes()[16:24])
-    assert width > 1000 and height > 500
+    assert (tmp_path / "out.png").stat().st_size > 10_000
     assert main(["bench", "plot", files["json"], str(tmp_path / "again.png")]) == 0
     assert (tmp_path / "again.png").stat().st_size > 10_000
 
@@ -208,7 +198,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
 def test_it_needs_no_mpi_and_simulates_four_thousand_ranks():
     code = ("import sys; sys.modules['mpi4py.MPI'] = None; from mpiring.__main__ import main;"
             "sys.exit(main(['simulate', '--nodes', '512,65', '--size', '1MB']))")
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=HANG_S,
-                           capture_output=True)
+    ended = python("-c", code)
     assert ended.returncode == 0, ended.stderr
     assert " 4096  native" in ended.stdout and "stepped" in ended.stdout

@@ -1,7 +1,6 @@
 """Tests that traces of all ranks are joined on one clock, and where the time of a step is seen."""
 
 import json
-import os
 import math
 import re
 
@@ -78,9 +77,6 @@ def test_forged_traces_are_left_out_and_links_not_followed(tmp_path, capsys):
     assert "cannot be written: it is a symbolic link" in said
     for rank in (1, 2):
         assert f"rank0000{rank}.json does not say whose trace it is" in said
-    os.mkfifo(folder / "trace-x-rank00003.json")
-    assert main(["trace", "merge", str(folder)]) == 2
-    assert "rank00003.json cannot be read: it is not a regular file" in capsys.readouterr().err
     assert (tmp_path / "victim").read_text() == "precious"
 
 
@@ -229,7 +225,6 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
             for compute in computes)]
         assert len(hidden) >= 8, "buckets are reduced while the program computes"
         assert sum(event["cat"] == "step" for event in mine) == 11
-        assert sum(event["name"] == "wait for data" for event in mine) == 12
     capsys.readouterr()
     assert main(["trace", "report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
     said = capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from jobs import run
-from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mpiexec, needed
+from launching import PROGRAMS, installed, launch, mpiexec, needed, python
 
-from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
 from mpiring.tools.bench import benchmark, contenders, inputs, reducers
 
@@ -40,18 +38,18 @@ def in_turn(ranks, *commands, wrong=False, on=(), **variables):
 
 @pytest.mark.launch
 def test_allreduce_in_a_launchers_job(tmp_path):
-    ended = run(2, "-m", "mpiring", "bench", *ALLREDUCE, "--sizes", "4K", "--dtypes",
-                "float32,float16", "--buffers", "empty,private", "--json", tmp_path / "out.json",
-                "--csv", tmp_path / "out.csv")
+    ended = run(2, "-m", "mpiring", "bench", *ALLREDUCE, "--sizes", "4K", "--algorithms",
+                "auto,ring", "--dtypes", "float32,float16", "--buffers", "empty,private", "--json",
+                tmp_path / "out.json", "--csv", tmp_path / "out.csv")
     assert ended.status == 0, ended.output
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["benchmark"] == "allreduce"
     about = content["environment"]
     assert EVERYTHING <= about.keys() and about["ranks"] == 2 and about["nodes"] == 1
     assert [place["rank"] for place in about["placement"]] == [0, 1]
-    names = ["MPI_Allreduce", *(f"mpiring {name}" for name in NAMES), "memory copy"]
     rows = content["rows"]
-    assert [row["contender"] for row in rows] == names * 4
+    assert [row["contender"] for row in rows] == 4 * [
+        "MPI_Allreduce", "mpiring auto", "mpiring ring", "memory copy"]
     assert {(row["dtype"], row["buffer"], row["bytes"]) for row in rows} == {
         (dtype, buffer, 4096) for dtype in ("float32", "float16")
         for buffer in ("empty", "private")}
@@ -69,10 +67,8 @@ def test_allreduce_in_a_launchers_job(tmp_path):
 @pytest.mark.any_mpi
 def test_allreduce_in_jobs_of_its_own():
     mpiexec()
-    ended = subprocess.run(
-        [sys.executable, "-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks",
-         "2", "--json", "-"],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=HANG_S)
+    ended = python("-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks", 2,
+                   "--json", "-")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert benchmark.BEAT not in ended.stderr and "native/this" in ended.stderr
     content = json.loads(ended.stdout)
@@ -143,8 +139,6 @@ def check_latencies(rows, output):
         assert row["native_over_this"] == 1 or "mpiring" in row["contender"]
         assert ("overlap_percent" in row) == (row["test"] == "iallreduce")
     # As the OSU micro-benchmarks print them with -f.
-    head = "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
-    assert output.count(head) == 3 + 4 * 6
     assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 3 + 4 * 6
     assert len(re.findall(r"^12288 {5}( +\d+\.\d\d){7}$", output, re.MULTILINE)) == 6
     assert output.count("a barrier before each call") == 3

@@ -4,10 +4,9 @@ import math
 import mmap
 import os
 import subprocess
-import sys
 
 import pytest
-from launching import HANG_S, ROOT, environment
+from launching import ROOT, python
 
 from mpiring.launch.environment import launch_variables
 from mpiring.tools.doctor import gather, hardware
@@ -134,11 +133,9 @@ def test_gpus(tmp_path):
 
 def test_this_process(monkeypatch):
     found = gather.rank(3, Library())
-    assert (found.rank, found.executable) == (3, sys.executable)
-    assert found.processors.allowed == os.sched_getaffinity(0)
-    assert 1 <= found.processors.cores <= len(found.processors.allowed)
+    assert 1 <= found.processors.cores <= len(os.sched_getaffinity(0))
     assert found.memory.shm_bytes >= found.memory.shm_free_bytes
-    assert {"numpy", "mpi4py"} <= found.versions.keys() and "nonsense" not in found.versions
+    assert {"numpy", "mpi4py"} <= found.versions.keys()
     monkeypatch.setenv("MPIRING_STALL_TIMEOUT", "9")
     assert "did you mean MPIRING_STALL_TIMEOUT_S?" in gather.rank(0, Library()).settings_error
     monkeypatch.delenv("MPIRING_STALL_TIMEOUT")
@@ -171,9 +168,7 @@ def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
     (tmp_path / "mpi4py" / "__init__.py").write_text(
         "import os, signal\nprint('about to crash', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSEGV)")
-    ended = subprocess.run(
-        [sys.executable, "-m", "mpiring", "doctor"], cwd=ROOT, text=True, capture_output=True,
-        timeout=HANG_S, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    ended = python("-m", "mpiring", "doctor", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert ended.returncode == 1
     assert "loading the MPI library: Segmentation fault (signal 11)" in ended.stdout
     assert "about to crash" in ended.stdout

@@ -9,11 +9,10 @@ from examined import (
     CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, found, job,
     one, ranks)
 
-from mpiring.launch.environment import launcher_of
 from mpiring.tools.doctor.command import judged
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Failure, Gpus, Library, Memory, Mpirun, Pair, Processors,
-    Slurm, incompatible, vendor_of, version_of)
+    Slurm, vendor_of, version_of)
 from mpiring.tools.doctor.facts import NetworkDevice as Device
 from mpiring.tools.doctor.report import Finding, as_json, as_text, merged, where
 
@@ -30,22 +29,6 @@ BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --wi
 ])
 def test_vendors_are_told_by_what_they_say(text, vendor, version):
     assert (vendor_of(text), version_of(text)) == (vendor, version)
-
-
-@pytest.mark.parametrize(("variables", "launcher"), [
-    ({}, ""), (HYDRA, "MPICH"), (PRTE, "Open MPI"), (STEP, "srun"),
-    ({**STEP, **HYDRA}, "MPICH"), ({**STEP, **PRTE}, "Open MPI"),
-    ({**STEP, "PMI_RANK": "0", "PMI_FD": "3"}, "srun"),
-    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
-    ({**STEP, "SLURM_STEP_ID": "4294967290"}, ""), ({"PALS_RANKID": "0"}, "PALS"),
-])
-def test_launchers_are_told_by_their_variables(variables, launcher):
-    assert launcher_of(variables) == launcher
-
-
-def test_mpich_and_its_kin_start_each_others_ranks():
-    assert incompatible("MPICH", "Open MPI") and not incompatible("MPICH", "Intel MPI")
-    assert not incompatible("srun", "MPICH") and not incompatible("MPICH", "")
 
 
 def test_a_healthy_job_is_told_so():
