@@ -72,10 +72,8 @@ def test_paths():
     (lambda: Int8("a"), "block='a': expected a whole number of at least 1"),
     (lambda: OneBit(warmup_steps=1.5), "warmup_steps=1.5: expected"),
     (lambda: Progress("a", None), "total=None: expected a whole number of at least 0"),
-    (lambda: Progress("a", 3, done="x"), "done='x': expected"),
     (lambda: Progress("a", 3, lines_every_s="x"), "lines_every_s='x': expected seconds"),
     (lambda: Progress("a", 3, metrics=3), "metrics=3: expected a path"),
-    (lambda: Progress("a", 3, shown="no"), "shown='no': expected True or False"),
 ])
 def test_what_cannot_work_is_refused(make, told):
     with pytest.raises(ConfigError, match=told):

@@ -84,25 +84,6 @@ def test_allreduce_in_jobs_of_its_own():
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_overlap_at_another_thread_level(tmp_path):
-    installed("matplotlib")
-    ended = launch(2, "-m", "mpiring", "bench", *OVERLAP, "--json", tmp_path / "out.json",
-                   "--plot", tmp_path / "out.png", MPI4PY_RC_THREAD_LEVEL="funneled")
-    assert ended.status == 0, ended.output
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert "MPI offers less" not in ended.output
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["contender"], row["compute"]) for row in rows] == [
-        (name, compute) for name in ("MPI_Iallreduce", "mpiring auto")
-        for compute in ("numpy", "python")]
-    for row in rows:
-        assert row["thread_level"] == "funneled"
-        assert row["bytes"] == 102400 and row["buckets"] == 3 and row["rounds"] == 2
-        assert 0 <= row["overlap_percent"] <= 100 and row["total_over_longest"] > 0
-
-
-@pytest.mark.launch
-@pytest.mark.any_mpi
 def test_steps_and_latencies(tmp_path):
     installed("matplotlib")
     ended = in_turn(
@@ -150,7 +131,7 @@ def test_steps_with_pytorch(tmp_path):
     installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
         *TORCH, "--models", "mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
-        tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
+        tmp_path / "out.json", "--plot", tmp_path / "out.png"), (
         *TORCH, "--rounds", "1", "--optimizer", "adamw", "--sharded", "--json",
         tmp_path / "sharded.json"))
     assert ended.output.count("ended with status 0") == 4, ended.output
@@ -173,7 +154,6 @@ def test_steps_with_pytorch(tmp_path):
         alone = row["contender"] == "compute only"
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert (tmp_path / "out.csv").read_text().count("\nmlp,") == len(dense)
 
 
 @pytest.mark.launch
@@ -233,13 +213,21 @@ def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog)
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_gloo_takes_part():
-    installed("torch")
+def test_overlap_and_gloo(tmp_path):
+    installed("matplotlib"), installed("torch")
     ended = in_turn(2, (*ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16"),
-                    (*OVERLAP[:-1], "gloo", "--computes", "numpy"))
-    assert ended.status == 0 and ended.output.count("ended with status 0") == 4, ended.output
+                    (*OVERLAP[:-1], "mpiring,gloo", "--json", tmp_path / "out.json", "--plot",
+                     tmp_path / "out.png"))
+    assert ended.output.count("ended with status 0") == 4, ended.output
     assert len(re.findall(r"Gloo +[\d,.]+ ", ended.output)) == 4
-    assert len(re.findall(r"Gloo +numpy +[\d,.]+ ", ended.output)) == 1
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {(row["contender"], row["compute"]) for row in rows} == {
+        (name, compute) for name in ("MPI_Iallreduce", "mpiring auto", "Gloo")
+        for compute in ("numpy", "python")}
+    for row in rows:
+        assert row["bytes"] == 102400 and row["buckets"] == 3 and row["rounds"] == 2
+        assert 0 <= row["overlap_percent"] <= 100 and row["total_over_longest"] > 0
 
 
 @pytest.mark.launch
