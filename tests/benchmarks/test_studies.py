@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+import simulated_gpu
 from jobs import run
 from launching import PROGRAMS, installed, needed
 
@@ -70,7 +71,8 @@ def check_batches(rows):
     equal, padded, *_, ours = found.values()
     assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
     assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
-    assert ours["padding_percent"] < padded["padding_percent"]
+    for name in "buckets of a rank", "buckets of all ranks", "TokenBatches":
+        assert found[name]["padding_percent"] < padded["padding_percent"]
     for row in rows:
         assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
         assert row["samples_per_step"] == 8 or row is ours
@@ -127,6 +129,14 @@ def test_codecs(capsys, tmp_path):
     assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
     assert all(rate > 0 for found in rates.values() for rate in found)
     assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
+
+
+def test_codecs_on_a_simulated_gpu(monkeypatch, tmp_path):
+    simulated_gpu.installed(monkeypatch)
+    path = tmp_path / "codecs.json"
+    assert codecs.run(Namespace(device="cuda", elements=300, json=str(path))) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        assert row.pop("codec") and len(row) == 4 and all(share > 0 for share in row.values())
 
 
 ABOUT, REDUCING = {"ranks": 4}, Namespace(settled=2, target_loss=None)

@@ -159,11 +159,6 @@ def test_bad_numbers_are_refused_with_the_remedy(option, value, remedy, capsys):
     assert option in (text := capsys.readouterr().err) and remedy in text
 
 
-def test_a_single_rank_is_refused(capsys):
-    assert main(["simulate", "--nodes", "1", "--ranks-per-node", "1"]) == 2
-    assert "a single rank sends nothing; raise" in capsys.readouterr().err
-
-
 def write_measured(path, **environment):
     rows = [{"bytes": 1 << 20, "contender": contender, "median_us": median} for contender, median
             in (("MPI_Allreduce", 2e4), ("mpiring ring", 1e4), ("mpiring auto", 1e4),
@@ -185,7 +180,9 @@ def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
     assert ring["measured_ms"] == 10 and ring["ratio"] == pytest.approx(ring["ms"] / 10)
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+def test_what_cannot_be_told_or_compared_is_refused(tmp_path, capsys):
+    assert main(["simulate", "--nodes", "1", "--ranks-per-node", "1"]) == 2
+    assert "a single rank sends nothing; raise" in capsys.readouterr().err
     measured = tmp_path / "measured.json"
     write_measured(measured, ranks=3)
     assert main(["simulate", "--against", str(measured)]) == 2
