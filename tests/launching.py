@@ -138,3 +138,9 @@ def shell(text, timeout_s=HANG_S, cwd=ROOT):
         ["bash", "-euo", "pipefail", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL, text=True, errors="replace", cwd=cwd, env=variables,
         start_new_session=True), timeout_s)
+
+
+def python(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **variables):
+    """Run `python words…` without MPI's launcher to its end."""
+    return subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, stdout=stdout, text=True,
+                          stderr=stderr, env=environment(**variables), timeout=HANG_S)

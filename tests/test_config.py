@@ -24,16 +24,10 @@ def test_every_field_is_described_and_has_a_default():
         assert getattr(Config(), entry.name) == entry.metadata["default"]
 
 
-def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().algorithm = "ring"
-
-
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("MPIRING_STALL_TIMEOUT", "5", "did you mean MPIRING_STALL_TIMEOUT_S"),
     ("MPIRING_COLOUR", "red", "known: MPIRING_ABORT_ON_EXCEPTION"),
     ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected a number"),
-    ("MPIRING_STALL_TIMEOUT_S", "-1", "MPIRING_STALL_TIMEOUT_S=-1.0: expected a finite number"),
     ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "='maybe': expected .* in a variable 1 or 0"),
     ("MPIRING_TRACE", "1", "MPIRING_TRACE='1': expected a folder"),
     ("MPIRING_TUNING_FOLDER", "here", "MPIRING_TUNING_FOLDER='here': expected an absolute path"),
@@ -47,17 +41,13 @@ def test_bad_variables(monkeypatch, name, value, message):
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("stall_timeout_s", -1, "Config.stall_timeout_s=-1.0: expected a finite number of seconds, 0"),
     ("stall_warning_s", float("nan"), "expected a finite number"),
-    ("max_pause_s", float("inf"), "expected a finite number"),
     ("stall_timeout_s", np.float64(3), None),
     ("operations_in_flight", np.int64(3), None),
-    ("stall_timeout_s", 3, None),
     ("stall_timeout_s", "3", None),
     ("operations_in_flight", 0, "expected 1 or more"),
     ("operations_in_flight", 1.5, "expected a whole number"),
-    ("operations_in_flight", True, "expected a whole number"),
     ("algorithm", 3, "expected text"),
     ("digest_steps", -1, "Config.digest_steps=-1: expected 0 or more"),
-    ("digest_steps", 3, None),
     ("digest_action", "x", "Config.digest_action='x': expected one of stop, restore"),
 ])
 def test_bad_arguments(field, value, message):

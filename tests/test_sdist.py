@@ -1,4 +1,4 @@
-"""Tests what is given away: what sdist and wheel hold, and that each installs and runs."""
+"""Tests what is given away: what sdist and wheel hold, and that the wheel installs and runs."""
 
 import filecmp
 import os
@@ -84,7 +84,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, unpacked):
         assert any(Path(name).name == "LICENSE" for name in wheel.namelist())
     assert names == package and "mpiring/py.typed" in names
     assert metadata["Author"] and metadata["Requires-Python"] == ">=3.10"
-    assert "Programming Language :: Python :: 3.10" in metadata.get_all("Classifier")
     text = metadata.get_payload()
     assert text.startswith("# mpiring")
     assert not re.search(r"\]\((?!https://)", text), "an index has no other files"
@@ -99,9 +98,8 @@ def test_an_index_would_take_them(archives):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("which", ["sdist", "wheel"])
-def test_each_installs_in_a_fresh_environment_and_runs(which, archives, unpacked, tmp_path):
-    """What it depends on comes from this environment; a job of two ranks runs elsewhere."""
+def test_the_wheel_installs_in_a_fresh_environment_and_runs(archives, unpacked, tmp_path):
+    """It was built of the sdist. What it depends on comes from this environment."""
     run("-m", "venv", "--without-pip", "fresh", cwd=tmp_path)
     python = tmp_path / "fresh" / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -109,8 +107,7 @@ def test_each_installs_in_a_fresh_environment_and_runs(which, archives, unpacked
     ours = run("-c", where, cwd=tmp_path).strip()
     (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     run("-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
-        "--no-build-isolation", "--ignore-installed",
-        archives[["sdist", "wheel"].index(which)], cwd=tmp_path)
+        "--ignore-installed", archives[1], cwd=tmp_path)
     assert (packages / "mpiring" / "__init__.py").is_file()
     example = shutil.copy(unpacked / "examples" / "allreduce.py", tmp_path)
     code = ("import mpiring, runpy; assert mpiring.__file__.startswith({!r}), mpiring.__file__; "

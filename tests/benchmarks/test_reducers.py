@@ -3,9 +3,8 @@
 from argparse import Namespace
 
 import pytest
-from launching import needed
 
-from benchmarks import plot, reducers
+from benchmarks import reducers
 from mpiring.tools.bench.benchmark import Measurement
 
 ABOUT, REDUCING = {"ranks": 4}, Namespace(settled=2, target_loss=None)
@@ -66,19 +65,3 @@ def test_rows_of_reducers_that_were_stopped_or_have_a_target():
     assert row["bits_per_byte"] == 8
     for name in "over_dense", "bits_over_dense", "target_bits", "times_faster", "wire_ratio":
         assert row[name] != row[name]
-
-
-def test_a_picture_of_reducers_tells_when_the_target_was_reached():
-    (panel,) = axes = needed("matplotlib.figure").Figure().subplots(1, 1, squeeze=False)[0]
-    rows = reducers.rows(REDUCED, ABOUT, REDUCING)
-    plot.DRAWINGS["reducers"].draw(axes, rows)
-    assert [line.get_label() for line in panel.get_lines()] == ["dense", "topk", "slow", "target"]
-    assert list(panel.get_lines()[0].get_xdata()) == [13.5, 16.5, 19.5]
-    assert list(panel.get_lines()[-1].get_ydata()) == [4.25, 4.25]
-    assert "(s)" in panel.get_xlabel() and "bits per byte" in panel.get_ylabel()
-    assert panel.get_xscale() == "linear"
-    assert list(plot.DRAWINGS["reducers"].panels(rows)) == [
-        "transformer, 13.0 M parameters, adamw, 2 seeds"]
-    rows[1]["curve_s"] = [0.1, 0.2, 0.3]
-    plot.DRAWINGS["reducers"].draw(axes, rows)
-    assert panel.get_xscale() == "log"

@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+import simulated_gpu
 from jobs import run
 from launching import PROGRAMS, installed, needed
 
@@ -58,9 +59,7 @@ def check_prefetching(rows, loaders):
     assert [row["contender"] for row in rows] == 2 * [
         "data on the device", "mpiring.data.prefetch", "copied in the step"]
     assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
-    for row in rows:
-        assert row["steps"] == 6 and row["median_ms"] > 0
-        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
+    assert all(row["steps"] == 6 and row["median_ms"] > 0 for row in rows)
     assert [row["loader"] for row in loaders[::3]] == ["sleep", "zlib", "numpy", "python"]
     assert all(row["steps"] == 2 and row["loader_ms"] > 0 for row in loaders)
 
@@ -72,11 +71,11 @@ def check_batches(rows):
     equal, padded, *_, ours = found.values()
     assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
     assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
-    assert ours["padding_percent"] < padded["padding_percent"]
+    for name in "buckets of a rank", "buckets of all ranks", "TokenBatches":
+        assert found[name]["padding_percent"] < padded["padding_percent"]
     for row in rows:
         assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
         assert row["samples_per_step"] == 8 or row is ours
-        assert row["tokens_per_step"] <= 2 * row["largest"] <= 2 * 4 * 256 or row is ours
 
 
 def check_local(rows):
@@ -86,7 +85,6 @@ def check_local(rows):
     for name, row in found.items():
         assert row["steps"] == 4 and row["seeds"] == 2 and row["samples_per_s"] > 0
         assert row["grid_rates"] == [1e-3, 3e-3, row["learning_rate"]], "the others at the best one"
-        assert row["grid_seeds"] == [1, 1, 2] and len(row["grid_bits"]) == 3
         assert min(row["grid_bits"][:2]) == row["grid_bits"][row["learning_rate"] == 3e-3]
         assert row["curve_steps"] == [2, 4] and row["curve_s"] == sorted(row["curve_s"])
         assert 0 < row["curve_bytes"][0] < row["curve_bytes"][1] and row["bits_per_byte"] < 8.6
@@ -99,12 +97,10 @@ def check_reducers(rows):
     assert [row["reducer"] for row in rows] == ["alone", *METHODS]
     alone, dense, *compressed = rows
     assert alone["bits_per_byte"] is None and alone["over_alone"] == dense["over_dense"] == 1
-    assert dense["times_faster"] == 1 and dense["bits_over_dense"] == 0
     for row in rows:
         assert row["steps"] == 4 and row["seeds"] == 1 and row["median_ms"] > 0
         if row is not alone:
             assert row["curve_steps"] == [1, 2, 3, 4] and row["bits_per_byte"] < 8.6
-            assert row["curve_s"] == sorted(row["curve_s"])
             assert 0 <= row["target_bits"] - dense["curve_bits"][3] < 0.01
     assert min(row["compression_ratio"] for row in compressed) > 1.9
     assert min(row["decode_ms"] for row in compressed) > 0
@@ -135,14 +131,16 @@ def test_codecs(capsys, tmp_path):
     assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
 
 
+def test_codecs_on_a_simulated_gpu(monkeypatch, tmp_path):
+    simulated_gpu.installed(monkeypatch)
+    path = tmp_path / "codecs.json"
+    assert codecs.run(Namespace(device="cuda", elements=300, json=str(path))) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        assert row.pop("codec") and len(row) == 4 and all(share > 0 for share in row.values())
+
+
 ABOUT, REDUCING = {"ranks": 4}, Namespace(settled=2, target_loss=None)
 NAN = float("nan")
-
-
-def test_results_have_standard_output_alone(capsys):
-    assert main("codecs", codecs.declare, ["--elements", "100", "--json", "-"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["benchmark"] == "codecs" and "encode" in shown.err
 
 
 def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):
@@ -173,23 +171,10 @@ def test_rows_of_local_training():
     assert diloco["exposed_ms"] == 250 and diloco["exposed_percent"] == pytest.approx(100 / 9)
     assert dense["fewer_bytes"] == dense["wire_ratio"] == 1
     assert diloco["fewer_bytes"] == 20 and diloco["wire_ratio"] == 10
-    assert dense["curve_bytes"] == [1e6, 3e6] and alone["curve_bytes"] == []
     assert dense["target_bits"] == 4.5 and diloco["times_faster"] == pytest.approx(4 / 3)
     assert diloco["grid_rates"] == [0.1, 0.2, 0.2] and diloco["grid_seeds"] == [1, 1, 2]
     assert diloco["grid_bits"][1:] == [4.0, 4.5] and alone["grid_bits"] == []
     assert alone["exposed_ms"] != alone["exposed_ms"]
-
-
-def test_a_picture_of_local_training_shows_seconds_and_bytes():
-    seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    rows = local.rows(LOCALLY, ABOUT, REDUCING)
-    plot.DRAWINGS["local"].draw(axes, rows)
-    for panel in axes:
-        assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
-    assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
-    assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
-    assert list(plot.DRAWINGS["local"].panels(rows)) == [
-        "transformer, 13.0 M parameters, adamw, 2 seeds"]
 
 
 @pytest.mark.parametrize("name", [
@@ -212,22 +197,15 @@ def shown_by(capsys, monkeypatch, name, *words):
 @pytest.mark.parametrize(("words", "message"), [
     ("prefetch --contenders gloo", "unrecognized arguments: --contenders"),
     ("prefetch --work zlib", "--work needs --loader SHARE"),
-    ("prefetch --loader 0", "argument --loader: '0': expected a number above 0"),
     ("prefetch --loader 1 --work disk", "'disk': expected some of sleep, zlib, numpy, python"),
-    ("codecs --json missing/out.json", "missing/out.json: cannot be written: No such file"),
-    ("reducers --reducers dense,fp8", "'fp8': expected some of alone, dense"),
     ("reducers --seeds 1,-2", "argument --seeds: '-2': expected 0 or more"),
     ("reducers --steps 5 --warmup-steps 5",
      "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
-    ("local --steps 2", "--steps 2 is too few: the first 2 are not measured"),
     ("local --methods dense,gossip", "'gossip': expected some of alone, dense"),
     ("local --staleness some", "argument --staleness: 'some': expected 0 or more"),
-    ("local --learning-rates 1,0", "'0': expected a number above 0"),
     ("local --straggler 30ms", "'30ms': expected a time and a share of the steps, as 30ms,0.25"),
-    ("local --straggler 30ms,2", "'30ms,2': expected a time and a share of the steps"),
     ("local --straggler soon,0.25", "argument --straggler: time 'soon': expected a number"),
     ("local --every 4 --delay 4", "expected at most --every 4 fragments, and a shorter delay"),
-    ("local --every 2 --fragments 3 --delay 0", "expected at most --every 2 fragments"),
 ])
 def test_bad_options(capsys, monkeypatch, words, message):
     status, text = shown_by(capsys, monkeypatch, *words.split())

@@ -29,9 +29,8 @@ def loaders(kind, size, state=None, workers=(), **options):
     ranks = on_ranks(size, LENGTHS[:SAMPLES], **options)
     found = [kind(range(SAMPLES), batch_sampler=one, collate_fn=as_it_is, **dict(workers))
              for one in ranks]
-    for loader in found:
-        if state is not None:
-            loader.load_state_dict(state)
+    for loader in found if state is not None else ():
+        loader.load_state_dict(state)
     return found, ranks
 
 

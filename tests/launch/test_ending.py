@@ -33,20 +33,17 @@ def test_whoever_is_alone_reports_and_the_others_do_not(words):
     assert of(words, 1).is_due(KeyError("another kind"))
 
 
-def test_a_rank_that_fails_first_and_dies_is_replaced(words):
-    assert of(words, 2).is_due(ValueError("a bug"))
-    assert of(words, 0).is_due(ValueError("a bug")), "it was never printed"
-
-
-def test_memory_that_is_given_back_decides_nothing():
-    assert of(None, 0).is_due(ValueError("a bug"))
+def test_a_rank_that_dies_before_it_has_printed_is_replaced(words):
+    for memory in (words, None):
+        assert of(memory, 2).is_due(ValueError("a bug"))
+        assert of(memory, 0).is_due(ValueError("a bug")), "it was never printed"
     of(None, 0).printed()
 
 
 def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
-    texts = []
+    texts, seen = [], []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=texts.append, flush=lambda: None))
-    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=seen.append, flush=lambda: None))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
     class Aborted(Exception):
@@ -63,6 +60,7 @@ def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
         except ValueError as error:
             with pytest.raises(Aborted):
                 ender(error)
+    assert seen == texts, "whoever has replaced stderr may hold it back"
     assert "Traceback" in texts[0] and "the last operations\n" in texts[0]
     assert texts[0].endswith("failed with ValueError: the job ends\n")
     for rank, text in zip((0, 2), texts[1:]):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpiring.launch.environment import (LAUNCHERS, job_end, launched_rank, launched_size,
-                                        launcher_of, launchers, survives_deaths,
+from mpiring.launch.environment import (LAUNCHERS, job_end, launched_here, launched_rank,
+                                        launched_size, launcher_of, launchers, survives_deaths,
                                         variables_for_another_job)
 
 # What each sets for rank 2 of 4, which is rank 1 of its node.
@@ -54,6 +54,7 @@ def test_every_launcher_is_recognised(name):
 
 
 def test_every_launcher_is_tried():
+    assert launched_here(TOLD["MPICH"]) == 2 and launched_here({}) is None
     assert {launchers(environ)[0] for environ in TOLD.values()} == set(LAUNCHERS)
 
 

@@ -34,14 +34,12 @@ def no_other_tests_lab():
 def possible():
     """Skip, or fail in CI, where the lab cannot be."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if os.geteuid() != 0:
-        missing.append("root")
+    missing += ["root"] if os.geteuid() != 0 else []
     try:
         lab._mpiexec()
     except MissingDependencyError:
         missing.append("MPICH's mpiexec")
-    if missing and os.environ.get("CI") == "true":
-        pytest.fail(f"the lab needs {missing}")
+    assert not missing or os.environ.get("CI") != "true", missing
     if missing:
         pytest.skip(reason=f"the lab needs {missing}")
 
@@ -121,10 +119,9 @@ def test_the_doctor_measures_the_links(possible):
 
 
 @pytest.mark.parametrize(("ranks_per_host", "placement", "places"), [
-    (1, "block", "[(0, 0, 3), (1, 0, 3), (2, 0, 3)]"),
     (2, "block", "[(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3), (2, 0, 3), (2, 1, 3)]"),
     (2, "round-robin", "[(0, 0, 3), (1, 0, 3), (2, 0, 3), (0, 1, 3), (1, 1, 3), (2, 1, 3)]")],
-    ids=["one on each", "block", "round-robin"])
+    ids=["block", "round-robin"])
 def test_links_between_placed_ranks_carry_what_theory_says_at_their_rate(
         possible, ranks_per_host, placement, places):
     """The ring leaves each host once, wherever the ranks are."""
@@ -157,6 +154,7 @@ def test_a_lab_that_stays(possible):
         assert "[(0, 0, 2), (1, 0, 2)] sum 2.0" in ended.stdout, ended.stderr
         (first, second) = re.findall(r"sent ([\d,]+) bytes", run("status").stdout)
         assert int(first.replace(",", "")) > 4_000_000
+        assert run("run", *python("-c", "raise SystemExit(3)")).returncode == 3
         other_rate = run("run", "--rate", "1gbit", *python("-c", "1"))
         assert other_rate.returncode == 2 and "has links of 100mbit" in other_rate.stderr
         too_many = run("run", "--hosts", 3, *python("-c", "1"))
@@ -207,17 +205,11 @@ def test_nothing_is_left_behind(possible, end):
     assert "bridge0" not in links and "port1" not in links
 
 
-def test_the_exit_status_is_the_jobs(possible):
-    assert run("run", "--hosts", 2, *python("-c", "raise SystemExit(3)")).returncode == 3
-
-
-@pytest.mark.parametrize(("hosts", "rate", "message"), [
-    (0, "1gbit", "hosts=0: expected 1 to 250"), (2, "fast", "rate='fast': expected a number"),
-    (2, "0gbit", "rate='0gbit': expected a number"),
-])
-def test_bad_labs(possible, hosts, rate, message):
-    with pytest.raises(ConfigError, match=message), lab.temporary(hosts, rate):
-        pass
+def test_bad_labs(possible):
+    for hosts, rate, message in ((0, "1gbit", "hosts=0: expected 1 to 250"),
+                                 (2, "0gbit", "rate='0gbit': expected a number")):
+        with pytest.raises(ConfigError, match=message), lab.temporary(hosts, rate):
+            pass
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -12,13 +12,15 @@ from mpiring.tools import output, results
 
 ABOUT = {"ranks": 4, "cpu": "A CPU", "cores": [0, 1]}
 NAN = float("nan")
-ROWS = [{"contender": "a", "median_us": 1000.0}, {"contender": "b", "median_us": NAN}]
+ROWS = [{"contender": "a", "median_us": 1000.0}, {"contender": "b", "median_us": NAN},
+        {"contender": "c", "curve_bits": [8.0, NAN]}]
 
 
 def test_json_comes_back_as_it_went(tmp_path):
     path = tmp_path / "result.json"
     results.write_json(path, "allreduce", ABOUT, ROWS)
-    assert json.loads(path.read_text())["rows"][1]["median_us"] is None
+    _, second, third = json.loads(path.read_text())["rows"]
+    assert second["median_us"] is None and third["curve_bits"] == [8.0, None]
     benchmark, about, again = results.read_json(path)
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(ROWS))
 
@@ -32,11 +34,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
                   lambda: output.refuse_unwritable(missing)):
         with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
             write()
-    kept = tmp_path / "kept.json"
-    kept.write_text("1")
-    output.refuse_unwritable(str(kept))
     output.refuse_unwritable(str(tmp_path / "new.json"))
-    assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
@@ -49,21 +48,13 @@ def test_bad_json(tmp_path, text):
 
 def test_csv(tmp_path):
     path = tmp_path / "result.csv"
-    results.write_csv(path, ABOUT, ROWS)
+    results.write_csv(path, ABOUT, ROWS[:2])
     lines = path.read_text().splitlines()
     above = [line for line in lines if line.startswith("#")]
     assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     assert [row["contender"] for row in rows] == ["a", "b"]
     assert float(rows[0]["median_us"]) == 1000 and rows[1]["median_us"] == ""
-
-
-def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
-    path = tmp_path / "result.json"
-    results.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
-    assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
-    _, _, (row,) = results.read_json(path)
-    assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 
 def test_a_record_says_with_which_priority_and_in_which_lab(monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from jobs import run
-from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mpiexec, needed
+from launching import PROGRAMS, installed, launch, mpiexec, needed, python
 
-from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
 from mpiring.tools.bench import benchmark, contenders, inputs, reducers
 
@@ -29,10 +27,6 @@ EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_li
               "placement", "variables"}
 
 
-def bench(ranks, *words, start=run, **variables):
-    return start(ranks, "-m", "mpiring", "bench", *words, **variables)
-
-
 def in_turn(ranks, *commands, wrong=False, on=(), **variables):
     """Run several benchmarks in one program."""
     words = [word for command in commands for word in (*command, ",")]
@@ -44,29 +38,28 @@ def in_turn(ranks, *commands, wrong=False, on=(), **variables):
 
 @pytest.mark.launch
 def test_allreduce_in_a_launchers_job(tmp_path):
-    ended = bench(2, *ALLREDUCE, "--dtypes", "float32,float16", "--buffers", "empty,private",
-                  "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv", start=launch)
+    ended = run(2, "-m", "mpiring", "bench", *ALLREDUCE, "--sizes", "4K", "--algorithms",
+                "auto,ring", "--dtypes", "float32,float16", "--buffers", "empty,private", "--json",
+                tmp_path / "out.json", "--csv", tmp_path / "out.csv")
     assert ended.status == 0, ended.output
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["benchmark"] == "allreduce"
     about = content["environment"]
     assert EVERYTHING <= about.keys() and about["ranks"] == 2 and about["nodes"] == 1
     assert [place["rank"] for place in about["placement"]] == [0, 1]
-    assert "bench allreduce --sizes 8,64K" in about["command"]
-    names = ["MPI_Allreduce", *(f"mpiring {name}" for name in NAMES), "memory copy"]
     rows = content["rows"]
-    assert [row["contender"] for row in rows] == names * 8
+    assert [row["contender"] for row in rows] == 4 * [
+        "MPI_Allreduce", "mpiring auto", "mpiring ring", "memory copy"]
     assert {(row["dtype"], row["buffer"], row["bytes"]) for row in rows} == {
-        (dtype, buffer, nbytes) for dtype in ("float32", "float16")
-        for buffer in ("empty", "private") for nbytes in (8, 65536)}
+        (dtype, buffer, 4096) for dtype in ("float32", "float16")
+        for buffer in ("empty", "private")}
     for row in rows:
         if row["contender"] == "MPI_Allreduce" and row["dtype"] == "float16":
             assert row["median_us"] is None and row["calls"] == 0
         if row["contender"] == "mpiring auto":
             assert row["calls"] >= 4 and 0 < row["min_us"] <= row["median_us"] <= row["p95_us"]
             assert (row["native_over_this"] is None) == (row["dtype"] == "float16")
-    table = [line for line in ended.output.splitlines() if line.lstrip().startswith(("8 B", "64"))]
-    assert len(table) == len(rows)
+    assert len(re.findall("^ *4 KiB", ended.output, re.MULTILINE)) == len(rows)
     assert (tmp_path / "out.csv").read_text().count("\n") == len(about) + 1 + len(rows)
 
 
@@ -74,42 +67,19 @@ def test_allreduce_in_a_launchers_job(tmp_path):
 @pytest.mark.any_mpi
 def test_allreduce_in_jobs_of_its_own():
     mpiexec()
-    ended = subprocess.run(
-        [sys.executable, "-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks",
-         "2", "--json", "-"],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=HANG_S)
+    ended = python("-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks", 2,
+                   "--json", "-")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert benchmark.BEAT not in ended.stderr and "native/this" in ended.stderr
     content = json.loads(ended.stdout)
     assert content["environment"]["ranks"] == 2
     assert content["environment"]["thread_level"] == "multiple and serialized"
-    assert " --part " not in content["environment"]["command"]
+    command = content["environment"]["command"]
+    assert "bench allreduce --sizes 8,64K" in command and " --part " not in command
     found = [(row["bytes"], row["contender"], row["thread_level"]) for row in content["rows"]]
     assert found == [(nbytes, name, level) for nbytes in (8, 65536)
                      for level in ("multiple", "serialized")
                      for name in ("MPI_Allreduce", "mpiring auto", "memory copy")]
-    for nbytes in (8, 65536):
-        ratios = [row["native_over_this"] for row in content["rows"]
-                  if row["bytes"] == nbytes and row["contender"] == "MPI_Allreduce"]
-        assert max(ratios) == 1 and min(ratios) <= 1
-
-
-@pytest.mark.launch
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("level", ["multiple", "funneled"])
-def test_overlap(tmp_path, level):
-    ended = bench(2, *OVERLAP, "--json", tmp_path / "out.json",
-                  start=run if level == "multiple" else launch, MPI4PY_RC_THREAD_LEVEL=level)
-    assert ended.status == 0, ended.output
-    assert "MPI offers less" not in ended.output
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["contender"], row["compute"]) for row in rows] == [
-        (name, compute) for name in ("MPI_Iallreduce", "mpiring auto")
-        for compute in ("numpy", "python")]
-    for row in rows:
-        assert row["thread_level"] == level
-        assert row["bytes"] == 102400 and row["buckets"] == 3 and row["rounds"] == 2
-        assert 0 <= row["overlap_percent"] <= 100 and row["total_over_longest"] > 0
 
 
 @pytest.mark.launch
@@ -119,7 +89,8 @@ def test_steps_and_latencies(tmp_path):
     ended = in_turn(
         3, (*STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
         (*LATENCY, "--barrier", "--tests", "allreduce", "--buffers", "private"),
-        (*LATENCY, "--json", tmp_path / "latency.json", "--plot", tmp_path / "latency.png"))
+        (*LATENCY, "--json", tmp_path / "latency.json", "--plot", tmp_path / "latency.png"),
+        (*ALLREDUCE[:-1], "horovod"))
     assert ended.output.count("ended with status 0") == 9, ended.output
     check_latencies(json.loads((tmp_path / "latency.json").read_text())["rows"], ended.output)
     assert (tmp_path / "latency.png").stat().st_size > 10_000
@@ -131,8 +102,8 @@ def test_steps_and_latencies(tmp_path):
     for row in rows if sys.platform == "linux" else ():
         assert -1 < row["extra_MiB"] < 16, row
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    again = bench(1, "plot", tmp_path / "out.json", tmp_path / "again.png")
-    assert again.status == 0 and (tmp_path / "again.png").stat().st_size > 10_000
+    if "allreduce ended with status 2" in ended.output:
+        assert "rank 0: the contender 'horovod' needs " in ended.output, "it is not installed"
 
 
 def check_latencies(rows, output):
@@ -146,11 +117,8 @@ def check_latencies(rows, output):
     for row in rows:
         assert row["iterations"] == {4: 40, 12288: 4}[row["bytes"]]
         assert 0 < row["min_us"] <= row["avg_us"] <= row["max_us"] and row["median_us"] > 0
-        assert row["native_over_this"] == 1 or "mpiring" in row["contender"]
         assert ("overlap_percent" in row) == (row["test"] == "iallreduce")
     # As the OSU micro-benchmarks print them with -f.
-    head = "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
-    assert output.count(head) == 3 + 4 * 6
     assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 3 + 4 * 6
     assert len(re.findall(r"^12288 {5}( +\d+\.\d\d){7}$", output, re.MULTILINE)) == 6
     assert output.count("a barrier before each call") == 3
@@ -162,7 +130,7 @@ def test_steps_with_pytorch(tmp_path):
     installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
         *TORCH, "--models", "mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
-        tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
+        tmp_path / "out.json", "--plot", tmp_path / "out.png"), (
         *TORCH, "--rounds", "1", "--optimizer", "adamw", "--sharded", "--json",
         tmp_path / "sharded.json"))
     assert ended.output.count("ended with status 0") == 4, ended.output
@@ -182,12 +150,9 @@ def test_steps_with_pytorch(tmp_path):
             assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
     for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
-        # On one node there is no wire.
         alone = row["contender"] == "compute only"
-        assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert (tmp_path / "out.csv").read_text().count("\nmlp,") == len(dense)
 
 
 @pytest.mark.launch
@@ -216,28 +181,23 @@ def test_allreduce_on_a_gpu(tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_reducers_in_a_job_of_its_own(tmp_path):
+def test_reducers(tmp_path):
     installed("matplotlib"), installed("torch")
-    mpiexec()
-    ended = subprocess.run(
-        [sys.executable, "-m", "mpiring", "bench", *REDUCERS, "--json", tmp_path / "out.json",
-         "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"], cwd=ROOT, text=True,
-        env=environment(MPIRING_SHARED_MEMORY="0"), capture_output=True, timeout=HANG_S)
-    assert ended.returncode == 0 and "NOTHING" not in ended.stderr, ended.stdout + ended.stderr
+    ended = in_turn(2, (*REDUCERS, "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv",
+                        "--plot", tmp_path / "out.png"), MPIRING_SHARED_MEMORY="0")
+    assert ended.output.count("ended with status 0") == 2, ended.output
+    assert "share one node's memory" not in ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["reducer"] for row in rows] == list(reducers.NAMES)
     alone, dense, *compressed = rows
     assert alone["over_alone"] == dense["over_dense"] == 1 and alone["compression_ratio"] is None
-    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01) and dense["encode_ms"] == 0
+    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01)
     ratios = {row["reducer"]: row["compression_ratio"] for row in compressed}
     assert ratios["fp16"] == ratios["bf16"] == pytest.approx(2, rel=0.01)
     assert 3.8 < ratios["int8"] < 4 < ratios["powersgd4"] < ratios["powersgd"] < ratios["onebit"]
     assert 28 < ratios["onebit"] < 32 < ratios["topk"]
-    for row in rows:
-        assert row["steps"] == 4 and row["median_ms"] > 0
-        # Where there is one host, there is no wire.
-        assert row["wire_ratio"] is None
-    assert min(row["decode_ms"] for row in compressed) > 0
+    # Where there is one host, there is no wire.
+    assert all(row["steps"] == 4 and row["wire_ratio"] is None for row in rows)
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\ntopk,") == 1
 
@@ -252,13 +212,21 @@ def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog)
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_gloo_takes_part():
-    installed("torch")
+def test_overlap_and_gloo(tmp_path):
+    installed("matplotlib"), installed("torch")
     ended = in_turn(2, (*ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16"),
-                    (*OVERLAP[:-1], "gloo", "--computes", "numpy"))
-    assert ended.status == 0 and ended.output.count("ended with status 0") == 4, ended.output
+                    (*OVERLAP[:-1], "mpiring,gloo", "--json", tmp_path / "out.json", "--plot",
+                     tmp_path / "out.png"))
+    assert ended.output.count("ended with status 0") == 4, ended.output
     assert len(re.findall(r"Gloo +[\d,.]+ ", ended.output)) == 4
-    assert len(re.findall(r"Gloo +numpy +[\d,.]+ ", ended.output)) == 1
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {(row["contender"], row["compute"]) for row in rows} == {
+        (name, compute) for name in ("MPI_Iallreduce", "mpiring auto", "Gloo")
+        for compute in ("numpy", "python")}
+    for row in rows:
+        assert row["bytes"] == 102400 and row["buckets"] == 3 and row["rounds"] == 2
+        assert 0 <= row["overlap_percent"] <= 100 and row["total_over_longest"] > 0
 
 
 @pytest.mark.launch
@@ -286,14 +254,6 @@ def test_what_is_wrong_fails_the_benchmark():
     assert len(told) == len(patterns), told
     for text, pattern in zip(told, patterns):
         assert re.match(pattern, text), text
-
-
-@pytest.mark.launch
-def test_a_peer_that_is_not_installed_is_named():
-    ended = bench(1, *ALLREDUCE[:-1], "horovod")
-    if ended.status == 0:
-        pytest.skip(reason="Horovod is installed")
-    assert ended.status == 2 and "rank 0: the contender 'horovod' needs " in ended.output
 
 
 def test_horovod_declines_what_it_cannot_sum(monkeypatch):

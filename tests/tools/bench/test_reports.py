@@ -1,6 +1,5 @@
 """Tests the rows and pictures of results."""
 
-import struct
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
     "mpiring": "1", "cores": 2, "mpi4py": "4", "numpy": "2", "python": "3"}
 OPTIONS = Namespace(link_rate=None, goodput=0.5)
-REDUCING = Namespace(settled=2)
 
 
 def of_allreduce(contender, seconds, nbytes=1 << 20, level="multiple"):
@@ -113,28 +111,6 @@ def test_rows_of_training_with_pytorch():
     assert ours["bound_ms"] != ours["bound_ms"]
 
 
-def of_reducer(name, step, **costs):
-    labels = {"reducer": name, "parameters": 13_000_000, "optimizer": "adamw"}
-    return Measurement(labels, {"step": [9 * step, *[step] * 4],
-                                **{key: [value] for key, value in costs.items()}})
-
-
-REDUCED = [of_reducer("alone", 0.5),
-           of_reducer("dense", 1.0, dense_bytes=80, sent_bytes=80, host_bytes=100, encode_s=0.0),
-           of_reducer("topk", 0.75, dense_bytes=80, sent_bytes=8, host_bytes=20, encode_s=0.01)]
-
-
-def test_rows_of_reducers():
-    alone, dense, topk = reducers.rows(REDUCED, ABOUT, REDUCING)
-    assert alone["over_alone"] == dense["over_dense"] == 1 and dense["over_alone"] == 2
-    assert topk["over_dense"] == 0.75 and topk["median_ms"] == topk["p95_ms"] == 750
-    assert dense["compression_ratio"] == dense["wire_ratio"] == 1
-    assert topk["compression_ratio"] == 10 and topk["wire_ratio"] == 5
-    assert topk["encode_ms"] == 10 and alone["encode_ms"] != alone["encode_ms"]
-    (row,) = reducers.rows(REDUCED[2:], ABOUT, REDUCING)
-    assert row["over_dense"] != row["over_dense"] and row["wire_ratio"] != row["wire_ratio"]
-
-
 def test_the_bytes_on_the_wire(tmp_path):
     def interface(name, nbytes):
         (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
@@ -217,79 +193,33 @@ def test_latencies_as_osu_counts_and_prints_them():
         "        3.00              8.00             50.00"]
 
 
-def rows_of(benchmark):
-    if benchmark == "latency":
-        return latency.rows(LATENCIES[:1] + LATENCIES[3:], {**ABOUT, "ranks": 2}, OPTIONS)
-    if benchmark == "allreduce":
-        found = [*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
-                           for name in ("mpiring auto", "MPI_Allreduce"))]
-        return allreduce.rows(found, ABOUT, OPTIONS)
-    if benchmark == "reducers":
-        return reducers.rows(REDUCED, ABOUT, REDUCING)
-    if benchmark == "torch steps":
-        return steps.torch_rows(TORCH, ABOUT, OPTIONS)
-    if benchmark == "overlap":
-        labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
-        times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
-        return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
-    labels = {"contender": contenders.ALONE, "batch": 8, "thread_level": "multiple"}
-    return steps.numpy_rows(
-        [Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
-
-
-@pytest.mark.parametrize("benchmark", [
-    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers"])
-def test_pictures(tmp_path, benchmark):
-    needed("matplotlib")
-    path = tmp_path / "result.png"
-    plot.draw(path, benchmark.split()[-1], ABOUT, rows_of(benchmark),
-              plot.DRAWINGS)
-    start = path.read_bytes()[:24]
-    assert start[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", start[16:]) == (1440, 680)
-
-
-def test_what_a_picture_shows():
-    assert set(plot.LIMITS) == contenders.LIMITS.keys()
-    figure = needed("matplotlib.figure")
-    time, bandwidth = axes = figure.Figure().subplots(1, 2)
-    plot._curves(axes, rows_of("allreduce"))
-    labels = [line.get_label() for line in time.get_lines()]
-    assert labels == ["mpiring auto", "MPI_Allreduce", "memory copy"]
-    assert list(time.get_lines()[0].get_xdata()) == [8, 1 << 20]
-    assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1500, 1000])
-    assert list(time.get_lines()[2].get_ydata()) == pytest.approx([500])
-    limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
-    assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
-    assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
-
-
 def test_a_picture_of_pytorch_tells_what_was_hidden():
     axes = needed("matplotlib.figure").Figure().subplots(1, 1)
-    rows = rows_of("torch steps")
+    rows = steps.torch_rows(TORCH, ABOUT, OPTIONS)
     plot.step_bars([axes], rows)
     assert [text.get_text() for text in axes.texts] == ["100 %", "87 %, 50 % hidden",
                                                         "56 %, 0 % hidden"]
     assert list(plot.DRAWINGS["steps"].panels(rows)) == ["mlp, 0.3 M parameters"]
-    assert list(plot.DRAWINGS["steps"].panels(rows_of("steps"))) == [""]
 
 
-def test_a_picture_of_reducers_tells_how_much_of_a_step_is_compute():
-    axes = needed("matplotlib.figure").Figure().subplots(1, 1)
-    plot.DRAWINGS["reducers"].draw([axes], rows_of("reducers"))
-    assert [text.get_text() for text in axes.texts] == ["100 %", "50 %", "67 %"]
-
-
-def test_no_two_curves_look_alike_and_no_two_labels_touch():
+def test_what_a_picture_shows():
+    """No two curves look alike, and no two labels touch."""
+    assert set(plot.LIMITS) == contenders.LIMITS.keys()
     names = [NATIVE, *(f"mpiring {name}" for name in NAMES), "Gloo", "Horovod"]
     found = [of_allreduce(name, [1e-3], nbytes) for name in names
              for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
-    time, _ = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    plot._curves(axes, allreduce.rows(found, ABOUT, OPTIONS))
-    looks = {(line.get_color(), line.get_marker()) for line in time.get_lines()}
+    time, bandwidth = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    plot._curves(axes, allreduce.rows([*found, FOUND[-1]], ABOUT, OPTIONS))
+    *curves, limit = time.get_lines()
+    assert {line.get_label() for line in curves} == set(names)
+    looks = {(line.get_color(), line.get_marker()) for line in curves}
     assert len(looks) == len({colour for colour, _ in looks}) == len(names)
     labels = [label.get_text() for label in time.get_xticklabels()]
     assert labels == ["8 MiB", "128 KiB", "512 B", "8 B"]
+    assert list(limit.get_xdata()) == [1 << 20] and list(limit.get_ydata()) == [500]
+    most = (1 << 20) / 0.5e-3 / 1e9 * 1.5
+    assert list(bandwidth.get_lines()[-1].get_ydata()) == pytest.approx([most])
+    assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
 
 
 def test_nothing_to_draw(tmp_path, monkeypatch):
@@ -297,7 +227,8 @@ def test_nothing_to_draw(tmp_path, monkeypatch):
         plot.draw(tmp_path / "x.png", "allreduce", ABOUT, [], plot.DRAWINGS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"mpiring\[bench\]"):
-        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, rows_of("allreduce"), plot.DRAWINGS)
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS),
+                  plot.DRAWINGS)
 
 
 def test_curves_are_named_beside_their_ends(tmp_path):

@@ -1,6 +1,5 @@
 """Lets the doctor look at containers made of files, and judges such as are not here."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -32,7 +31,7 @@ def machine(root, files):
     ({}, {".dockerenv": ""}, ("Docker",)),
     ({}, {"proc/self/cgroup": "0::/system.slice/docker-0a1b.scope"}, ("Docker",)),
     ({"container": "podman"}, {"run/.containerenv": ""}, ("Podman",)),
-    ({"container": "podman"}, {}, ("Podman",)), ({"container": "lxc"}, {}, ("lxc",)),
+    ({"container": "lxc"}, {}, ("lxc",)),
     ({"container": "oci", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}, ("Kubernetes",)),
     # What sshd starts has not the pod's variables.
     ({}, {"var/run/secrets/kubernetes.io/serviceaccount/token": "", ".dockerenv": ""},
@@ -78,13 +77,6 @@ def test_the_launchers_folder_is_looked_for(tmp_path):
     assert container(variables, tmp_path).missing == ""
 
 
-def test_this_process():
-    seen = container({})
-    assert seen.machine and seen.shm and int(seen.processes) and int(seen.users)
-    device = os.stat("/dev/shm").st_dev
-    assert seen.shm.startswith(f"{os.major(device)}:{os.minor(device)} ")
-
-
 def inside(*kinds, **facts):
     return Container(**{"kinds": kinds, "machine": "m", "shm": "0:27 /", "processes": "1", **facts})
 
@@ -100,10 +92,8 @@ TWO = "launcher's and container's MPI"
     (OPEN, {**PRTE, "OMPI_VERSION": "5.0.11"}, "ok", "mpirun 5.0.11 has started ranks that load "),
     (OPEN, {**PRTE, "OMPI_VERSION": "4.1.6"}, "warning", "-> put Open MPI 4 into the image"),
     (CRAY, {"PALS_RANKID": "0"}, "ok", "Cray's mpiexec has started"),
-    (MPICH, {"PALS_RANKID": "0", "CRAY_MPICH_VERSION": "8.1.29"}, "problem",
-     "bind the host's Cray MPICH"),
     (MPICH, {**STEP, "SLURM_MPI_TYPE": "cray_shasta"}, "problem", "srun --mpi=cray_shasta has"),
-    (MPICH, STEP, None, ""), (MPICH, {}, None, ""),
+    (MPICH, STEP, None, ""),
 ])
 def test_the_hosts_mpi_and_the_containers(library, variables, verdict, words):
     some = ranks(2, library=library, variables=variables, container=inside("Apptainer"))
@@ -125,7 +115,6 @@ PMIX = {**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "PMIX_VERS
      "-> srun --container-mounts=/spool/pmix:/spool/pmix, or enroot's hook 50-slurm-pmi.sh"),
     ("Apptainer", replace(OPEN, pmix=True), "/spool/pmix", False, "warning",
      "-> apptainer exec --bind /spool/pmix"),
-    ("lxc", replace(OPEN, pmix=True), "/spool/pmix", False, "warning", "-> mount /spool/pmix"),
     ("enroot", replace(MPICH, pmix=True), "", False, "ok", "PMIx 4.2.2, and PMIx inside"),
 ])
 def test_pmix_inside(kind, library, missing, torn, verdict, words):
@@ -173,7 +162,6 @@ def test_mpich_reads_the_others_memory_unless_told():
 
 def test_nothing_is_said_outside_of_containers():
     assert not {"container", "one /dev/shm", TWO, "PMIx"} & found(job(ranks(2))).keys()
-    assert not {"one /dev/shm"} & found(job(ranks(2, container=Container(machine="m")))).keys()
 
 
 @pytest.mark.parametrize(("facts", "words"), [

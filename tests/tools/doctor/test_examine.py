@@ -25,5 +25,4 @@ def test_what_is_missing_is_told(monkeypatch):
 
     monkeypatch.setattr(cuda, "cupy", missing)
     assert usable(NODE, 0).problem == "a GPU's memory needs CuPy" and usable(NODE, 0).address == ""
-    for other in Gpus(), Gpus(kind="AMD", count=1):
-        assert usable(other, 0) is other
+    assert usable(other := Gpus(kind="AMD", count=1), 0) is other

@@ -4,13 +4,11 @@ import math
 import mmap
 import os
 import subprocess
-import sys
 
 import pytest
-from launching import HANG_S, ROOT, environment
+from launching import ROOT, python
 
-from mpiring.config import unknown_variables
-from mpiring.launch.environment import launch_variables, launched_here, launched_rank
+from mpiring.launch.environment import launch_variables
 from mpiring.tools.doctor import gather, hardware
 from mpiring.tools.doctor.facts import Library
 from mpiring.tools.doctor.facts import NetworkDevice as Device
@@ -128,21 +126,16 @@ def test_gpus(tmp_path):
     found = gather.gpus(tmp_path)
     assert (found.kind, found.count, found.driver) == ("NVIDIA", 2, "570.86.10")
     assert found.modules == ("nvidia_peermem",)
-
-
-def test_gpus_of_amd(tmp_path):
-    nodes = "sys__class__kfd__kfd__topology__nodes__"
-    machine(tmp_path, **{f"{nodes}0__gpu_id": "0", f"{nodes}1__gpu_id": "51110"})
-    assert (gather.gpus(tmp_path).kind, gather.gpus(tmp_path).count) == ("AMD", 1)
+    nodes, amd = "sys__class__kfd__kfd__topology__nodes__", tmp_path / "another"
+    machine(amd, **{f"{nodes}0__gpu_id": "0", f"{nodes}1__gpu_id": "51110"})
+    assert (gather.gpus(amd).kind, gather.gpus(amd).count) == ("AMD", 1)
 
 
 def test_this_process(monkeypatch):
     found = gather.rank(3, Library())
-    assert (found.rank, found.executable) == (3, sys.executable)
-    assert found.processors.allowed == os.sched_getaffinity(0)
-    assert 1 <= found.processors.cores <= len(found.processors.allowed)
+    assert 1 <= found.processors.cores <= len(os.sched_getaffinity(0))
     assert found.memory.shm_bytes >= found.memory.shm_free_bytes
-    assert {"numpy", "mpi4py"} <= found.versions.keys() and "nonsense" not in found.versions
+    assert {"numpy", "mpi4py"} <= found.versions.keys()
     monkeypatch.setenv("MPIRING_STALL_TIMEOUT", "9")
     assert "did you mean MPIRING_STALL_TIMEOUT_S?" in gather.rank(0, Library()).settings_error
     monkeypatch.delenv("MPIRING_STALL_TIMEOUT")
@@ -156,14 +149,9 @@ def test_commands_that_do_not_answer(monkeypatch):
     assert gather.output_of(["printf", "a\\nb\\n"]) == "a\nb"
 
 
-def test_launchers_variables():
-    assert launched_rank({"PMI_RANK": "3", "SLURM_PROCID": "0"}) == 3
-    assert launched_rank({"SLURM_PROCID": "2", "SLURM_LOCALID": "1"}, local=True) == 1
-    assert launched_rank({}) is None
-    assert launched_here({"MPI_LOCALNRANKS": "2"}) == 2 and launched_here({}) is None
+def test_variables_that_are_shown_are_no_secrets():
     secret = {"SLURM_JWT": "s", "AWS_SECRET": "s", "MPIRING_TUNING": "0", "PMI_RANK": "1"}
     assert launch_variables(secret) == {"MPIRING_TUNING": "0", "PMI_RANK": "1"}
-    assert unknown_variables({"MPIRING_TUNING": "0", "PATH": ""}) == {}
 
 
 @pytest.mark.parametrize(("leaders", "expected"), [
@@ -180,17 +168,7 @@ def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
     (tmp_path / "mpi4py" / "__init__.py").write_text(
         "import os, signal\nprint('about to crash', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSEGV)")
-    ended = subprocess.run(
-        [sys.executable, "-m", "mpiring", "doctor"], cwd=ROOT, text=True, capture_output=True,
-        timeout=HANG_S, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    ended = python("-m", "mpiring", "doctor", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert ended.returncode == 1
     assert "loading the MPI library: Segmentation fault (signal 11)" in ended.stdout
     assert "about to crash" in ended.stdout
-
-
-def test_the_doctor_needs_no_other_command():
-    code = ("import sys; from mpiring.__main__ import parse; parse(['doctor']);"
-            "print(*(name for name in sys.modules if name.startswith('mpiring.tools.')))")
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True,
-                            capture_output=True, timeout=HANG_S, check=True).stdout.split()
-    assert {name.split(".")[2] for name in loaded if name.count(".") > 2} == {"doctor"}

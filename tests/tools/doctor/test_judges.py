@@ -9,11 +9,10 @@ from examined import (
     CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, found, job,
     one, ranks)
 
-from mpiring.launch.environment import launcher_of
 from mpiring.tools.doctor.command import judged
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Failure, Gpus, Library, Memory, Mpirun, Pair, Processors,
-    Slurm, incompatible, vendor_of, version_of)
+    Slurm, vendor_of, version_of)
 from mpiring.tools.doctor.facts import NetworkDevice as Device
 from mpiring.tools.doctor.report import Finding, as_json, as_text, merged, where
 
@@ -30,22 +29,6 @@ BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --wi
 ])
 def test_vendors_are_told_by_what_they_say(text, vendor, version):
     assert (vendor_of(text), version_of(text)) == (vendor, version)
-
-
-@pytest.mark.parametrize(("variables", "launcher"), [
-    ({}, ""), (HYDRA, "MPICH"), (PRTE, "Open MPI"), (STEP, "srun"),
-    ({**STEP, **HYDRA}, "MPICH"), ({**STEP, **PRTE}, "Open MPI"),
-    ({**STEP, "PMI_RANK": "0", "PMI_FD": "3"}, "srun"),
-    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
-    ({**STEP, "SLURM_STEP_ID": "4294967290"}, ""), ({"PALS_RANKID": "0"}, "PALS"),
-])
-def test_launchers_are_told_by_their_variables(variables, launcher):
-    assert launcher_of(variables) == launcher
-
-
-def test_mpich_and_its_kin_start_each_others_ranks():
-    assert incompatible("MPICH", "Open MPI") and not incompatible("MPICH", "Intel MPI")
-    assert not incompatible("srun", "MPICH") and not incompatible("MPICH", "")
 
 
 def test_a_healthy_job_is_told_so():
@@ -79,6 +62,7 @@ def test_an_mpirun_must_belong_to_the_library(library, text, installed, verdict,
     alone = job(ranks(1, library=library, variables={}),
                 mpirun=Mpirun(path="/usr/bin/mpirun", text=text, of_library=installed))
     assert words in one(alone, "mpirun", verdict)
+    assert "none: one rank, so nothing is measured" in one(alone, "launcher", "note")
 
 
 def test_no_library_and_no_mpirun():
@@ -129,7 +113,6 @@ def test_a_shell_within_an_allocation_is_no_launch():
                 slurm=Slurm(installed=True, mpi_types=("none", "pmi2"), mpi_default="none",
                             kills=False))
     assert "speaks of 4 ranks -> srun --mpi=pmi2 -n 4 p" in one(shell, "launcher", "warning")
-    assert one(shell, "ranks", "ok")
     assert "export SLURM_MPI_TYPE=pmi2" in one(shell, "srun --mpi", "note")
     assert "srun --kill-on-bad-exit=1" in one(shell, "srun --kill-on-bad-exit", "note")
 
@@ -184,44 +167,83 @@ def test_processors_and_binding(allowed, online, quota, verdict, binding):
     assert binding[1] in one(job(some), "binding", binding[0])
 
 
-@pytest.mark.parametrize(("variables", "online", "verdict", "words"), [
-    ({}, 8, "warning", "8 per rank in NumPy's BLAS (nothing is set): 32 on 8 processors -> "
-                       "export OMP_NUM_THREADS=2"),
-    ({"OMP_NUM_THREADS": "2,1"}, 8, "ok", "OMP_NUM_THREADS=2,1): 8 on 8"),
-    ({"OMP_NUM_THREADS": "1"}, 32, "note", "export OMP_NUM_THREADS=8"),
-    ({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "4"}, 8, "warning", "OPENBLAS_NUM_THREADS=4"),
+def cores(count):
+    return Processors(allowed=frozenset(range(count)), online=count)
+
+
+def threads(**variables):
+    return {"processors": cores(8), "variables": {**HYDRA, **variables}}
+
+
+def shm(nbytes, free=None):
+    return Memory(shm_bytes=nbytes, shm_free_bytes=nbytes if free is None else free)
+
+
+def of(library, variables, **facts):
+    return {"library": library, "variables": variables, **facts}
+
+
+def with_gpu(library, variables, **facts):
+    return of(library, variables, gpus=Gpus(kind="NVIDIA", count=4, driver="570.1", **facts))
+
+
+CRAYS = {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}
+
+
+@pytest.mark.parametrize(("name", "verdict", "words", "facts"), [
+    ("threads", "warning", "8 per rank in NumPy's BLAS (nothing is set): 32 on 8 processors -> "
+     "export OMP_NUM_THREADS=2", threads()),
+    ("threads", "ok", "OMP_NUM_THREADS=2,1): 8 on 8", threads(OMP_NUM_THREADS="2,1")),
+    ("threads", "note", "export OMP_NUM_THREADS=8",
+     {**threads(OMP_NUM_THREADS="1"), "processors": cores(32)}),
+    ("threads", "warning", "OPENBLAS_NUM_THREADS=4",
+     threads(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="4")),
+    ("/dev/shm", "warning", "too small: Open MPI takes 64 MiB for 4 ranks",
+     of(OPEN, PRTE, memory=shm(1 << 20))),
+    ("/dev/shm", "problem", "8.0 GiB, 1 MiB free, too full",
+     {"memory": shm(1 << 33, 1 << 20), "thread_level": ""}),
+    ("/dev/shm", "note", "data loaders -> mount -o remount,size=2G", {"memory": shm(1 << 26)}),
+    ("/dev/shm", "warning", "there is none", {"memory": shm(None)}),
+    ("dead jobs", "note", "7 files of MPI in /dev/shm that no process uses, 3 MiB -> for f in ",
+     {"memory": replace(PLENTY, left_files=7, left_bytes=3 << 20)}),
+    ("variables", "warning", "UCX_TLS=tcp,self keeps MPI from using mlx5_0",
+     {"devices": (INFINIBAND,), "variables": {**HYDRA, "UCX_TLS": "tcp,self"}}),
+    ("variables", "warning", "mlx5_0:1 is not on this node -> unset UCX_NET_DEVICES",
+     {"devices": (ETHERNET,), "variables": {**HYDRA, "UCX_NET_DEVICES": "mlx5_0:1"}}),
+    ("variables", "warning", "cray-mpich",
+     {"devices": (Device(name="cxi0", kind="Slingshot", gbit=200),)}),
+    ("devices", "warning", "eth0 (Ethernet, 25 Gbit/s); down: mlx5_0",
+     {"devices": (ETHERNET, replace(INFINIBAND, active=False))}),
+    ("GPUs", "ok", "4 of NVIDIA, driver 570.1", with_gpu(OPEN, PRTE)),
+    ("GPU-aware MPI", "note", "it takes no GPU memory", with_gpu(OPEN, PRTE, aware=False)),
+    ("GPU-aware MPI", "ok", "it takes GPU memory", with_gpu(OPEN, PRTE, aware=True)),
+    ("GPU-aware MPI", "note", "MPIR_CVAR_ENABLE_GPU=1", with_gpu(MPICH, HYDRA, aware=False)),
+    ("GPU-aware MPI", "note", "export MPICH_GPU_SUPPORT_ENABLED=1", with_gpu(CRAY, STEP)),
+    ("GPU-aware MPI", "warning", "GTL library is not", with_gpu(CRAY, CRAYS)),
+    ("GPU-aware MPI", "ok", "is set", with_gpu(CRAY, CRAYS, gtl=True)),
+    ("GPU-aware MPI", "note", "export I_MPI_OFFLOAD=1", with_gpu(INTEL, HYDRA)),
+    ("GPU-aware MPI", "ok", "I_MPI_OFFLOAD is set",
+     with_gpu(INTEL, {**HYDRA, "I_MPI_OFFLOAD": "1"})),
+    ("GPU-aware MPI", "note", "export MV2_USE_CUDA=1", with_gpu(MVAPICH, HYDRA)),
+    ("survival", "note", "mpirun --with-ft ulfm", of(OPEN, PRTE)),
+    ("survival", "note", "under srun", of(OPEN, STEP)),
+    ("survival", "ok", "ULFM", of(OPEN, {**PRTE, "OMPI_MCA_mpi_ft_enable": "1"})),
+    ("survival", "note", "since 5.0", of(replace(OPEN, text="Open MPI v4.1.6, package"), PRTE)),
+    ("thread level", "warning", "export MPICH_MAX_THREAD_SAFETY=multiple",
+     of(CRAY, STEP, thread_level="serialized")),
+    ("thread level", "warning", "export MV2_ENABLE_AFFINITY=0",
+     of(MVAPICH, HYDRA, thread_level="serialized")),
+    ("thread level", "warning", "unset MPI4PY_RC_THREAD_LEVEL",
+     of(MPICH, {**HYDRA, "MPI4PY_RC_THREAD_LEVEL": "serialized"}, thread_level="serialized")),
+    ("other programs", "note", "load 7.5 on 4 processors",
+     {"processors": replace(cores(4), load=7.5)}),
+    ("--cpus-per-task", "warning", "export SRUN_CPUS_PER_TASK",
+     {"variables": {**STEP, "SLURM_CPUS_PER_TASK": "8"}, "processors": cores(4)}),
+    ("fork", "ok", "", {"devices": (INFINIBAND,), "start_method": "forkserver"}),
+    ("fork", "ok", "", {"devices": (ETHERNET,)}),
 ])
-def test_threads(variables, online, verdict, words):
-    processors = Processors(allowed=frozenset(range(online)), online=online)
-    some = ranks(4, processors=processors, variables={**HYDRA, **variables})
-    assert words in one(job(some), "threads", verdict)
-
-
-def test_other_programs_and_slurms_share():
-    some = ranks(2, variables={**STEP, "SLURM_CPUS_PER_TASK": "8"}, processors=Processors(
-        allowed=frozenset((0, 1)), online=2, load=7.5))
-    assert "load 7.5 on 2 processors" in one(job(some), "other programs", "note")
-    assert "export SRUN_CPUS_PER_TASK" in one(job(some), "--cpus-per-task", "warning")
-
-
-@pytest.mark.parametrize(("library", "total", "free", "level", "verdict", "words"), [
-    (MPICH, 1 << 20, 1 << 20, "", "problem", "1 MiB, 1 MiB free, too small: MPICH takes 21 MiB"),
-    (OPEN, 1 << 20, 1 << 20, "multiple", "warning", "too small: Open MPI takes 64 MiB for 4 ranks"),
-    (MPICH, 1 << 33, 1 << 20, "", "problem", "8.0 GiB, 1 MiB free, too full"),
-    (MPICH, 1 << 33, 1 << 20, "multiple", "ok", "MPICH takes 21 MiB"),
-    (MPICH, 1 << 26, 1 << 26, "multiple", "note", "data loaders -> mount -o remount,size=2G"),
-    (MPICH, None, None, "multiple", "warning", "there is none"),
-])
-def test_shared_memory(library, total, free, level, verdict, words):
-    some = ranks(4, library=library, thread_level=level,
-                 memory=Memory(shm_bytes=total, shm_free_bytes=free))
-    assert words in one(job(some), "/dev/shm", verdict)
-
-
-def test_what_dead_jobs_have_left():
-    some = ranks(2, memory=replace(PLENTY, left_files=7, left_bytes=3 << 20))
-    text = one(job(some), "dead jobs", "note")
-    assert "7 files of MPI in /dev/shm that no process uses, 3 MiB -> for f in /dev/shm" in text
+def test_what_is_the_same_on_four_ranks(name, verdict, words, facts):
+    assert words in one(job(ranks(4, **facts)), name, verdict)
 
 
 def test_limits_and_forks_beside_a_fast_network():
@@ -230,8 +252,6 @@ def test_limits_and_forks_beside_a_fast_network():
     assert "only 64 KiB may be locked" in one(some, "ulimit -l", "warning")
     assert "ulimit -n 1024" in one(some, "ulimit -n", "note")
     assert "beside mlx5_0" in one(some, "fork", "warning")
-    assert one(job(ranks(2, devices=(INFINIBAND,), start_method="forkserver")), "fork", "ok")
-    assert one(job(ranks(2, devices=(ETHERNET,))), "fork", "ok")
 
 
 @pytest.mark.parametrize(("devices", "us", "gbit", "verdict", "words"), [
@@ -261,40 +281,6 @@ def test_within_a_node():
     assert "does not use shared memory" in one(quiet, "within a node", "warning")
     busy = ranks(2, processors=Processors(allowed=frozenset((0,)), online=1))
     assert "the processors are busy" in one(job(busy, pairs=slow), "within a node", "note")
-
-
-@pytest.mark.parametrize(("facts", "verdict", "words"), [
-    ({"devices": (INFINIBAND,), "variables": {**HYDRA, "UCX_TLS": "tcp,self"}}, "warning",
-     "UCX_TLS=tcp,self keeps MPI from using mlx5_0"),
-    ({"devices": (ETHERNET,), "variables": {**HYDRA, "UCX_NET_DEVICES": "mlx5_0:1"}}, "warning",
-     "mlx5_0:1 is not on this node -> unset UCX_NET_DEVICES"),
-    ({"devices": (Device(name="cxi0", kind="Slingshot", gbit=200),)}, "warning", "cray-mpich"),
-])
-def test_variables_that_choose_networks(facts, verdict, words):
-    assert words in one(job(ranks(2, **facts)), "variables", verdict)
-
-
-def test_ports_that_are_down():
-    some = job(ranks(2, devices=(ETHERNET, replace(INFINIBAND, active=False))))
-    assert "eth0 (Ethernet, 25 Gbit/s); down: mlx5_0" in one(some, "devices", "warning")
-
-
-@pytest.mark.parametrize(("library", "variables", "gpus", "verdict", "words"), [
-    (OPEN, PRTE, Gpus(aware=False), "note", "says that it takes no GPU memory"),
-    (OPEN, PRTE, Gpus(aware=True), "ok", "says that it takes GPU memory"),
-    (MPICH, HYDRA, Gpus(aware=False), "note", "MPIR_CVAR_ENABLE_GPU=1"),
-    (CRAY, STEP, Gpus(), "note", "export MPICH_GPU_SUPPORT_ENABLED=1"),
-    (CRAY, {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}, Gpus(), "warning", "GTL library is not"),
-    (CRAY, {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}, Gpus(gtl=True), "ok", "is set"),
-    (INTEL, HYDRA, Gpus(), "note", "export I_MPI_OFFLOAD=1"),
-    (INTEL, {**HYDRA, "I_MPI_OFFLOAD": "1"}, Gpus(), "ok", "I_MPI_OFFLOAD is set"),
-    (MVAPICH, HYDRA, Gpus(), "note", "export MV2_USE_CUDA=1"),
-])
-def test_gpu_aware_mpi(library, variables, gpus, verdict, words):
-    gpus = replace(gpus, kind="NVIDIA", count=4, driver="570.1")
-    some = job(ranks(2, library=library, variables=variables, gpus=gpus))
-    assert words in one(some, "GPU-aware MPI", verdict)
-    assert "4 of NVIDIA, driver 570.1" in one(some, "GPUs", "ok")
 
 
 def test_gpus_and_what_lies_beside_them():
@@ -336,34 +322,10 @@ def test_what_mpiring_does_with_gpus():
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
     assert "none by CuPy: no CuPy: pip install it -> do so for CuPy models" in one(
         missing, own, "note")
-
-
-@pytest.mark.parametrize(("wish", "words"), [
-    ("yes", "handed its pointers, untried"), ("no", "MPIRING_GPU_AWARE=no: staged"),
-    ("auto", "where a trial at the first use")])
-def test_what_mpiring_does_with_gpus_between_nodes(wish, words):
-    some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": wish})
-    assert words in one(some, "GPU memory between nodes", "ok")
-
-
-@pytest.mark.parametrize(("library", "variables", "verdict", "words"), [
-    (MPICH, HYDRA, "note", "MPICH 5.0.2 ends the job"), (CRAY, STEP, "note", "checkpoints"),
-    (OPEN, PRTE, "note", "mpirun --with-ft ulfm"), (OPEN, STEP, "note", "under srun"),
-    (OPEN, {**PRTE, "OMPI_MCA_mpi_ft_enable": "1"}, "ok", "ULFM"),
-    (replace(OPEN, text="Open MPI v4.1.6, package"), PRTE, "note", "since 5.0"),
-])
-def test_whether_a_job_survives_a_dead_rank(library, variables, verdict, words):
-    assert words in one(job(ranks(2, library=library, variables=variables)), "survival", verdict)
-
-
-@pytest.mark.parametrize(("library", "variables", "words"), [
-    (CRAY, STEP, "export MPICH_MAX_THREAD_SAFETY=multiple"),
-    (MVAPICH, HYDRA, "export MV2_ENABLE_AFFINITY=0"),
-    (MPICH, {**HYDRA, "MPI4PY_RC_THREAD_LEVEL": "serialized"}, "unset MPI4PY_RC_THREAD_LEVEL"),
-])
-def test_thread_levels(library, variables, words):
-    some = ranks(2, library=library, variables=variables, thread_level="serialized")
-    assert words in one(job(some), "thread level", "warning")
+    for wish, words in (("yes", "handed its pointers, untried"), ("auto", "where a trial at the "),
+                        ("no", "MPIRING_GPU_AWARE=no: staged")):
+        some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": wish})
+        assert words in one(some, "GPU memory between nodes", "ok")
 
 
 def test_settings():
