@@ -15,12 +15,6 @@ from mpiring.memory.reduction import reduction
 _DEADLINE_S = 30
 
 
-def state(step, rank=None):
-    """Return a state that tells of which step, and whose, it is."""
-    x = np.arange(100.0) + step
-    return {"x": x} if rank is None else {"rank": rank, "x": x + 1000 * rank}
-
-
 class Meeting:
     """Where ranks exchange objects."""
 

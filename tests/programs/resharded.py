@@ -9,9 +9,10 @@ from torch import nn
 
 import mpiring
 import mpiring.optim
+from mpiring.__main__ import main
 from mpiring.jit import loops
 from mpiring.numpy import DataParallel as NumpyDataParallel
-from mpiring.torch import Checkpoints, DataParallel, Sharded, whole
+from mpiring.torch import Checkpoints, DataParallel, Sharded, load_file, whole
 
 # Compiling would take longer than all that follows.
 loops.loop = loops.loop_16 = lambda *arguments: None
@@ -114,6 +115,10 @@ def check(comm, folder, make):
             continue
         with part, Checkpoints(folder, part) as checkpoints:
             saved = checkpoints.load()
+            if is_plain and make is OfTorch:
+                file = f"{folder}/all.safetensors"
+                assert main(["checkpoint", "consolidate", folder, file]) == 0
+                assert bits(load_file(file)["sharded"]) == bits(whole(saved.sharded))
             again = make(part, saved, is_plain)
             assert bits(again.optimizer.state_dict()) == state, (size, is_plain)
             for number in range(SAVED, LAST):

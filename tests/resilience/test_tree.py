@@ -1,7 +1,6 @@
 """Tests which states can be saved, and that they come back as they were, to the bit."""
 
 import collections
-import json
 import math
 import random
 from concurrent.futures import Future
@@ -92,17 +91,6 @@ def test_names_in_the_file_are_paths_and_unique(tmp_path):
     assert same(there_and_back(x, tmp_path), x)
 
 
-def test_the_package_of_that_name_reads_the_files(tmp_path):
-    needed("safetensors")
-    from safetensors import safe_open
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    path = written({"model": {"w": x, "b": np.float64(2), "z": x[:0]}, "step": 3}, tmp_path)
-    with safe_open(path, framework="np") as file:
-        assert np.array_equal(file.get_tensor("model/w"), x)
-        assert file.get_tensor("model/b") == 2 and file.get_tensor("model/z").shape == (0, 3)
-        assert json.loads(file.metadata()["mpiring"])["dict"][1] == ["step", 3]
-
-
 class Odd(int):
     pass
 
@@ -165,16 +153,6 @@ def test_a_flipped_bit_anywhere_and_any_other_length_is_seen(tmp_path):
         read(path, nbytes)
 
 
-def test_the_same_memory_serves_again(tmp_path):
-    copy, memory = Copy(), []
-    for n in (1000, 10, 1000):
-        path = written({"x": np.full(n, n)}, tmp_path, copy=copy)
-        content = read(path, path.stat().st_size)
-        assert same(rebuild(content.text, content.data, KINDS), {"x": np.full(n, n)})
-        memory.append(copy._memory)
-    assert memory[0] is memory[1] is memory[2] and memory[0].nbytes == 8000
-
-
 def test_states_of_pytorch_come_back(tmp_path):
     torch = needed("torch")
     from mpiring.torch import random_state as torch_state
@@ -186,9 +164,7 @@ def test_states_of_pytorch_come_back(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     lr = torch.optim.lr_scheduler
     schedulers = [lr.MultiStepLR(optimizer, [3, 3, 5]), lr.OneCycleLR(optimizer, 0.1, 10),
-                  lr.CosineAnnealingLR(optimizer, 5), lr.ReduceLROnPlateau(optimizer),
-                  lr.SequentialLR(optimizer, [lr.LinearLR(optimizer), lr.StepLR(optimizer, 2)],
-                                  milestones=[2])]
+                  lr.ReduceLROnPlateau(optimizer)]
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(2):
         scaler.scale(model(torch.arange(5)).square().sum()).backward()
