@@ -69,24 +69,6 @@ def test_a_batch_has_a_number_of_samples_that_ranks_can_share():
     assert np.mean(counts == 24) > 0.9 and np.all(counts % 2 == 0) and counts.min() > 10
 
 
-@settings(deadline=None, max_examples=40)
-@given(lengths=LENGTHS, tokens=st.integers(60, 500), seed=st.integers(0, 2**31 - 1),
-       shuffled=st.booleans())
-def test_a_plan_has_each_sample_once(lengths, tokens, seed, shuffled):
-    lengths = np.array(lengths, np.uint8)
-    samples = np.arange(0, len(lengths), 2, dtype=np.int32)
-    found = plan(lengths, samples.copy(), TokenBudget(tokens, 50, 1),
-                 np.random.RandomState(seed) if shuffled else None)
-    assert sorted(found.order) == samples.tolist()
-    seen = []
-    for index in range(len(found)):
-        batch, counted = found.batch(index)
-        assert counted == [min(int(lengths[i]), 50) for i in batch] == sorted(counted)[::-1]
-        assert 0 < sum(counted) <= tokens
-        seen += batch
-    assert seen == found.order.tolist()
-
-
 def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default_rng(0)):
     lengths = np.minimum(random.exponential(200, 30_000).astype(np.int64) + 1, 1000)
     found = plan(lengths, np.arange(30_000), TokenBudget(8000, None, 64), np.random.RandomState(1))

@@ -1,7 +1,6 @@
 """Tests that batches come to a device in order, whole, and early; on a simulated GPU."""
 
 import collections
-import gc
 import json
 import os
 import signal
@@ -171,12 +170,11 @@ def test_on_the_cpu_batches_pass_and_are_not_kept():
     wanted = list(batches(3))
     assert all(x is y for x, y in zip(prefetch(wanted, "cpu"), wanted, strict=True))
     assert not fetchers()
-    alive = []
     for x in prefetch((np.ones(number) for number in range(1, 5)), "cpu", depth=1):
-        alive.append(weakref.ref(x))
+        gone = threading.Event()
+        weakref.finalize(x, gone.set)
         del x
-        gc.collect()
-        assert alive[-1]() is None
+        assert gone.wait(SOON_S)
 
 
 class Numbers:
