@@ -65,7 +65,8 @@ class ThreadComm:
 
     def iallreduce(self, x, *, op):
         assert op == "max"
-        return Answer(np.max(self.allgather_object(x), axis=0))
+        answer = np.max(self.allgather_object(x), axis=0)
+        return SimpleNamespace(wait=lambda: answer)
 
 
 class TrainingComm(ThreadComm):
@@ -163,16 +164,6 @@ class _Collectives:
 
 def _write(x, host):
     vectors.copy_to(x, vectors.moved(host, x.device) if isinstance(x, DeviceVector) else host)
-
-
-class Answer:
-    """A handle."""
-
-    def __init__(self, value):
-        self._value = value
-
-    def wait(self):
-        return self._value
 
 
 def on_ranks(size, function, kind=ThreadComm):

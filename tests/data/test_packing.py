@@ -36,15 +36,6 @@ def test_grahams_bound_is_reached():
         assert load == 4 * size - 1 and sum(lengths) == 3 * size * size
 
 
-@given(lengths=st.lists(st.integers(1, 1000), max_size=80), size=st.integers(1, 20))
-def test_shares_have_each_sample_once_longest_first(lengths, size):
-    found = shares(lengths, size)
-    assert sorted(itertools.chain(*found)) == list(range(len(lengths))) and len(found) == size
-    for share in found:
-        assert all(lengths[a] >= lengths[b] for a, b in itertools.pairwise(share))
-    assert len(lengths) < size or all(found)
-
-
 def test_equal_samples_come_in_their_order():
     assert shares([5] * 5, 2) == [[0, 2, 4], [1, 3]]
     assert shares([], 2) == [[], []]

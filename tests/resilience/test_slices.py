@@ -91,20 +91,6 @@ def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path, saved, ca
     assert not [record for record in caplog.records if "own state" not in record.message]
 
 
-def test_each_rank_writes_its_pieces_and_the_manifest_tells_them(tmp_path):
-    def run(comm):
-        with Checkpoints(tmp_path, comm) as checkpoints:
-            mine = {0: {(0, 60): np.zeros(60)}, 1: {}, 2: {(60, 100): np.ones(40)}}[comm.rank]
-            checkpoints.save(1, sharded={"m": Sliced((10, 10), mine, "f8"), "s": np.arange(3)})
-    on_ranks(3, run)
-    manifest = json.loads((newest(tmp_path) / "manifest.json").read_text())
-    assert manifest["slices"] == {
-        "m": {"dtype": "float64", "shape": [10, 10], "ranks": {"0:60": 0, "60:100": 2}}}
-    files = {name.partition(".")[0]: nbytes for name, nbytes in manifest["files"].items()}
-    assert list(files) == ["replicated", "sharded", "slices-00000", "slices-00002"]
-    assert 8 * 60 < files["slices-00000"] < 8 * 60 + 300 and files["slices-00002"] < 8 * 40 + 300
-
-
 def test_a_rank_reads_only_what_it_takes(tmp_path):
     save(tmp_path, [1])
 
