@@ -49,6 +49,24 @@ def load(folder, size=2, **options):
     return on_ranks(size, run)
 
 
+def same(a, b):
+    """Return whether two trees are equal in types, order of keys, dtypes, shapes and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and [type(k) for k in a] == [type(k) for k in b] and all(
+            same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    if type(a).__module__ == "torch":
+        import torch
+        bits = [x.resolve_conj().contiguous().view(-1).view(torch.uint8) for x in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
+    return a == b or a != a and b != b
+
+
 def names(folder):
     """Return what is in a folder."""
     return sorted(path.name for path in folder.iterdir())

@@ -27,13 +27,6 @@ PATTERNS = ["one", "one", "one", "rank 0", "two at once", "one after another", "
 RANKS, STEPS, LIMIT_S = 4, 400, 110
 
 
-def begin(folder, place, private):
-    """Start a job that writes to a folder."""
-    variables = {"MPIRING_SHARED_MEMORY": "0"} if private else {}
-    return start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
-                 options=("--with-ft", "ulfm"), **variables)
-
-
 def events(folder):
     """Return what ranks have written: (seconds, rank, "begins" or "goes on", how many)."""
     log = folder / "log"
@@ -95,7 +88,8 @@ def one_job(place, private, pattern, rng):
     """
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
-        job = begin(folder, place, private)
+        job = start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
+                    options=("--with-ft", "ulfm"), MPIRING_SHARED_MEMORY=str(int(not private)))
         try:
             deaths = injure(folder, job, pattern, rng)
         except ProcessLookupError:

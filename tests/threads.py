@@ -89,9 +89,8 @@ class TrainingComm(ThreadComm):
 
     def broadcast(self, x, *, root=0):
         vector = vector_of(x)
-        if isinstance(vector, DeviceVector):
-            if vector.ready is not None:
-                await_event(vector.ready)
+        if isinstance(vector, DeviceVector) and vector.ready is not None:
+            await_event(vector.ready)
         _write(vector, self.allgather_object(vectors.on_host(vector))[root])
 
     def allreduce(self, x, *, op="sum"):

@@ -42,22 +42,11 @@ def signalled(comm, checkpoints):
             np.linalg.norm(np.ones((100, 100)))
     assert set(comm.allgather_object((step, stopping.reason))) == {
         (5, f"SIGTERM on rank {comm.size - 1}")}
-    print(f"stopped at step {step}", flush=True)
-
-
-def late(comm, checkpoints):
-    """One rank alone has a time limit; all stop in time, and none is lost in the last answer."""
-    began = time.monotonic()
-    with Stopping(comm, time_limit_s=1.5 if comm.rank == 1 else None) as stopping:
-        while not stopping.now():
-            time.sleep(0.01 * comm.rank)
-    assert stopping.reason == "the time limit of 1.5 s on rank 1", stopping.reason
-    # Nobody is interrupted: where other programs keep the cores busy, a step may last.
-    assert time.monotonic() - began < 1.5 + 60
+    # Nobody is lost in the last answer.
     with Stopping(comm) as stopping:
         for _ in range(10):
             assert not stopping.now()
-    print("in time", flush=True)
+    print(f"stopped at step {step}", flush=True)
 
 
 def check(comm, checkpoints):

@@ -6,7 +6,7 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpointing import changed, cut, flip
+from checkpointing import changed, cut, flip, same
 from launching import needed
 from threads import on_ranks
 
@@ -46,15 +46,6 @@ def nest_of(step, leaf):
 
 def slices(step, rank, size):
     return nest_of(step, lambda x, start: cut_up(x, rank, size, start))
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, np.ndarray):
-        return (type(b), a.dtype, a.shape, a.tobytes()) == (
-            np.ndarray, b.dtype, b.shape, b.tobytes())
-    return a == b
 
 
 def save(folder, steps, size=3, **options):
