@@ -122,13 +122,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--places", nargs="*", default=PLACES)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     kills = jobs = survived = 0
     problems, recovery_s = Counter(), []
     while kills < args.kills:
-        place, pattern = args.places[jobs % len(args.places)], rng.choice(PATTERNS)
+        place, pattern = PLACES[jobs % len(PLACES)], rng.choice(PATTERNS)
         private = rng.random() < 0.3 and "shared" not in place
         killed, problem, its_s, output = one_job(place, private, pattern, rng)
         jobs += 1

@@ -53,29 +53,20 @@ elif fault == "background":
     # The engine's thread finds out while the main thread computes for long.
     comm.iallreduce(np.ones(1_000_000 - odd, np.float32))
     time.sleep(60)
-elif fault == "interrupt":
-    comm.broadcast(x)
-    if odd:
-        os.kill(os.getpid(), signal.SIGINT)
-    comm.broadcast(x)
-    comm.barrier()
 elif fault == "wait for ever":
     if not odd:
         comm.allreduce(x)
     time.sleep(60)
-elif fault == "killed":
-    comm.reduce_scatter(x)
-    if odd:
-        os.kill(os.getpid(), signal.SIGKILL)
-    comm.reduce_scatter(x)
-elif fault.endswith("in place"):
-    y = comm.empty(100_000)
+elif fault.startswith(("killed", "interrupt")):
+    is_killed, in_place = fault.startswith("killed"), fault.endswith("in place")
+    y = comm.empty(100_000) if in_place else x
+    call = comm.allreduce if in_place else comm.reduce_scatter if is_killed else comm.broadcast
     for _ in range(3):
         y[:] = 1
-        comm.allreduce(y)
+        call(y)
     if odd:
-        os.kill(os.getpid(), signal.SIGKILL if "killed" in fault else signal.SIGINT)
-    comm.allreduce(y)
+        os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGINT)
+    call(y)
     comm.barrier()
 elif fault == "full":
     if odd:
