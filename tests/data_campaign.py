@@ -65,11 +65,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without-torchdata", action="store_true")
     args = parser.parse_args()
     rng, kills, trainings, exact = random.Random(args.seed), 0, 0, 0
     while kills < args.kills:
-        sources = SOURCES[(trainings % 3 == 2) and not args.without_torchdata]
+        sources = SOURCES[trainings % 3 == 2]
         with tempfile.TemporaryDirectory() as name:
             wanted = min(rng.randint(1, 4), args.kills - kills)
             done, ended = one_training(

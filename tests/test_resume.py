@@ -13,6 +13,7 @@ from launching import PROGRAMS, ROOT, finish, launch, needed, start
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
+EACH_RANK_A_NODE = {"MPIRING_SHARED_MEMORY": "0"}
 NUMPY, TORCH = ROOT / "examples" / "train_numpy.py", ROOT / "examples" / "train_torch.py"
 
 
@@ -32,21 +33,20 @@ def test_slices_are_gone_on_from_on_fewer_ranks_and_without_slices(tmp_path):
 def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
     options = [NUMPY, "--epochs", 6, "--reducer", "topk", "--metrics"]
-    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
     whole = run(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
-                **each_rank_a_node)
+                **EACH_RANK_A_NODE)
     assert whole.status == 0, whole.output
     stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
                 "--save", tmp_path / "stopped"]
     # It would last for half a minute.
-    job = start(2, PROGRAMS / "slow_attempt.py", 0.2, *stopping, **each_rank_a_node)
+    job = start(2, PROGRAMS / "slow_attempt.py", 0.2, *stopping, **EACH_RANK_A_NODE)
     assert job.stdout.readline().startswith("epoch   1"), job.stdout.read()
     job.send_signal(signal.SIGUSR1)
     ended = finish(job)
     assert ended.status == 0, ended.output
     (step,) = re.findall(r"^stopped at step (\d+): SIGUSR1 on rank 0$", ended.output, re.MULTILINE)
     assert int(step) < 90 and not (tmp_path / "stopped0.npz").exists()
-    ended = run(2, *stopping, **each_rank_a_node)
+    ended = run(2, *stopping, **EACH_RANK_A_NODE)
     assert ended.status == 0, ended.output
     for rank in range(2):
         weights = [np.load(tmp_path / f"{run}{rank}.npz") for run in ("whole", "stopped")]
@@ -63,13 +63,12 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
     torch = needed("torch")
     options = [TORCH, "--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--steps", 32,
                "--report", 15, "--reducer", "powersgd", "--save"]
-    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
-    ended = run(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
+    ended = run(2, *options, tmp_path / "whole.pt", **EACH_RANK_A_NODE)
     assert ended.status == 0, ended.output
     slow = [PROGRAMS / "slow_attempt.py", 0.2]
     for before, limit in ((slow, ["--time-limit", "0.6"]), ([], [])):
         ended = run(2, *before, *options, tmp_path / "stopped.pt", "--checkpoint",
-                    tmp_path / "run", *limit, **each_rank_a_node)
+                    tmp_path / "run", *limit, **EACH_RANK_A_NODE)
         assert ended.status == 0, ended.output
         assert ("stopped at step" in ended.output) == bool(limit), ended.output
         assert (tmp_path / "stopped.pt").exists() != bool(limit)
