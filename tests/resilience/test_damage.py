@@ -200,6 +200,13 @@ def test_a_file_that_is_longer_than_memory_is_refused(tmp_path, caplog, monkeypa
     assert "cannot be read: Unable to allocate 1.00 PiB" in caplog.text
 
 
+def test_a_manifest_of_before_there_were_slices_is_read(tmp_path):
+    save(tmp_path, 5)
+    for change in (without("slices"), with_value("version", 1)):
+        change(tmp_path / "000001-step-5" / "manifest.json")
+    assert [(saved.step, saved.sharded) for saved in load(tmp_path)] == [(5, None)] * 2
+
+
 def test_where_none_can_be_used_nothing_begins_anew(tmp_path):
     save(tmp_path, 5, 10)
     for path in tmp_path.glob("*/rank-00001.*"):
