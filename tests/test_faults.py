@@ -39,10 +39,17 @@ def test_ranks_that_disagree(fault, texts):
     assert 1 <= output.count("Traceback (most recent call last)") <= 2, output
 
 
-def test_an_exception_on_one_rank():
-    output = broken(2, FAULT, "raise")
-    assert "ValueError: a bug in the user's code" in output
-    assert "rank 1 of 2 on" in output and "failed with ValueError" in output
+@pytest.mark.parametrize(("fault", "texts"), [
+    ("raise", ["ValueError: a bug in the user's code", "rank 1 of 2 on", "failed with ValueError"]),
+    # An exception that cannot be printed.
+    ("full", []),
+    # The other one closes.
+    ("stopped", ["rank 0 has waited", "#1 close", "StallError: rank 0: Timed out after",
+                 "rank 1 does not answer"])])
+def test_a_rank_that_fails_alone(fault, texts):
+    output = broken(2, FAULT, fault)
+    for text in texts:
+        assert text in output, output
 
 
 @pytest.mark.any_mpi
@@ -110,17 +117,6 @@ def test_control_c(to):
         job.send_signal(signal.SIGINT)
     ended = finish(job)
     assert ended.status != 0 and time.monotonic() - began < SOON_S
-
-
-def test_an_exception_that_cannot_be_printed():
-    broken(2, FAULT, "full")
-
-
-def test_a_stopped_rank_ends_the_job_of_those_who_close():
-    output = broken(2, FAULT, "stopped")
-    assert "rank 0 has waited" in output and "#1 close" in output
-    assert "StallError: rank 0: Timed out after" in output
-    assert "rank 1 does not answer" in output
 
 
 @pytest.mark.any_mpi
