@@ -43,13 +43,12 @@ def killed(job, folder, ranks, after, rng):
     return True
 
 
-def any_job(sources, rng):
-    """Return ranks, source, tokens of a batch, and steps from one checkpoint to the next."""
-    return rng.randint(1, 3), rng.choice(sources), rng.choice([4000, 4000, 9000]), rng.randint(1, 6)
-
-
 def one_training(folder, jobs, rng):
-    """Run jobs in turn, each killed but the last; return the kills, and how the last one ended."""
+    """Run jobs in turn, each killed but the last; return the kills, and how the last one ended.
+
+    Args:
+        jobs: Ranks, source, tokens of a batch, and steps from one checkpoint to the next.
+    """
     for kills, (ranks, *options) in enumerate(jobs):
         print(f"{ranks} ranks, {', '.join(map(str, options))}", flush=True)
         job = start(ranks, PROGRAMS / "data_training.py", folder, *options)
@@ -65,15 +64,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--without-torchdata", action="store_true")
     args = parser.parse_args()
     rng, kills, trainings, exact = random.Random(args.seed), 0, 0, 0
     while kills < args.kills:
-        sources = SOURCES[(trainings % 3 == 2) and not args.without_torchdata]
+        sources = SOURCES[trainings % 3 == 2]
         with tempfile.TemporaryDirectory() as name:
             wanted = min(rng.randint(1, 4), args.kills - kills)
-            done, ended = one_training(
-                Path(name), [any_job(sources, rng) for _ in range(wanted + 1)], rng)
+            jobs = [(rng.randint(1, 3), rng.choice(sources), rng.choice([4000, 4000, 9000]),
+                     rng.randint(1, 6)) for _ in range(wanted + 1)]
+            done, ended = one_training(Path(name), jobs, rng)
         kills, trainings = kills + done, trainings + 1
         right = ended.status == 0 and "once" in ended.output
         exact += done * right

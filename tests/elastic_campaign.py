@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from launching import PROGRAMS, start
@@ -26,29 +25,6 @@ PLACES = ["compute", "commit", "barrier", "objects", "broadcast", "broadcast win
           "allreduce auto window", "iallreduce ring", "iallreduce native", "iallreduce shared"]
 PATTERNS = ["one", "one", "one", "rank 0", "two at once", "one after another", "in recovery"]
 RANKS, STEPS, LIMIT_S = 4, 400, 110
-
-
-@dataclass
-class Outcome:
-    """What became of a job.
-
-    Attributes:
-        kills: How many ranks were killed.
-        problem: What went wrong; "" for nothing.
-        recovery_s: From each death, or two at once, to the first step of the last rank after it.
-    """
-
-    kills: int = 0
-    problem: str = ""
-    recovery_s: list = field(default_factory=list)
-    output: str = ""
-
-
-def begin(folder, place, private):
-    """Start a job that writes to a folder."""
-    variables = {"MPIRING_SHARED_MEMORY": "0"} if private else {}
-    return start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
-                 options=("--with-ft", "ulfm"), **variables)
 
 
 def events(folder):
@@ -104,76 +80,67 @@ def injure(folder, job, pattern, rng):
 
 
 def one_job(place, private, pattern, rng):
-    """Run a job, and hurt it."""
-    outcome = Outcome()
+    """Run a job, and hurt it.
+
+    Returns:
+        How many ranks were killed; what went wrong, or ""; the seconds from each death, or two at
+        once, to the first step of the last rank after it; what the job has printed.
+    """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job = begin(folder, place, private)
+        folder, problem = Path(name), ""
+        job = start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
+                    options=("--with-ft", "ulfm"), MPIRING_SHARED_MEMORY=str(int(not private)))
         try:
             deaths = injure(folder, job, pattern, rng)
-            outcome.output, _ = job.communicate(timeout=LIMIT_S)
         except ProcessLookupError:
             deaths = []    # It had come to its end before.
-            outcome.output, _ = job.communicate(timeout=LIMIT_S)
+        try:
+            output, _ = job.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            outcome.problem = "hangs"
+            problem = "hangs"
             os.killpg(job.pid, signal.SIGKILL)
-            outcome.output, _ = job.communicate()
+            output, _ = job.communicate()
         if job.returncode:
-            outcome.output += (folder / "log").read_text()[-2000:]
+            output += (folder / "log").read_text()[-2000:]
         left = deaths[-1][1] if deaths else RANKS
-        outcome.kills = RANKS - left
-        judge(outcome, job.returncode, left)
+        recovery_s = []
         for when, size in deaths:
             steps = [at for at, _, what, among in events(folder)
                      if what == "goes on" and among == size]
             if len(steps) >= size:
-                outcome.recovery_s.append(max(steps) - when)
-    return outcome
-
-
-def judge(outcome, status, left):
-    """Say what is wrong with a job that has ended."""
-    if "WRONG" in outcome.output:
-        outcome.problem = "a wrong sum"
-    elif outcome.problem:
-        return
-    elif status:
-        outcome.problem = f"ends with status {status}"
-    elif outcome.output.count("right ") != left:
-        outcome.problem = f"{outcome.output.count('right ')} of {left} ranks are right"
+                recovery_s.append(max(steps) - when)
+    if "WRONG" in output:
+        problem = "a wrong sum"
+    elif not problem and job.returncode:
+        problem = f"ends with status {job.returncode}"
+    elif not problem and output.count("right ") != left:
+        problem = f"{output.count('right ')} of {left} ranks are right"
+    return RANKS - left, problem, recovery_s, output
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--places", nargs="*", default=PLACES)
-    parser.add_argument("--patterns", nargs="*", default=PATTERNS)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     kills = jobs = survived = 0
     problems, recovery_s = Counter(), []
     while kills < args.kills:
-        place, pattern = args.places[jobs % len(args.places)], rng.choice(args.patterns)
+        place, pattern = PLACES[jobs % len(PLACES)], rng.choice(PATTERNS)
         private = rng.random() < 0.3 and "shared" not in place
-        outcome = one_job(place, private, pattern, rng)
+        killed, problem, its_s, output = one_job(place, private, pattern, rng)
         jobs += 1
-        kills += outcome.kills
-        survived += outcome.kills * (not outcome.problem)
-        recovery_s += outcome.recovery_s
-        text = outcome.problem or "goes on"
-        print(f"{kills:4} {place}{' without shared memory' * private}, {pattern}: {text} "
-              f"{[round(s, 2) for s in outcome.recovery_s]}", flush=True)
-        if outcome.problem:
-            problems[outcome.problem] += 1
-            print(outcome.output[-6000:], flush=True)
-    found = {"jobs": jobs, "kills": kills, "survived": survived, "problems": problems,
-             "median_s": statistics.median(recovery_s), "longest_s": max(recovery_s)}
-    print(json.dumps(found))
-    if args.json:
-        args.json.write_text(json.dumps({**found, "recovery_s": recovery_s}))
+        kills += killed
+        survived += killed * (not problem)
+        recovery_s += its_s
+        print(f"{kills:4} {place}{' without shared memory' * private}, {pattern}: "
+              f"{problem or 'goes on'} {[round(s, 2) for s in its_s]}", flush=True)
+        if problem:
+            problems[problem] += 1
+            print(output[-6000:], flush=True)
+    print(json.dumps({"jobs": jobs, "kills": kills, "survived": survived, "problems": problems,
+                      "median_s": statistics.median(recovery_s), "longest_s": max(recovery_s)}))
 
 
 if __name__ == "__main__":

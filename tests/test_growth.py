@@ -1,4 +1,4 @@
-"""Tests that nothing grows: in 2,000 steps, and with communicators that are never closed."""
+"""Tests that nothing grows: in 1,000 steps, and with communicators that are never closed."""
 
 import re
 
@@ -10,19 +10,16 @@ pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.mark.parametrize("progress", ["thread", "inline"])
-def test_nothing_grows_in_two_thousand_steps(progress):
+def test_nothing_grows_in_a_thousand_steps(progress):
     ended = run(2, PROGRAMS / "many_steps.py", MPIRING_PROGRESS=progress)
     assert ended.status == 0, ended.output
     grown = {name: (int(before), int(after)) for name, before, after in
              re.findall(r"^(\w+) (\d+) (\d+)$", ended.output, re.MULTILINE)}
-    before, after = grown["windows"]
-    # The meeting place and the buckets; the last small arrays may wait for collection.
-    assert 2 <= after <= before + 2, grown
-    before, after = grown["files"]
-    assert after <= before + 2, grown
-    for kind in ("virtual", "resident"):
+    assert grown["windows"][0] >= 2, grown
+    # The meeting place and the buckets stay; the last small arrays may wait for collection.
+    for kind, most in (("windows", 2), ("files", 2), ("virtual", 2 << 20), ("resident", 2 << 20)):
         before, after = grown[kind]
-        assert after < before + (4 << 20), grown
+        assert after <= before + most, grown
 
 
 def test_dropped_communicators_give_back_what_is_theirs_alone():

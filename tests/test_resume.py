@@ -1,78 +1,74 @@
 """Stops trainings in many ways, lets them go on, and compares with those that never stopped."""
 
 import json
-import os
 import random
 import re
-import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from data_campaign import one_training
 from jobs import run
-from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
+from launching import PROGRAMS, ROOT, finish, launch, needed, start
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
+EACH_RANK_A_NODE = {"MPIRING_SHARED_MEMORY": "0"}
 NUMPY, TORCH = ROOT / "examples" / "train_numpy.py", ROOT / "examples" / "train_torch.py"
 
 
-def test_every_reducer_goes_on_bit_by_bit(tmp_path):
+def test_training_goes_on_bit_by_bit(tmp_path):
+    """Every Reducer's state: tests/reducers/test_all_reducers.py."""
     ended = run(3, PROGRAMS / "resumed.py", tmp_path)
     assert ended.status == 0, ended.output
-    assert ended.output.count("goes on bit by bit") == 7, ended.output
+    assert ended.output.count("goes on bit by bit") == 3, ended.output
 
 
-def test_slices_of_four_ranks_are_gone_on_from_on_fewer_and_without_slices(tmp_path):
+def test_slices_are_gone_on_from_on_fewer_ranks_and_without_slices(tmp_path):
     needed("torch")
-    ended = run(4, PROGRAMS / "resharded.py", tmp_path)
+    ended = run(3, PROGRAMS / "resharded.py", tmp_path)
     assert ended.status == 0 and "goes on from slices" in ended.output, ended.output
 
 
 def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
-    options = [NUMPY, "--epochs", 20, "--reducer", "topk", "--metrics"]
-    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
+    options = [NUMPY, "--epochs", 6, "--reducer", "topk", "--metrics"]
     whole = run(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
-                **each_rank_a_node)
+                **EACH_RANK_A_NODE)
     assert whole.status == 0, whole.output
     stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
                 "--save", tmp_path / "stopped"]
-    # It would last for a minute.
-    job = start(2, PROGRAMS / "slow_attempt.py", 0.2, *stopping, **each_rank_a_node)
+    # It would last for half a minute.
+    job = start(2, PROGRAMS / "slow_attempt.py", 0.2, *stopping, **EACH_RANK_A_NODE)
     assert job.stdout.readline().startswith("epoch   1"), job.stdout.read()
     job.send_signal(signal.SIGUSR1)
     ended = finish(job)
     assert ended.status == 0, ended.output
     (step,) = re.findall(r"^stopped at step (\d+): SIGUSR1 on rank 0$", ended.output, re.MULTILINE)
-    assert int(step) < 300 and not (tmp_path / "stopped0.npz").exists()
-    ended = run(2, *stopping, **each_rank_a_node)
+    assert int(step) < 90 and not (tmp_path / "stopped0.npz").exists()
+    ended = run(2, *stopping, **EACH_RANK_A_NODE)
     assert ended.status == 0, ended.output
     for rank in range(2):
         weights = [np.load(tmp_path / f"{run}{rank}.npz") for run in ("whole", "stopped")]
         for name, x in weights[0].items():
             assert x.tobytes() == weights[1][name].tobytes(), f"{name} differs, stopped at {step}"
-    lines = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-             for name in ("whole.jsonl", "m.jsonl")]
-    told = [[(line["step"], round(line["loss"], 9), line["accuracy"]) for line in one]
-            for one in lines]
-    assert told[0] == told[1] and len(told[0]) == 20
+    told = [[(line["step"], round(line["loss"], 9), line["accuracy"])
+             for line in map(json.loads, (tmp_path / name).read_text().splitlines())]
+            for name in ("whole.jsonl", "m.jsonl")]
+    assert told[0] == told[1] and len(told[0]) == 6
 
 
 def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path):
     """Batches that were fetched, but not trained on, are drawn again."""
     torch = needed("torch")
-    options = [PROGRAMS / "slow_steps.py", TORCH, "--width", 32, "--layers", 1, "--context",
-               32, "--batch", 6, "--steps", 40, "--report", 15, "--reducer", "powersgd", "--save"]
-    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
-    ended = run(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
+    options = [TORCH, "--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--steps", 32,
+               "--report", 15, "--reducer", "powersgd", "--save"]
+    ended = run(2, *options, tmp_path / "whole.pt", **EACH_RANK_A_NODE)
     assert ended.status == 0, ended.output
-    for limit in (["--time-limit", "0.6"], []):
-        ended = run(2, *options, tmp_path / "stopped.pt", "--checkpoint", tmp_path / "run",
-                    *limit, **each_rank_a_node)
+    slow = [PROGRAMS / "slow_attempt.py", 0.2]
+    for before, limit in ((slow, ["--time-limit", "0.6"]), ([], [])):
+        ended = run(2, *before, *options, tmp_path / "stopped.pt", "--checkpoint",
+                    tmp_path / "run", *limit, **EACH_RANK_A_NODE)
         assert ended.status == 0, ended.output
         assert ("stopped at step" in ended.output) == bool(limit), ended.output
         assert (tmp_path / "stopped.pt").exists() != bool(limit)
@@ -92,22 +88,7 @@ def test_killed_at_any_moment_other_ranks_train_on_each_sample_once(tmp_path):
 def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
     ended = launch(2, PROGRAMS / "saving.py", "killed", tmp_path)
     assert ended.status != 0
-    ended = run(2, PROGRAMS / "saving.py", "check,signalled,late", tmp_path)
+    ended = run(2, PROGRAMS / "saving.py", "check,signalled", tmp_path)
     assert ended.status == 0, ended.output
     assert "left is step 1 ['000001-step-1', 'latest', 'lock']" in ended.output
-    assert ended.output.count("stopped at step 5") == ended.output.count("in time") == 2
-
-
-def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path):
-    if os.geteuid() or not shutil.which("unshare"):
-        missing = "mounting a small disk needs root and util-linux"
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(reason=missing)
-    job = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"',
-         tmp_path, mpiexec(), "-n", "2", sys.executable, PROGRAMS / "saving.py",
-         "full,check", tmp_path],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(),
-        start_new_session=True)
-    ended = finish(job)
-    assert ended.status == 0, ended.output
-    assert "the disk was full for rank 1" in ended.output and "left is step 3" in ended.output
+    assert ended.output.count("stopped at step 5") == 2

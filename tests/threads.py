@@ -15,12 +15,6 @@ from mpiring.memory.reduction import reduction
 _DEADLINE_S = 30
 
 
-def state(step, rank=None):
-    """Return a state that tells of which step, and whose, it is."""
-    x = np.arange(100.0) + step
-    return {"x": x} if rank is None else {"rank": rank, "x": x + 1000 * rank}
-
-
 class Meeting:
     """Where ranks exchange objects."""
 
@@ -71,7 +65,8 @@ class ThreadComm:
 
     def iallreduce(self, x, *, op):
         assert op == "max"
-        return Answer(np.max(self.allgather_object(x), axis=0))
+        answer = np.max(self.allgather_object(x), axis=0)
+        return SimpleNamespace(wait=lambda: answer)
 
 
 class TrainingComm(ThreadComm):
@@ -94,9 +89,8 @@ class TrainingComm(ThreadComm):
 
     def broadcast(self, x, *, root=0):
         vector = vector_of(x)
-        if isinstance(vector, DeviceVector):
-            if vector.ready is not None:
-                await_event(vector.ready)
+        if isinstance(vector, DeviceVector) and vector.ready is not None:
+            await_event(vector.ready)
         _write(vector, self.allgather_object(vectors.on_host(vector))[root])
 
     def allreduce(self, x, *, op="sum"):
@@ -169,16 +163,6 @@ class _Collectives:
 
 def _write(x, host):
     vectors.copy_to(x, vectors.moved(host, x.device) if isinstance(x, DeviceVector) else host)
-
-
-class Answer:
-    """A handle."""
-
-    def __init__(self, value):
-        self._value = value
-
-    def wait(self):
-        return self._value
 
 
 def on_ranks(size, function, kind=ThreadComm):

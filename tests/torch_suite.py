@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 from launching import launch
 
-RANKS = 3
+RANKS, LIMIT_S = 3, 240
 ONLY_GLOO, BREAKING = "monitored_barrier_gloo", "test_barrier_timeout"
 # These ask, when they run, for the name of the back end, and make a model only for those they know.
 ASKING = "test_accumulate_gradients"
@@ -121,12 +121,12 @@ def outcome_in(folder, ended_well, output=""):
     return f"{output}\n{len(notes)} of {RANKS} ranks passed, but the processes did not end well"
 
 
-def over_gloo(tests, name, limit_s):
+def over_gloo(tests, name):
     """Return how a test ends over Gloo, in processes that are forked: none imports PyTorch."""
     folder, fork = new_folder(), multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(tests, name, folder, rank))
              for rank in range(RANKS)]
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     for process in ranks:
         process.start()
     for process in ranks:
@@ -137,11 +137,11 @@ def over_gloo(tests, name, limit_s):
     return outcome_in(folder, not any(process.exitcode for process in ranks))
 
 
-def over_mpiring(name, limit_s):
+def over_mpiring(name):
     """Return how a test ends over mpiring, in a job of its own."""
     folder = new_folder()
     try:
-        ended = launch(RANKS, __file__, "--rank", folder, name, timeout_s=limit_s)
+        ended = launch(RANKS, __file__, "--rank", folder, name, timeout_s=LIMIT_S)
     except pytest.fail.Exception as late:
         return f"{outcome_in(folder, False)}\n{late}"
     # Those end without MPI_Finalize, which a launcher may take for a death; all ranks must have
@@ -154,7 +154,6 @@ def main():
     """Read the command line; run the tests, or be one rank of one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="tests to run; all by default")
-    parser.add_argument("--limit", type=float, default=240, metavar="S", help="for one test")
     parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -163,16 +162,14 @@ def main():
     tests = tests_of_pytorch("/nowhere")
     failures, counts = {}, Counter()
     for name in arguments.names or names_of(tests):
-        outcome = over_gloo(tests, name, arguments.limit)
-        if outcome == "skipped":
-            counts["skipped by Gloo"] += 1
-            continue
+        outcome = over_gloo(tests, name)
         if outcome != "passed":
-            counts["failed by Gloo"] += 1
-            print(f"fails over Gloo   {name}", flush=True)
+            what = "skipped by Gloo" if outcome == "skipped" else "failed by Gloo"
+            counts[what] += 1
+            print(f"{what}  {name}", flush=True)
             continue
         began = time.monotonic()
-        outcome = over_mpiring(name, arguments.limit)
+        outcome = over_mpiring(name)
         if outcome != "passed":
             failures[name] = outcome
         what = "FAILED" if name in failures else "passed"

@@ -36,15 +36,6 @@ def test_grahams_bound_is_reached():
         assert load == 4 * size - 1 and sum(lengths) == 3 * size * size
 
 
-@given(lengths=st.lists(st.integers(1, 1000), max_size=80), size=st.integers(1, 20))
-def test_shares_have_each_sample_once_longest_first(lengths, size):
-    found = shares(lengths, size)
-    assert sorted(itertools.chain(*found)) == list(range(len(lengths))) and len(found) == size
-    for share in found:
-        assert all(lengths[a] >= lengths[b] for a, b in itertools.pairwise(share))
-    assert len(lengths) < size or all(found)
-
-
 def test_equal_samples_come_in_their_order():
     assert shares([5] * 5, 2) == [[0, 2, 4], [1, 3]]
     assert shares([], 2) == [[], []]
@@ -67,24 +58,6 @@ def test_a_batch_has_a_number_of_samples_that_ranks_can_share():
     bounds = cuts(list(itertools.accumulate([100] * 4000)), 2799)
     counts = np.diff(bounds)
     assert np.mean(counts == 24) > 0.9 and np.all(counts % 2 == 0) and counts.min() > 10
-
-
-@settings(deadline=None, max_examples=40)
-@given(lengths=LENGTHS, tokens=st.integers(60, 500), seed=st.integers(0, 2**31 - 1),
-       shuffled=st.booleans())
-def test_a_plan_has_each_sample_once(lengths, tokens, seed, shuffled):
-    lengths = np.array(lengths, np.uint8)
-    samples = np.arange(0, len(lengths), 2, dtype=np.int32)
-    found = plan(lengths, samples.copy(), TokenBudget(tokens, 50, 1),
-                 np.random.RandomState(seed) if shuffled else None)
-    assert sorted(found.order) == samples.tolist()
-    seen = []
-    for index in range(len(found)):
-        batch, counted = found.batch(index)
-        assert counted == [min(int(lengths[i]), 50) for i in batch] == sorted(counted)[::-1]
-        assert 0 < sum(counted) <= tokens
-        seen += batch
-    assert seen == found.order.tolist()
 
 
 def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default_rng(0)):

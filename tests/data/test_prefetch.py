@@ -1,7 +1,6 @@
 """Tests that batches come to a device in order, whole, and early; on a simulated GPU."""
 
 import collections
-import gc
 import json
 import os
 import signal
@@ -161,22 +160,15 @@ def test_it_can_be_left_early_and_begun_again(device):
     assert not fetchers()
 
 
-def test_length_is_the_loaders():
-    assert len(prefetch([1, 2, 3], "cpu")) == 3
-    with pytest.raises(TypeError, match="has no len"):
-        len(prefetch(iter([1]), "cpu"))
-
-
 def test_on_the_cpu_batches_pass_and_are_not_kept():
     wanted = list(batches(3))
     assert all(x is y for x, y in zip(prefetch(wanted, "cpu"), wanted, strict=True))
     assert not fetchers()
-    alive = []
     for x in prefetch((np.ones(number) for number in range(1, 5)), "cpu", depth=1):
-        alive.append(weakref.ref(x))
+        gone = threading.Event()
+        weakref.finalize(x, gone.set)
         del x
-        gc.collect()
-        assert alive[-1]() is None
+        assert gone.wait(SOON_S)
 
 
 class Numbers:
@@ -233,8 +225,11 @@ def test_an_iteration_that_yields_nothing_leaves_the_state():
     assert fetched.state_dict() == {"epoch": 0, "drawn": 0}
 
 
-def test_a_loader_without_a_state_is_refused():
+def test_length_and_state_are_the_loaders():
     fetched = prefetch([1, 2], "cpu")
+    assert len(fetched) == 2
+    with pytest.raises(TypeError, match="has no len"):
+        len(prefetch(iter([1]), "cpu"))
     for call in (fetched.state_dict, lambda: fetched.load_state_dict({})):
         with pytest.raises(ConfigError, match=r"a list, has no state_dict.*seen="):
             call()

@@ -8,7 +8,7 @@ import threads
 from ranks import LENGTHS, Comm, counts, drawn, on_ranks
 
 from mpiring import ConfigError
-from mpiring.data import TokenBatches, prefetch
+from mpiring.data import TokenBatches
 
 
 @settings(deadline=None, max_examples=30)
@@ -183,12 +183,6 @@ def test_padding_and_imbalance():
     assert 0 < first < 0.1 and batches.padding != first
 
 
-def test_ranks_get_empty_shares_where_samples_are_few():
-    ranks = on_ranks(4, [100, 90, 50], tokens=200)
-    assert sorted(len(share) for batch in zip(*ranks, strict=True) for share in batch)[:3] == [
-        0, 0, 0]
-
-
 @pytest.mark.parametrize(("lengths", "message"), [
     ([], "rank 1: lengths is empty: expected the length of at least one sample"),
     ([3, 0, 5], r"rank 1: lengths\[1\]=0: expected a whole number of at least 1"),
@@ -196,17 +190,10 @@ def test_ranks_get_empty_shares_where_samples_are_few():
     ([3, 2.5], r"lengths\[1\]=2.5: expected"),
     ([3, 2.0], r"array of float64: expected whole numbers, such as lengths.astype\(np.int64\)"),
     (np.array([3, 2, np.nan]), r"lengths\[2\]=nan"),
-    (np.array([3.0, np.inf]), r"lengths\[1\]=inf"),
-    (np.array([3.0, 0.0]), r"lengths\[1\]=0.0"),
     ([3, True], r"lengths\[1\]=True"),
-    (np.array([True]), r"lengths\[0\]=True"),
-    ([3, None], r"lengths\[1\]=None"),
     ([[1, 2], [3]], r"lengths\[0\]=\[1, 2\]"),
-    (["17"], r"lengths\[0\]='17'"),
     (np.array(["17"]), r"lengths\[0\]='17'"),
     (np.ones((2, 2), int), r"shape \(2, 2\): expected a vector"),
-    (7, r"shape \(\): expected a vector"),
-    (np.array([2**70], object), r"an array of object"),
     ([3, 2**70], r"an array of object"),
     ([3, 5001], r"sample 1 has 5001 tokens, more than a batch of all ranks may have: tokens=5000, "
                 r"longest=None; raise tokens, or cut samples to longest=5000 or less"),
@@ -273,16 +260,12 @@ def test_states_of_other_batches_are_refused():
         r"batches with shuffle=False, but these have shuffle=True": {**good, "shuffle": False},
         r"digest=\w+, but these have digest=\w+;": on_ranks(1, LENGTHS[::-1])[0].state_dict(),
         r"epoch=-1: expected": {**good, "epoch": -1},
-        r"history is 5: pass what": {**good, "history": 5},
         r"history is \[\[1, 2\]\]: pass": {**good, "history": [[1, 2]]},
         r"history: samples=5001: expected a whole number from 0 to 5000": {
             **good, "history": [[6000, None, 64, 5001]]},
-        r"history: samples=1: expected a whole number from 0 to 0": {
-            **good, "history": [[6000, None, 64, 5000], [6000, None, 64, 1]]},
         r"history: longest=0": {**good, "history": [[6000, 0, 64, 17]]},
         r"has 17 samples done by Budget\(tokens=6000, longest=None, window=64\), but no batch "
         r"ends there": {**good, "history": [[6000, None, 64, 17]]},
-        r"has 17 samples done by Budget\(tokens=999": {**good, "history": [[999, None, 64, 17]]},
         r"state of TokenBatches lacks history": {"epoch": 3},
         r"state of TokenBatches is a int": 3,
     }
@@ -309,18 +292,3 @@ def test_no_more_were_seen_than_were_drawn(seen):
     drawn([batches], 5)
     with pytest.raises(ConfigError, match=f"in this iteration\\)={seen}: .* from 0 to 5"):
         batches.state_dict(seen=seen)
-
-
-def test_with_prefetch_ahead_an_epoch_goes_on_exactly():
-    whole = drawn(on_ranks(1))
-    first = [prefetch(one, "cpu", depth=3) for one in on_ranks(2)]
-    assert len(first[0]) == len(whole)
-    assert drawn(first, 9) == whole[:9]
-    state = first[0].state_dict()
-    assert first[1].state_dict() == state
-    assert drawn(on_ranks(3, state=state)) == whole[9:]
-    # Those that go on themselves do so from where they were left.
-    for one in first:
-        one.load_state_dict(state)
-    assert drawn(first) == whole[9:]
-    assert first[0].state_dict()["epoch"] == 1

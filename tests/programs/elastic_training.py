@@ -127,8 +127,6 @@ def train(state):
         if state.step % (1 if WHAT == "commit" else COMMIT_EVERY) == 0:
             die("commit", state.step)
             state.commit()
-        if state.step % 20 == 0:
-            log(f"is at {state.step} {comm.size}")
         if state.step == first + 1:
             log(f"goes on {state.step} {comm.size}")
     die("end", state.step)

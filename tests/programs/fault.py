@@ -10,7 +10,7 @@ import numpy as np
 
 import mpiring
 from mpiring.asynchronous import PairAveraging, ParameterServer
-from mpiring.numpy import DataParallel, DiLoCo
+from mpiring.numpy import DataParallel
 from mpiring.optim import SGD
 
 fault = sys.argv[1]
@@ -28,9 +28,14 @@ if fault == "raise":
 elif fault == "shape":
     comm.allreduce(np.ones(1000 - odd, np.float32))
 elif fault == "missing call":
-    if odd:
-        time.sleep(60)
-    comm.allreduce(x)
+    shapes = {"w1": (30, 30), "b1": (30,), "w2": (30, 30), "b2": (30,)}
+    dp = DataParallel({name: np.ones(shape) for name, shape in shapes.items()}, comm,
+                      bucket_bytes=8000)
+    for name in reversed(shapes):
+        if odd:
+            time.sleep(60)
+        dp.ready(name)
+    dp.wait()
 elif fault == "leaves early":
     if odd:
         sys.exit(3)
@@ -48,33 +53,24 @@ elif fault == "background":
     # The engine's thread finds out while the main thread computes for long.
     comm.iallreduce(np.ones(1_000_000 - odd, np.float32))
     time.sleep(60)
-elif fault == "interrupt":
-    comm.broadcast(x)
-    if odd:
-        os.kill(os.getpid(), signal.SIGINT)
-    comm.broadcast(x)
-    comm.barrier()
 elif fault == "wait for ever":
     if not odd:
         comm.allreduce(x)
     time.sleep(60)
-elif fault == "killed":
-    comm.reduce_scatter(x)
-    if odd:
-        os.kill(os.getpid(), signal.SIGKILL)
-    comm.reduce_scatter(x)
-elif fault.endswith("in place"):
-    y = comm.empty(100_000)
+elif fault.startswith(("killed", "interrupt")):
+    is_killed, in_place = fault.startswith("killed"), fault.endswith("in place")
+    y = comm.empty(100_000) if in_place else x
+    call = comm.allreduce if in_place else comm.reduce_scatter if is_killed else comm.broadcast
     for _ in range(3):
         y[:] = 1
-        comm.allreduce(y)
+        call(y)
     if odd:
-        os.kill(os.getpid(), signal.SIGKILL if "killed" in fault else signal.SIGINT)
-    comm.allreduce(y)
+        os.kill(os.getpid(), signal.SIGKILL if is_killed else signal.SIGINT)
+    call(y)
     comm.barrier()
-elif fault.startswith("full "):
+elif fault == "full":
     if odd:
-        setattr(sys, fault.removeprefix("full "), open("/dev/full", "w"))
+        sys.stdout, sys.stderr = open("/dev/full", "w"), open("/dev/full", "w")
         print("unwritten")
         raise ValueError("on a full disk")
     time.sleep(60)
@@ -91,14 +87,5 @@ elif fault == "drift":
         for name in params:
             dp.ready(name)
         dp.wait()
-elif fault == "no steps":
-    outer = DiLoCo({"w": x}, comm, every=4, delay=2)
-    for step in range(7):
-        if odd:
-            time.sleep(60)
-        outer.step()
-    outer.synchronize()
-elif fault == "no close":
-    comm.iallreduce(x)
 else:
     raise SystemExit(f"unknown fault {fault!r}")

@@ -1,6 +1,7 @@
 """Breaks the last rank amid training without a common step, and prints what the others say of it.
 
-Usage: loose_fault.py FAULT: one of FAULTS. All ways of training are tried, one after the other.
+Usage: loose_fault.py FAULT FOLDER: one of FAULTS, and an empty folder, in which the others wait for
+each other. All ways of training are tried at the same time.
 """
 
 import functools
@@ -8,6 +9,8 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -38,14 +41,25 @@ for take_step in ways.values():
 comm.barrier()
 if comm.rank == comm.size - 1:
     os.kill(os.getpid(), FAULTS[fault])
-for way, take_step in ways.items():
+
+
+def train(way):
+    """Return after how many seconds training is told that a rank is missing, and how."""
     began_s = time.monotonic()
     try:
         for _ in range(50):
-            take_step()
+            ways[way]()
     except mpiring.StallError as error:
-        took_s = time.monotonic() - began_s
+        return time.monotonic() - began_s, error
+    raise AssertionError(f"{way} does without the last rank")
+
+
+with ThreadPoolExecutor(len(ways)) as threads:
+    for way, (took_s, error) in zip(ways, threads.map(train, ways)):
         print(f"{way}, rank {comm.rank}, after {took_s:.1f} s: {str(error)!r}", flush=True)
-        # The last one ends the job.
-        if way == "diloco":
-            raise
+# The first one that raises ends the job.
+folder, until_s = Path(sys.argv[2]), time.monotonic() + 60
+(folder / f"{comm.rank}").touch()
+while len(os.listdir(folder)) < comm.size - 1 and time.monotonic() < until_s:
+    time.sleep(0.05)
+raise error

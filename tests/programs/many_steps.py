@@ -9,7 +9,7 @@ import numpy as np
 import mpiring
 from mpiring.numpy import DataParallel
 
-STEPS = 2000
+STEPS = 1000
 
 
 def usage():

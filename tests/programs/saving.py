@@ -8,15 +8,14 @@ import time
 import numpy as np
 
 import mpiring
-from mpiring.errors import CheckpointError
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import Stopping, checkpoint_file
 
 fault, folder = sys.argv[1:]
 
 
-def state(step, n=1000):
-    return {"x": np.full(n, step)}
+def state(step):
+    return {"x": np.full(1000, step)}
 
 
 def killed(comm, checkpoints):
@@ -32,25 +31,6 @@ def killed(comm, checkpoints):
     time.sleep(60)
 
 
-def full(comm, checkpoints):
-    """The disk has 4 MB."""
-    checkpoints.save(1, replicated=state(1), own=state(comm.rank))
-    checkpoints.save(2, replicated=state(2), own=state(comm.rank, n=10**6 * (comm.rank == 1)))
-    try:
-        checkpoints.wait()
-    except CheckpointError as error:
-        everybodys = comm.allgather_object(str(error))
-        assert everybodys == everybodys[:1] * comm.size
-        assert "step 2 was not written: rank 1 on " in str(error), error
-        assert "No space left on device" in str(error), error
-        if comm.rank == 0:
-            print("the disk was full for rank 1", flush=True)
-    checkpoints.save(3, replicated=state(3), own=state(comm.rank))
-    checkpoints.close()
-    left = sorted(os.listdir(folder))
-    assert left == ["000001-step-1", "000002-step-3", "latest", "lock"], left
-
-
 def signalled(comm, checkpoints):
     """The last rank gets a signal, in the midst of computing; all stop at the same step."""
     with Stopping(comm) as stopping:
@@ -62,22 +42,11 @@ def signalled(comm, checkpoints):
             np.linalg.norm(np.ones((100, 100)))
     assert set(comm.allgather_object((step, stopping.reason))) == {
         (5, f"SIGTERM on rank {comm.size - 1}")}
-    print(f"stopped at step {step}", flush=True)
-
-
-def late(comm, checkpoints):
-    """One rank alone has a time limit; all stop in time, and none is lost in the last answer."""
-    began = time.monotonic()
-    with Stopping(comm, time_limit_s=1.5 if comm.rank == 1 else None) as stopping:
-        while not stopping.now():
-            time.sleep(0.01 * comm.rank)
-    assert stopping.reason == "the time limit of 1.5 s on rank 1", stopping.reason
-    # Nobody is interrupted: where other programs keep the cores busy, a step may last.
-    assert time.monotonic() - began < 1.5 + 60
+    # Nobody is lost in the last answer.
     with Stopping(comm) as stopping:
         for _ in range(10):
             assert not stopping.now()
-    print("in time", flush=True)
+    print(f"stopped at step {step}", flush=True)
 
 
 def check(comm, checkpoints):

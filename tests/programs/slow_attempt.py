@@ -8,6 +8,8 @@ import runpy
 import sys
 import time
 
+import pytest
+
 from mpiring.resilience import Stopping
 
 FAST_STEPS = 20
@@ -21,7 +23,9 @@ def slowly(self, now=Stopping.now):
     return now(self)
 
 
-if "SLURM_RESTART_COUNT" not in os.environ:
-    Stopping.now = slowly
 sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+# Another program may follow in this process.
+with pytest.MonkeyPatch.context() as patches:
+    if "SLURM_RESTART_COUNT" not in os.environ:
+        patches.setattr(Stopping, "now", slowly)
+    runpy.run_path(sys.argv[0], run_name="__main__")
