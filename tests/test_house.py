@@ -1,10 +1,13 @@
 """Holds the code to the rules of the house: layers, size, docstrings, exports, light imports."""
 
 import ast
+import collections
 import functools
 import importlib
 import inspect
+import os
 import re
+import subprocess
 
 import pytest
 from launching import ROOT, python
@@ -35,6 +38,10 @@ LAYERS = [
     ["tools"],
     ["__main__", "__init__"],
 ]
+# What users of PyTorch and of NumPy know by the same names.
+OF_EACH_ADAPTER = {"AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD"}
+# Constructors of more than 8 arguments: users pass them by keyword.
+KEYWORDS = {"Adam", "AdamW", "DataParallel", "LAMB", "LARS", "SGD", "StreamingDiLoCo"}
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 # All others open files by `mpiring.files`, as another user may have prepared the folder: the tools
 # open what their user names, the rest what the kernel makes.
@@ -126,6 +133,27 @@ def test_imports_make_no_circle():
         graph = {file: needs for file, needs in graph.items() if file not in leaves}
 
 
+def test_a_class_name_means_one_thing():
+    files = collections.defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(name_of(path))
+    assert {name for name, paths in files.items() if len(paths) > 1} == OF_EACH_ADAPTER
+
+
+def test_constructors_have_few_arguments():
+    """A user's has keywords, which stay; any other one groups what belongs together."""
+    long = set()
+    for path in FILES:
+        for node in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                    arguments = len(function.args.args) - 1 + len(function.args.kwonlyargs)
+                    long |= {node.name} if arguments > 8 else set()
+    assert long == KEYWORDS
+
+
 def docstring_lines(tree):
     """Return the numbers of the lines that are docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -190,6 +218,11 @@ def test_forbidden_things(reason):
                 and re.search(pattern, path.read_text(), re.MULTILINE)]
 
 
+def test_no_file_is_called_utils():
+    assert not [name_of(path) for path in FILES if {"utils", "helpers", "core"}
+                & set(path.relative_to(PACKAGE).with_suffix("").parts)]
+
+
 def test_collectives_say_whether_they_block():
     from mpiring import Communicator
     for name in ("empty", "allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast",
@@ -218,3 +251,13 @@ def test_import_is_light_and_starts_no_mpi():
     seconds, *loaded = python("-c", code).stdout.split()
     third_party = {"torch", "cupy", "sklearn", "scipy", "tqdm", "ml_dtypes", "matplotlib", "numba"}
     assert not {"mpi4py.MPI", *third_party} & set(loaded) and float(seconds) < 1.0
+
+
+def test_the_tree_is_clean():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if tracked.returncode:
+        assert os.environ.get("CI") != "true", tracked.stderr
+        pytest.skip(reason="not a git checkout")
+    assert not [name for name in tracked.stdout.splitlines()
+                if re.search(r"(\.pyc|\.egg-info|__pycache__|\.so)$", name)
+                or (ROOT / name).exists() and (ROOT / name).stat().st_size > 200_000]

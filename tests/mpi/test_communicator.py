@@ -402,6 +402,18 @@ def test_statistics_count_bytes_and_seconds(comm, dtype, algorithm):
     assert 0 <= cost.hidden_share <= 1
 
 
+def test_long_messages_are_sent_in_pieces():
+    """The path of messages over 1 GiB, with a smaller limit."""
+    transport = MpiTransport(MPI.COMM_WORLD, piece_bytes=1000)
+    net = transport.channel(0)
+    x, y = np.arange(2501, dtype=np.float32) + net.rank, np.empty(2501, np.float32)
+    requests = [net.irecv(y, (net.rank - 1) % net.size), net.isend(x, (net.rank + 1) % net.size)]
+    while not all([request.test() for request in requests]):
+        pass
+    assert np.array_equal(y, np.arange(2501) + (net.rank - 1) % net.size)
+    transport.free()
+
+
 def test_every_collective_works_in_any_node_order(comm):
     """As if ranks had been dealt out to nodes in turn, which no launcher does on one machine."""
     with comm.split(0) as part:

@@ -15,7 +15,9 @@ rank = dist.get_rank()
 x = torch.ones(1000)
 dist.all_reduce(x)
 
-if fault == "message":
+if fault == "shape":
+    dist.all_reduce(x[:999] if rank == 1 else x)
+elif fault == "message":
     if rank == 1:
         dist.send(torch.ones(3), 0)
     elif rank == 0:

@@ -1,6 +1,5 @@
 """Checks that memory is seen when it comes, at its peak, and when it goes."""
 
-import gc
 import mmap
 import os
 import subprocess
@@ -17,14 +16,6 @@ MIB = 1 << 20
 NOISE = 3 * MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is not Linux")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """Let garbage collection, of which each measurement makes two, pass by the other tests'."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def measured(action, sharers=1):
