@@ -55,9 +55,9 @@ def test_short_vectors(data):
     check(x, data.draw(st.integers(0, x.size)))
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("n", [1, 1000, N])
-@pytest.mark.parametrize("how_many", [1, 1000])
+@pytest.mark.parametrize(("bad", "n", "how_many"), [
+    (np.inf, N, 1), (-np.inf, 1000, 1), (np.nan, 1, 1), (np.nan, N, 1000), (np.inf, 1000, 1000),
+    (-np.inf, N, 1000)])
 def test_not_finite(bad, n, how_many):
     x = np.random.default_rng(1).standard_normal(n).astype("float32")
     x[np.random.default_rng(2).integers(0, n, how_many)] = bad
