@@ -78,7 +78,7 @@ def numbers(dtype, n, seed, plain=False):
     """Return numbers of all sizes, and where the dtype has them NaN and Inf.
 
     Args:
-        plain: Complex numbers are of one size, and finite.
+        plain: Floating-point numbers are of one size, and finite.
     """
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
@@ -87,9 +87,9 @@ def numbers(dtype, n, seed, plain=False):
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, n, dtype, endpoint=True)
     if dtype.kind == "c":
-        parts = np.dtype(f"f{dtype.itemsize // 2}")
-        x = rng.standard_normal(2 * n).astype(parts) if plain else numbers(parts, 2 * n, seed)
-        return x.view(dtype)
+        return numbers(np.dtype(f"f{dtype.itemsize // 2}"), 2 * n, seed, plain).view(dtype)
+    if plain:
+        return rng.standard_normal(n).astype(dtype)
     x = (rng.standard_normal(n) * 10.0 ** rng.integers(-8, 5, n)).astype(dtype)
     with np.errstate(over="ignore"):
         special = np.array([np.nan, np.inf, -np.inf, 0, 6e-8, 65504, 1e38], dtype)
@@ -105,25 +105,29 @@ def expected(op, sources, divisor):
     return out
 
 
-def _agree(op, out, wanted):
-    if op != "prod" or out.dtype.kind != "c":
-        return same(out, wanted)
-    # NumPy contracts them in its loop, and not at the loop's end.
+def _near(out, wanted):
     return bool((abs(out - wanted) <= 8 * np.finfo(out.dtype).eps * abs(wanted)).all())
 
 
-def check_combine(stream, memory, op, name):
-    """Fail unless vectors are combined as on the host, for all counts and divisors."""
+def check_combine(stream, memory, op, name, plain=False):
+    """Fail unless vectors are combined as on the host, for all counts and divisors.
+
+    Args:
+        plain: See `numbers`.
+    """
     dtype = DTYPES[name]
+    # NumPy contracts products in its loop, and not at the loop's end.
+    near = dtype.kind == "c" and (op == "prod" or plain)
+    plain, agree = plain or near, _near if near else same
     for (p, q), n, divisor in itertools.product(counts(op), LENGTHS, divisors(op)):
         seed = zlib.crc32(f"{op} {name} {p} {n}".encode())
-        arrays = [numbers(dtype, n, seed + i, op == "prod") for i in range(p)]
+        arrays = [numbers(dtype, n, seed + i, plain) for i in range(p)]
         wanted = expected(op, arrays, divisor)
         sources = [memory.put(x) for x in arrays]
-        # The last result takes the place of a source.
-        outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[1]]
+        # The last result takes the place of a source: of each of two.
+        outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[n % p]]
         stream.combine(op, sources, divisor, outs)
-        assert all(_agree(op, memory.get(out), wanted) for out in outs), (p, q, n, divisor)
+        assert all(agree(memory.get(out), wanted) for out in outs), (p, q, n, divisor)
 
 
 def check_convert(memory, names):
