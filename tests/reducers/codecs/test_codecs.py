@@ -29,8 +29,8 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.fixture
 def without_numba(monkeypatch):
     """Encode and decode by NumPy."""
-    monkeypatch.setattr(loops, "loop", lambda *arguments: None)
-    monkeypatch.setattr(loops, "loop_16", lambda *arguments: None)
+    for name in ("loop", "loop_16"):
+        monkeypatch.setattr(loops, name, lambda *arguments: None)
 
 
 @pytest.fixture(params=["NumPy", "numba"])
@@ -40,7 +40,6 @@ def by(request):
         needed("numba")
     else:
         request.getfixturevalue("without_numba")
-    return request.param
 
 
 def normal(n, seed=0):
