@@ -167,6 +167,8 @@ def test_settings_and_states_that_cannot_work_are_refused():
     for make in (LossScaler, MasterWeights):
         with pytest.raises(mpiring.ConfigError, match="dp is a dict; pass a DataParallel"):
             make(dp.params)
+    with pytest.raises(mpiring.ConfigError, match=r"write into it: masters\['w'\]\[...\] = "):
+        MasterWeights(dp)["w"] = np.ones((2, 3), np.float32)
     scaler = LossScaler(dp)
     good = scaler.state_dict()
     for state, message in (
@@ -237,19 +239,6 @@ def test_masters_go_on_exactly(tmp_path):
     assert train(dp, masters, range(9, 20)) == whole
 
 
-def test_misuse_of_masters_is_named():
-    masters = MasterWeights(weights(np.float16))
-    with pytest.raises(mpiring.ConfigError, match=r"write into it: masters\['w'\]\[...\] = "):
-        masters["w"] = np.ones((2, 3), np.float32)
-    good = masters.state_dict()
-    for state, message in [
-            ({**good, "v": 1}, "has v besides"),
-            ({**good, "w": good["w"].T}, r"'w' is float32 \(3, 2\) .* but float32 \(2, 3\)"),
-            ({**good, "w": good["w"].astype("float64")}, "'w' is float64 .* build the model")]:
-        with pytest.raises(mpiring.ConfigError, match=message):
-            masters.load_state_dict(state)
-
-
 def outcomes(call):
     """Return what each of two ranks raises, as type and text, and its state before and after."""
     def program(comm):
@@ -303,6 +292,11 @@ def load_masters(change):
      r"the state of the MasterWeights has arrays\['w'\]\[0, 0\]=2.0, but on rank 0 it is 1.0"),
     (load_masters(lambda state: {**state, "w": 3}), "'w' is a int in the state of the MasterW"),
     (load_masters(lambda state: {"w": state["w"]}), "the state of the MasterWeights lacks b"),
+    (load_masters(lambda state: {**state, "v": 1}), "has v besides"),
+    (load_masters(lambda state: {**state, "w": state["w"].T}),
+     r"'w' is float32 \(3, 2\) .* but float32 \(2, 3\)"),
+    (load_masters(lambda state: {**state, "w": state["w"].astype("f8")}),
+     "'w' is float64 .* build the model"),
 ])
 def test_what_differs_between_ranks_is_refused_on_all_and_changes_nothing(call, message):
     first, second = outcomes(call)

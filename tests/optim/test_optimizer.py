@@ -107,29 +107,25 @@ def test_an_optimizer_or_a_step_that_one_rank_has_refuses_slices_on_all(begins, 
         assert found is kind and not scatters and text in message
 
 
-def changed(state, **changes):
-    return {**state, **changes}
-
-
 def with_vector(state, x):
     tensors = {name: dict(its) for name, its in state["tensors"].items()}
     tensors["w2"]["m"] = x
-    return changed(state, tensors=tensors)
+    return {**state, "tensors": tensors}
 
 
 STATES = {
     "contents": (lambda state: with_vector(state, state["tensors"]["w2"]["m"] + 1),
                  r"rank 1: the state of AdamW has tensors\['w2'\]\['m'\]\[0\]=\S+, "
                  r"but on rank 0 it is \S+; load the same state on every rank"),
-    "steps": (lambda state: changed(state, steps=7),
+    "steps": (lambda state: {**state, "steps": 7},
               "rank 1: the state of AdamW has steps=7, but on rank 0 it is 2"),
-    "wrong steps": (lambda state: changed(state, steps=-1), "rank 1: steps=-1: expected a whole"),
+    "wrong steps": (lambda state: {**state, "steps": -1}, "rank 1: steps=-1: expected a whole"),
     "dtype": (lambda state: with_vector(state, np.zeros(301)), "rank 1: m of 'w2' is float64"),
     "None": (lambda state: None, "rank 1: the state of AdamW is a NoneType"),
     "nothing": (lambda state: {}, "rank 1: the state of AdamW lacks optimizer, steps, tensors"),
-    "no tensors": (lambda state: changed(state, tensors=[1]), "the state of AdamW is a list"),
+    "no tensors": (lambda state: {**state, "tensors": [1]}, "the state of AdamW is a list"),
     "a tensor of no type": (
-        lambda state: changed(state, tensors={**state["tensors"], "w2": 3}),
+        lambda state: {**state, "tensors": {**state["tensors"], "w2": 3}},
         "rank 1: the state of AdamW for 'w2' is a int"),
     "pieces": (lambda state: with_vector(state, Sliced((301,), {(0, 1): np.ones(1, "f4")})),
                "rank 1: (the state of AdamW has|elements .* are not here)"),
@@ -243,34 +239,6 @@ def test_settings_that_one_rank_has_changed_are_found_in_the_next_message(case, 
         assert kind is BufferMismatchError
         assert re.search(f"rank 1 called .*update 1 with {text}", message), message
         assert re.search("rank 0 called .*update 1 with lr=0.5 ", message), message
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_momentum_may_begin_later(sharded, nesterov):
-    """Set by hand, by a function, or for one tensor; before and after buckets are built anew."""
-    def program(comm, begin, how):
-        dp = parallel(comm)
-        momentum = (lambda step: 0.9 * (step >= begin)) if how == "function" else (
-            0.9 * nesterov)
-        optimizer = SGD(dp, lr=0.1, momentum=momentum, nesterov=nesterov, sharded=sharded)
-        for step in range(5):
-            if how == "write":
-                for its in optimizer.settings.values():
-                    its["momentum"] = 0.9 * (step >= begin)
-            backward(dp, step)
-            optimizer.step()
-            assert ("b" in optimizer.state["w2"]) == (
-                how == "function" or nesterov or step >= begin)
-        return dp.params, optimizer.state_dict()
-
-    for begin in (0, 1, 2):
-        one, other = [on_ranks(2, lambda comm: program(comm, begin, how), TrainingComm)
-                      for how in ("function", "write")]
-        for (params, state), (again, its) in zip(one, other):
-            for name, x in params.items():
-                assert x.tobytes() == again[name].tobytes()
-                assert (state["tensors"][name]["b"] == its["tensors"][name]["b"]).all()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

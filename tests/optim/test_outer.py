@@ -5,6 +5,8 @@ and bfloat16, with tensors of one element, without dimensions or elements, and o
 """
 
 import copy
+import functools
+import operator
 
 import ml_dtypes
 import numpy as np
@@ -232,30 +234,6 @@ def test_goes_on_bit_by_bit_from_any_step(dtype, sharded):
                        for x in on(size, range(stop, 18), saved)[0][0].values())
 
 
-def test_states_of_others_are_refused():
-    def program(comm):
-        outer = DiLoCo(model(), comm, **STREAMING)
-        found = outer.state_dict()
-        for other, text in (
-                (1, "the state of DiLoCo is a int: pass what state_dict"),
-                ({**found, "outer": "LocalSGD"}, "of LocalSGD with 4 fragments, not of DiLoCo wit"),
-                ({**found, "fragments": found["fragments"][1:]}, "with 3 fragments, not of DiLoCo"),
-                ({**found, "parameters": {}}, "the state of DiLoCo lacks w1, b1"),
-                ({**found, "parameters": {**found["parameters"], "b1": np.zeros(3)}},
-                 "'b1' is float64 .3,. in the state, but float32 .1,. here"),
-                ({**found, "steps": -1}, "steps=-1: expected")):
-            with pytest.raises(mpiring.ConfigError, match=text):
-                outer.load_state_dict(other if comm.rank == 1 else found)
-        with pytest.raises(mpiring.ConfigError, match="rank 1: the state of DiLoCo has steps=9"):
-            outer.load_state_dict({**found, "steps": 9 * comm.rank})
-        with pytest.raises(mpiring.ConfigError, match="this rank of a DiLoCo lacks reducers"):
-            outer.load_own_state_dict({})
-        with pytest.raises(mpiring.ConfigError, match="of other fragments or reducers"):
-            outer.load_own_state_dict({"reducers": []})
-
-    on_ranks(2, program, TrainingComm)
-
-
 def test_arrays_may_be_replaced_by_their_like():
     def program(comm):
         params, other = model(), model()
@@ -419,43 +397,52 @@ def test_rates_that_differ_in_a_later_step_are_refused(sharded):
     on_ranks(2, program, TrainingComm)
 
 
+W2 = np.ones(101, "f4")
+# What the state of rank 1 has instead, or lacks.
+CHANGES = [
+    (("parameters", "w2"), W2, r"rank 1: .* of DiLoCo has parameters\['w2'\]\[0\]=1.0, but on"),
+    (("fragments", 1, "optimizer", "tensors", "w2", "b"), W2,
+     r"rank 1: .*\['tensors'\]\['w2'\]\['b'\]\[0\]=1.0, but on rank 0"),
+    (("steps",), 8, "rank 1: the state of DiLoCo has steps=8, but on rank 0 it is 7; load"),
+    (("steps",), -1, "steps=-1: expected"),
+    (("outer",), "LocalSGD", "of LocalSGD with 4 fragments, not of DiLoCo wit"),
+    (("fragments",), [], "with 0 fragments, not of DiLoCo"),
+    (("fragments", 1, "due"), None, "the state of DiLoCo, in fragment 1, lacks due"),
+    (("fragments", 1, "optimizer", "tensors", "w2"), None, "the state of SGD lacks w2"),
+    (("parameters",), {}, "the state of DiLoCo lacks w1, b1"),
+    (("parameters", "b1"), np.zeros(3), "'b1' is float64 .3,. in the state, but float32 .1,. here"),
+]
+
+
+def changed(state, path, value):
+    state = copy.deepcopy(state)
+    inner = functools.reduce(operator.getitem, path[:-1], state)
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return state
+
+
 def test_states_that_differ_are_refused_and_change_nothing():
     def program(comm):
-        def odd_value(state):
-            state["parameters"]["w2"][3] += comm.rank
-
-        def odd_momentum(state):
-            state["fragments"][1]["optimizer"]["tensors"]["w2"]["b"][3] += comm.rank
-
-        def odd_steps(state):
-            state["steps"] += comm.rank
-
-        def bad_on_one_rank(state):
-            if comm.rank:
-                del state["fragments"][1]["optimizer"]["tensors"]["w2"]
-
-        def no_due(state):
-            del state["fragments"][1]["due"]
-
         params = model()
         outer = DiLoCo(params, comm, **STREAMING)
         train(outer, params, range(1, 8), comm.rank)
         saved = outer.state_dict()
         train(outer, params, range(8, 10), comm.rank)
         before, weights = outer.state_dict(), copy.deepcopy(params)
-        for change, text in (
-                (odd_value, r"rank 1: the state of DiLoCo has parameters\['w2'\]\[3\]=.*, but on"),
-                (odd_momentum, r"rank 1: .*\['tensors'\]\['w2'\]\['b'\]\[3\]=.*, but on rank 0"),
-                (odd_steps, "rank 1: the state of DiLoCo has steps=8, but on rank 0 it is 7; load"),
-                (bad_on_one_rank, "the state of SGD lacks w2"),
-                (no_due, "the state of DiLoCo, in fragment 1, lacks due")):
-            state = copy.deepcopy(saved)
-            change(state)
+        others = [(changed(saved, path, value), text) for path, value, text in CHANGES]
+        for other, text in (*others, (1, "the state of DiLoCo is a int: pass what state_dict")):
             with pytest.raises(mpiring.ConfigError, match=text):
-                outer.load_state_dict(state)
+                outer.load_state_dict(other if comm.rank else saved)
             now = outer.state_dict()
             assert equal(params, weights) and equal(now["parameters"], before["parameters"])
             assert now["steps"] == 9 and repr(now["fragments"]) == repr(before["fragments"])
+        for own, text in (({}, "this rank of a DiLoCo lacks reducers"),
+                          ({"reducers": []}, "of other fragments or reducers")):
+            with pytest.raises(mpiring.ConfigError, match=text):
+                outer.load_own_state_dict(own)
         outer.load_state_dict(saved)
         assert outer.steps == 7 and equal(params, saved["parameters"])
 
