@@ -5,8 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from launching import needed
 
 from mpiring import ConfigError
@@ -153,8 +151,11 @@ def test_numba_and_numpy_give_the_same_bits(codec, request):
 @every_codec
 def test_not_finite_is_seen_and_stays(codec, by):
     for x in odd_inputs():
-        payload = encoded(codec, x, lost=np.empty_like(x))
+        lost = np.empty_like(x)
+        payload = encoded(codec, x, lost=lost)
         out = decoded(codec, payload, x.size)
+        with np.errstate(all="ignore"):
+            assert same(lost, x - out)
         finite = codec.is_finite(payload, x.size)
         assert finite == np.isfinite(out).all()
         # What is finite may overflow in the code: in float16, and in sums of magnitudes.
@@ -227,30 +228,6 @@ def test_a_payload_of_another_length_is_refused(codec):
 def test_wrong_settings(make, value):
     with pytest.raises(ConfigError, match="expected"):
         make(value)
-
-
-@settings(max_examples=40, deadline=None)
-@given(x=st.lists(st.floats(width=32), max_size=200), key=st.integers(0, 2**63),
-       codec=st.sampled_from([c for c in CODECS if c.alignment < 1000]))
-def test_any_numbers(x, key, codec):
-    x = np.array(x, np.float32)
-    lost = x.copy()
-    payload = encoded(codec, x, key, lost)
-    out = decoded(codec, payload, x.size)
-    with np.errstate(all="ignore"):
-        assert same(lost, x - out)
-    assert codec.is_finite(payload, x.size) == np.isfinite(out).all()
-    assert np.isfinite(x).all() or not np.isfinite(out).all()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_halves_round_as_numpy_and_ml_dtypes_do(dtype, by):
-    needed("ml_dtypes")
-    for x in odd_inputs():
-        with np.errstate(all="ignore"):
-            want = x.astype(np.dtype(dtype)).astype("float32")
-        codec = SixteenBit(dtype)
-        assert same(decoded(codec, encoded(codec, x), x.size), want)
 
 
 def test_eight_bits_are_unbiased_and_change_with_the_key(by):
