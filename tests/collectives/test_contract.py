@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cluster import IN_WINDOWS, run
 from cluster import NODES as PLACES
-from schedules import ALGORITHMS, sent
+from schedules import sent
 
 from mpiring import BufferMismatchError
 from mpiring.collectives.operation import Tuning
@@ -15,28 +15,15 @@ from mpiring.memory import reduction
 from mpiring.memory.arrays import bounds_of
 from mpiring.operations.agreement import Call
 from mpiring.operations.algorithms import TABLE, Case
-from mpiring.simulated.network import SimulatedNetwork
 
 SIZES = *range(1, 9), 13
 NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p=8": range(8),
-         "one node": [0] * 4, "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
+         "one node": [0] * 4, "one node of 7": [0] * 7, "2 x 2": [0, 0, 1, 1],
+         "round-robin": [0, 1, 0, 1, 0, 1],
          "uneven": [0, 0, 0, 1, 2, 2, 2]}
 # Arrays of this test's sizes take every path.
-SMALL = Tuning(eager_bytes=300, moved_bytes=75, short_bytes=200)
-
-
-# Lengths by the number of ranks.
-LENGTHS = (lambda p: 0, lambda p: 1, lambda p: p - 1, lambda p: p, lambda p: p + 1,
-           lambda p: 3 * p + 2, lambda p: 129)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_allreduce(algorithm):
-    for seed, (op, dtype, p, length) in enumerate(contract.cases(SIZES, LENGTHS)):
-        xs = [contract.contribution(rank, length(p), dtype) for rank in range(p)]
-        SimulatedNetwork(p, seed=seed).run(
-            lambda net: ALGORITHMS[algorithm](net, xs[net.rank], op))
-        contract.check_all(xs, op)
+SMALL = Tuning(eager_bytes=300, moved_bytes=75, short_bytes=200, slice_bytes=48, chunk_bytes=1,
+               ring_bytes=24, direct_bytes=(8, 40))
 
 
 def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, slot_bytes=512):
@@ -56,14 +43,6 @@ def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, slot_bytes=5
 def small_blocks(monkeypatch):
     """Let arrays of this test's sizes be combined in several blocks."""
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 128)
-
-
-@pytest.mark.parametrize("in_windows", IN_WINDOWS)
-def test_shared_memory(in_windows, small_blocks):
-    for seed, (op, dtype, p, length) in enumerate(contract.cases(SIZES, LENGTHS)):
-        xs = on_nodes([0] * p, length(p), op, dtype, seed, algorithm="auto",
-                      in_windows=IN_WINDOWS[in_windows])
-        contract.check_all(xs, op)
 
 
 def able(row, node_of):

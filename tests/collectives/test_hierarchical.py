@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import contract
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,14 +24,6 @@ MEMORIES = {
     "all": lambda rank, node: True, "none": lambda rank, node: False,
     "some nodes": lambda rank, node: node % 2 == 0, "some ranks": lambda rank, node: rank % 2 == 0}
 
-# p ranks, at least 3, on several nodes, some of them with several ranks.
-PLACEMENTS = {
-    "block": lambda p: [rank // 2 if p < 6 else rank // 3 for rank in range(p)],
-    "round-robin": lambda p: [rank % (2 if p < 6 else 3) for rank in range(p)],
-    "one large": lambda p: [1 if rank in (0, p - 1) else 0 for rank in range(p)],
-    "one small": lambda p: [rank % 4 // 3 for rank in range(p)] if p > 3 else [0, 0, 1],
-}
-
 
 def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
     """Combine one vector per rank as the communicator does; return all results, and the network."""
@@ -47,20 +38,6 @@ def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
         return x
 
     return run(node_of, program, slot_bytes=2048, tuning=tuning, **network)
-
-
-@pytest.mark.parametrize(("placement", "p"), [
-    *(("block", p) for p in (3, 4, 6, 9, 13)),
-    # The other ones cost as much, and differ in what nodes have, not in how many ranks there are.
-    *((placement, p) for placement in PLACEMENTS if placement != "block" for p in (4, 9))])
-def test_contract(placement, p):
-    node_of = PLACEMENTS[placement](p)
-    assert 1 < len(set(node_of)) < p
-    for seed, (op, dtype, n, memory) in enumerate(contract.cases(
-            (129, 1, p + 1, 50, 0), tuple(MEMORIES))):
-        xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
-        results, _ = allreduce(node_of, xs, op, memory, seed=seed)
-        contract.check_all(results, op)
 
 
 @settings(deadline=None, max_examples=60)
