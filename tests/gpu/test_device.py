@@ -4,7 +4,6 @@ import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
-import simulated_gpu
 from gpu_memory import GpuMemory
 from simulated_gpu import SimulatedGpu, content, installed
 
@@ -73,26 +72,6 @@ def test_scratch_memory_has_few_lengths(device, monkeypatch):
         with device.scratch.borrow(nbytes, "uint8"):
             pass
     assert len(lengths) == 8
-
-
-def test_streams_are_marked_only_where_something_is_new(device, monkeypatch):
-    marks = []
-    record = simulated_gpu.Stream.record
-    monkeypatch.setattr(simulated_gpu.Stream, "record",
-                        lambda stream: marks.append(stream) or record(stream))
-    x = device.gpu.vector(device, np.ones(5, np.float32))
-    y = device.gpu.pinned(20).view(np.float32)
-    device.combine("sum", [x, x], 1, [x])
-    marks.clear()
-    for _ in range(3):
-        device.combine("sum", [x, x], 1, [x])
-    assert not marks
-    first = device.to_host(x, y)
-    # Of what was combined, and of the copy.
-    assert len(marks) == 2
-    while not (device.event().test() and first.test()):
-        pass
-    assert (y == 16).all()
 
 
 def test_staging_memory_is_reused_once_nothing_uses_it(device):

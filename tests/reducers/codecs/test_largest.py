@@ -73,23 +73,6 @@ def test_equal_keys_give_equal_results():
     assert np.array_equal(select_largest(x, 300, 4)[0], select_largest(x, 300, 4)[0])
 
 
-def test_the_guess_is_right_for_a_usual_gradient(monkeypatch):
-    x, passes, above = np.random.default_rng(5).standard_normal(N).astype("float32"), [], []
-    pass_once = largest._above
-
-    def counted(bits, threshold, k):
-        found = pass_once(bits, threshold, k)
-        passes.append(threshold)
-        above.append(found.size)
-        return found
-
-    monkeypatch.setattr(largest, "_above", counted)
-    for key in range(20):
-        select_largest(x, 300, key)
-    # One pass each, or seldom two, and never the one that looks at everything.
-    assert len(passes) <= 22 and -1 not in passes and np.mean(above) < 10 * 300
-
-
 def test_memory_is_that_of_some_blocks():
     x = np.zeros(4 << 20, np.float32)           # of which all are equal to the least of the largest
     select_largest(x, 4000, 0)
