@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from mpiring.collectives import direct
 from mpiring.jit import sums
-from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import Case, choose
 from mpiring.simulated.prices import Link, NoCombine, ghost
 from mpiring.simulated.network import SimulatedNetwork
 
@@ -41,18 +39,6 @@ def test_16_bits_are_combined_in_rank_order_and_rounded_once(p, n, seed, op, dty
     mine, _ = run(range(p), lambda collectives: collectives.reduce_scatter(
         xs[collectives.rank], op=op), seed=seed)
     assert contract.same_bits(np.concatenate(mine), want)
-
-
-def chosen(dtype, op, wish):
-    return choose(Case(16, np.dtype(dtype), op, 4, 4, Tuning()), wish).name
-
-
-def test_auto_takes_it_where_a_ring_would_round_at_every_hop():
-    for dtype in SIXTEEN_BIT:
-        assert {chosen(dtype, op, "auto") for op in ("sum", "mean", "prod")} == {"direct"}
-        assert chosen(dtype, "max", "auto") == "ring"
-        assert chosen(dtype, "sum", "ring") == "ring"
-    assert chosen("float64", "sum", "direct") == "direct"
 
 
 @pytest.mark.parametrize(("p", "itemsize"), [(2, 4), (3, 2), (8, 4), (16, 2)])

@@ -52,20 +52,6 @@ def test_any_placement(data, n, seed, memory):
     assert all(x.tobytes() == results[0].tobytes() for x in results)
 
 
-@pytest.mark.parametrize(("node_of", "n"), [
-    ([0, 0, 1, 1, 2, 2, 3, 3], 5760), ([0, 1, 2, 3] * 2, 5760), ([0, 0, 0, 1, 2, 2], 5400)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("memory", ["all", "none"])
-def test_a_node_sends_the_least_possible(node_of, n, dtype, memory):
-    nodes, itemsize = len(set(node_of)), np.dtype(dtype).itemsize
-    results, network = allreduce(node_of, np.ones((len(node_of), n), dtype), memory=memory,
-                                 tuning=replace(SMALL, slice_bytes=720))
-    header = 192
-    assert network.bytes_between == dict.fromkeys(
-        range(nodes), 2 * (nodes - 1) * n * itemsize // nodes + header)
-    assert all((x == len(node_of)).all() for x in results)
-
-
 def test_what_is_short_takes_one_message_per_pair_of_nodes():
     node_of = [0, 1, 2, 3] * 2
     latency_s = 1e-3

@@ -10,7 +10,6 @@ from mpiring.memory import window
 from mpiring.memory.arrays import aligned_bounds, bounds_of
 from mpiring.simulated.network import SimulatedNetwork
 
-HEADER_BYTES = 192
 # Arrays of these tests' sizes take several pieces and lanes.
 SMALL = Tuning(slice_bytes=48, chunk_bytes=1, ring_bytes=24)
 BOUNDS = {
