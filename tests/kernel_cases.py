@@ -7,22 +7,21 @@ aligned address, and `get` what a vector holds when all is done.
 import itertools
 import zlib
 
-import ml_dtypes
+import contract
 import numpy as np
 from host_kernels import same
 
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.signs import Sign
-from mpiring.errors import ConfigError
 from mpiring.gpu import kernels, vectors
-from mpiring.memory.arrays import COMPLEX, FLOATING, INTEGER
+from mpiring.memory.arrays import FLOATING
 from mpiring.memory.reduction import reduction
 
-OPS = ("sum", "mean", "prod", "max", "min", "band", "bor", "bxor")
-DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-          for name in (*FLOATING, *COMPLEX, *INTEGER, "bool")
-          if name not in ("longdouble", "clongdouble")}
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype)
+          for dtype in contract.DTYPES if dtype != "longdouble"}
+CASES = [(op, np.dtype(dtype).name) for op, dtypes in contract.OPS_OF.items()
+         for dtype in dtypes if dtype != "longdouble"]
 # Sources and outs: what a ring and a node's window need, and more than are unrolled.
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
@@ -37,18 +36,6 @@ CODED_LENGTHS = [1, 100, 3001, 4096]
 KINDS = ["normal", "not finite", "small", "large"]
 # CuPy's kernels take subnormal numbers for zero.
 KINDS_OF_CUPY = [kind for kind in KINDS if kind != "small"]
-
-
-def _defined(op, dtype):
-    try:
-        # Of one rank, for which nothing is compiled.
-        reduction(op, dtype, 1)
-    except ConfigError:
-        return False
-    return True
-
-
-CASES = [(op, name) for op, name in itertools.product(OPS, DTYPES) if _defined(op, DTYPES[name])]
 
 
 def counts(op):

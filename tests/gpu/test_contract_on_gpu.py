@@ -6,7 +6,6 @@ import contract
 import numpy as np
 import pytest
 from cluster import run
-from gpu_memory import GpuMemory
 
 from mpiring.gpu import cuda
 from mpiring.gpu.arrays import vector_of
@@ -118,9 +117,3 @@ def test_broadcast(cupy):
         return array
 
     assert all((x == np.arange(5000) + 20_000).all() for x in on_gpu(NODES["one node"], program))
-
-
-def test_the_memory_of_tests_keeps_what_is_put(device):
-    memory = GpuMemory(device)
-    x = np.arange(100.0)
-    assert (memory.get(memory.put(x, 8)) == x).all()
