@@ -19,6 +19,9 @@ NODES = {
     "of two": lambda p: [rank // 2 for rank in range(p)],
     "in turn": lambda p: [rank % 3 for rank in range(p)],
     "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
+# Which ranks have their arrays in windows.
+IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
+              "some": lambda rank: rank % 2 == 0}
 
 
 class Transport:

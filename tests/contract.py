@@ -97,6 +97,12 @@ def same_bits(a, b):
     return np.array_equal(nan, nans) and np.array_equal(a[~nan], b[~nan])
 
 
+def check_all(results, op):
+    """Fail unless all ranks have the same bits, and what NumPy says."""
+    assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
+    check(results[0], len(results), op)
+
+
 def check(result, size, op):
     """Fail unless `result` is what NumPy says."""
     want = expected(size, result.size, result.dtype, op)

@@ -1,10 +1,9 @@
-"""Runs the kernels of GPUs on the host, as g++ compiles them, and lets NVIDIA's compiler see them.
+"""Runs the kernels of GPUs on the host, as g++ compiles them.
 
 Nothing here needs a GPU. `HostStream` launches what it is given at once, on host memory.
 """
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpiring.gpu import kernels
 from mpiring.gpu.device import DeviceVector
 from mpiring.gpu.cuda import CudaStream
 
@@ -96,40 +94,3 @@ def same(x, y):
     parts = [part.view(part.real.dtype) for part in (x, y)]
     different = parts[0].view(f"u{parts[0].itemsize}") != parts[1].view(f"u{parts[1].itemsize}")
     return all(np.isnan(parts[0][different]) & np.isnan(parts[1][different]))
-
-
-def _nvrtc():
-    """Return NVIDIA's compiler, where one of its packages or the loader has it; else None."""
-    places = ["libnvrtc.so.13", "libnvrtc.so.12"]
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        places += sorted(map(str, Path(folder).rglob("libnvrtc.so.*")))
-    for place in places:
-        try:
-            return ctypes.CDLL(place)
-        except OSError:
-            continue
-    return None
-
-
-def complaints(needed):
-    """Return what NVIDIA's compiler says against kernels; nothing where there is none."""
-    nvrtc = _nvrtc()
-    if nvrtc is None:
-        return {}
-    words = [option.encode() for option in (*kernels.OPTIONS, "-arch=compute_80")]
-    options = (ctypes.c_char_p * len(words))(*words)
-    found = {}
-    for kernel in needed:
-        program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        created = nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), kernel.source.encode(), b"kernel.cu", 0, None, None)
-        assert created == 0
-        status = nvrtc.nvrtcCompileProgram(program, len(words), options)
-        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        if status or log.value.strip():
-            found[kernel.name] = log.value.decode()
-    return found

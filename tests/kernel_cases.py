@@ -7,22 +7,21 @@ aligned address, and `get` what a vector holds when all is done.
 import itertools
 import zlib
 
-import ml_dtypes
+import contract
 import numpy as np
 from host_kernels import same
 
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.signs import Sign
-from mpiring.errors import ConfigError
 from mpiring.gpu import kernels, vectors
-from mpiring.memory.arrays import COMPLEX, FLOATING, INTEGER
+from mpiring.memory.arrays import FLOATING
 from mpiring.memory.reduction import reduction
 
-OPS = ("sum", "mean", "prod", "max", "min", "band", "bor", "bxor")
-DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-          for name in (*FLOATING, *COMPLEX, *INTEGER, "bool")
-          if name not in ("longdouble", "clongdouble")}
+DTYPES = {np.dtype(dtype).name: np.dtype(dtype)
+          for dtype in contract.DTYPES if dtype != "longdouble"}
+CASES = [(op, np.dtype(dtype).name) for op, dtypes in contract.OPS_OF.items()
+         for dtype in dtypes if dtype != "longdouble"]
 # Sources and outs: what a ring and a node's window need, and more than are unrolled.
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
@@ -39,21 +38,9 @@ KINDS = ["normal", "not finite", "small", "large"]
 KINDS_OF_CUPY = [kind for kind in KINDS if kind != "small"]
 
 
-def _defined(op, dtype):
-    try:
-        # Of one rank, for which nothing is compiled.
-        reduction(op, dtype, 1)
-    except ConfigError:
-        return False
-    return True
-
-
-CASES = [(op, name) for op, name in itertools.product(OPS, DTYPES) if _defined(op, DTYPES[name])]
-
-
 def counts(op):
-    """Return the counts to test; a long loop of one op is like that of any other."""
-    return COUNTS if op in ("sum", "mean") else COUNTS[:2]
+    """Return the counts to test; the loops of one op are like those of any other."""
+    return COUNTS if op in ("sum", "mean") else COUNTS[1:2]
 
 
 def divisors(op):
@@ -78,7 +65,7 @@ def numbers(dtype, n, seed, plain=False):
     """Return numbers of all sizes, and where the dtype has them NaN and Inf.
 
     Args:
-        plain: Complex numbers are of one size, and finite.
+        plain: Floating-point numbers are of one size, and finite.
     """
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
@@ -87,9 +74,9 @@ def numbers(dtype, n, seed, plain=False):
         info = np.iinfo(dtype)
         return rng.integers(info.min, info.max, n, dtype, endpoint=True)
     if dtype.kind == "c":
-        parts = np.dtype(f"f{dtype.itemsize // 2}")
-        x = rng.standard_normal(2 * n).astype(parts) if plain else numbers(parts, 2 * n, seed)
-        return x.view(dtype)
+        return numbers(np.dtype(f"f{dtype.itemsize // 2}"), 2 * n, seed, plain).view(dtype)
+    if plain:
+        return rng.standard_normal(n).astype(dtype)
     x = (rng.standard_normal(n) * 10.0 ** rng.integers(-8, 5, n)).astype(dtype)
     with np.errstate(over="ignore"):
         special = np.array([np.nan, np.inf, -np.inf, 0, 6e-8, 65504, 1e38], dtype)
@@ -105,25 +92,29 @@ def expected(op, sources, divisor):
     return out
 
 
-def _agree(op, out, wanted):
-    if op != "prod" or out.dtype.kind != "c":
-        return same(out, wanted)
-    # NumPy contracts them in its loop, and not at the loop's end.
+def _near(out, wanted):
     return bool((abs(out - wanted) <= 8 * np.finfo(out.dtype).eps * abs(wanted)).all())
 
 
-def check_combine(stream, memory, op, name):
-    """Fail unless vectors are combined as on the host, for all counts and divisors."""
+def check_combine(stream, memory, op, name, plain=False):
+    """Fail unless vectors are combined as on the host, for all counts and divisors.
+
+    Args:
+        plain: See `numbers`.
+    """
     dtype = DTYPES[name]
+    # NumPy contracts products in its loop, and not at the loop's end.
+    near = dtype.kind == "c" and (op == "prod" or plain)
+    plain, agree = plain or near, _near if near else same
     for (p, q), n, divisor in itertools.product(counts(op), LENGTHS, divisors(op)):
         seed = zlib.crc32(f"{op} {name} {p} {n}".encode())
-        arrays = [numbers(dtype, n, seed + i, op == "prod") for i in range(p)]
+        arrays = [numbers(dtype, n, seed + i, plain) for i in range(p)]
         wanted = expected(op, arrays, divisor)
         sources = [memory.put(x) for x in arrays]
-        # The last result takes the place of a source.
-        outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[1]]
+        # The last result takes the place of a source: of each of two.
+        outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[n % p]]
         stream.combine(op, sources, divisor, outs)
-        assert all(_agree(op, memory.get(out), wanted) for out in outs), (p, q, n, divisor)
+        assert all(agree(memory.get(out), wanted) for out in outs), (p, q, n, divisor)
 
 
 def check_convert(memory, names):
@@ -187,3 +178,12 @@ def check_decode(memory, codec, n, offset):
         codec.decode(payload, wanted, adds=adds)
         codec.decode(memory.put(payload, offset), out, adds=adds)
         assert same(memory.get(out), wanted)
+
+
+def check_codec(memory, codec, kinds=KINDS):
+    """Encode and decode numbers of these kinds, in packs and by elements."""
+    for i, n in enumerate(CODED_LENGTHS):
+        for offset in (0, 4):
+            check_decode(memory, codec, n, offset)
+        for j, kind in enumerate(kinds):
+            check_encode(memory, codec, n, kind, (i + j) % 2 * 4)

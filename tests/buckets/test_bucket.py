@@ -78,14 +78,6 @@ def test_buckets_are_usually_short_between_a_few_nodes():
     assert found == [25, 4, 4, 8, 16, 25, 25]
 
 
-def test_planning_looks_at_each_tensor_a_few_times_only(monkeypatch):
-    looks, padded_bytes = [], TensorSpec.padded_bytes.fget
-    monkeypatch.setattr(TensorSpec, "padded_bytes", property(
-        lambda self: looks.append(self) or padded_bytes(self)))
-    assert len(plan(specs(*[3] * 2000), FIRST_BUCKET_BYTES)) == 1
-    assert len(looks) <= 5 * 2000
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_needs_room(bucket_bytes):
     with pytest.raises(ConfigError, match="bucket_bytes=.*expected a whole number of at least 1"):

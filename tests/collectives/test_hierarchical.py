@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import contract
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from mpiring.collectives import hierarchical
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.agreement import Call
-from mpiring.errors import BufferMismatchError
 from mpiring.memory.reduction import reduction
 from mpiring.launch.topology import ranks_of_nodes
 from mpiring.simulated.network import Link, SimulatedNetwork
@@ -26,15 +23,6 @@ SMALL = Tuning(slice_bytes=48, chunk_bytes=1, short_bytes=24)
 MEMORIES = {
     "all": lambda rank, node: True, "none": lambda rank, node: False,
     "some nodes": lambda rank, node: node % 2 == 0, "some ranks": lambda rank, node: rank % 2 == 0}
-
-# p ranks, at least 3, on several nodes, some of them with several ranks.
-PLACEMENTS = {
-    "block": lambda p: [rank // 2 if p < 6 else rank // 3 for rank in range(p)],
-    "round-robin": lambda p: [rank % (2 if p < 6 else 3) for rank in range(p)],
-    "one large": lambda p: [1 if rank in (0, p - 1) else 0 for rank in range(p)],
-    "one small": lambda p: [rank % 4 // 3 for rank in range(p)] if p > 3 else [0, 0, 1],
-}
-SETTINGS = {"deadline": None}
 
 
 def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
@@ -52,22 +40,7 @@ def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
     return run(node_of, program, slot_bytes=2048, tuning=tuning, **network)
 
 
-@pytest.mark.parametrize(("placement", "p"), [
-    *(("block", p) for p in (*range(3, 10), 13, 16)),
-    # The other ones cost as much, and differ in what nodes have, not in how many ranks there are.
-    *((placement, p) for placement in PLACEMENTS if placement != "block" for p in (3, 4, 6, 9))])
-def test_contract(placement, p):
-    node_of = PLACEMENTS[placement](p)
-    assert 1 < len(set(node_of)) < p
-    for seed, (op, dtype, n, memory) in enumerate(contract.cases(
-            (129, 1, p + 1, 50, 0), tuple(MEMORIES))):
-        xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
-        results, _ = allreduce(node_of, xs, op, memory, seed=seed)
-        contract.check(results[0], p, op)
-        assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
-
-
-@settings(**SETTINGS, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), n=st.integers(0, 300), seed=st.integers(0, 2**32),
        memory=st.sampled_from(list(MEMORIES)))
 def test_any_placement(data, n, seed, memory):
@@ -77,20 +50,6 @@ def test_any_placement(data, n, seed, memory):
     results, _ = allreduce(node_of, rows, "mean", memory, seed=seed)
     np.testing.assert_allclose(results[0], rows.mean(axis=0), rtol=1e-4, atol=1e-5)
     assert all(x.tobytes() == results[0].tobytes() for x in results)
-
-
-@pytest.mark.parametrize(("node_of", "n"), [
-    ([0, 0, 1, 1, 2, 2, 3, 3], 5760), ([0, 1, 2, 3] * 2, 5760), ([0, 0, 0, 1, 2, 2], 5400)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("memory", ["all", "none"])
-def test_a_node_sends_the_least_possible(node_of, n, dtype, memory):
-    nodes, itemsize = len(set(node_of)), np.dtype(dtype).itemsize
-    results, network = allreduce(node_of, np.ones((len(node_of), n), dtype), memory=memory,
-                                 tuning=replace(SMALL, slice_bytes=720))
-    header = 192
-    assert network.bytes_between == dict.fromkeys(
-        range(nodes), 2 * (nodes - 1) * n * itemsize // nodes + header)
-    assert all((x == len(node_of)).all() for x in results)
 
 
 def test_what_is_short_takes_one_message_per_pair_of_nodes():
@@ -168,50 +127,6 @@ def test_a_mean_of_halves_neither_overflows_nor_vanishes_on_the_way(node_of, n, 
     rows = np.full((len(node_of), n), value, "float16")
     for x in allreduce(node_of, rows, "mean")[0]:
         np.testing.assert_allclose(x, rows[0], rtol=2e-3)
-
-
-KINDS = {
-    "usual": (40, "float32", "sum", "hierarchical"),
-    "shorter": (39, "float32", "sum", "hierarchical"),
-    "much shorter": (4, "float32", "sum", "hierarchical"),
-    "empty": (0, "float32", "sum", "hierarchical"),
-    "other dtype": (40, "int32", "sum", "hierarchical"),
-    "half": (40, "float16", "sum", "hierarchical"),
-    "other op": (40, "float32", "max", "hierarchical"),
-    "ring": (40, "float32", "sum", "ring"),
-}
-
-
-@settings(**SETTINGS, max_examples=400)
-@given(data=st.data(), seed=st.integers(0, 2**32), memory=st.sampled_from(list(MEMORIES)),
-       by_node=st.booleans())
-def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
-    node_of = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=8).filter(
-        lambda nodes: 1 < len(set(nodes)) < len(nodes)))
-    two = data.draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=2))
-    drawn = data.draw(st.lists(st.sampled_from(two), min_size=8, max_size=8))
-    # Whole nodes that agree within, or any rank differs.
-    kinds = [drawn[node_of[rank] if by_node else rank] for rank in range(len(node_of))]
-
-    def program(collectives):
-        n, dtype, op, algorithm = KINDS[kinds[collectives.rank]]
-        x = np.full(n, 1, dtype)
-        if memory != "none" and n:
-            window = yield from collectives.empty(x.shape, x.dtype)
-            if MEMORIES[memory](collectives.rank, node_of[collectives.rank]):
-                window[...], x = x, window
-        yield from collectives.allreduce(x, op=op, algorithm=algorithm)
-        return x
-
-    results, _ = run(node_of, program, seed=seed, slot_bytes=2048, tuning=SMALL, return_errors=True,
-                     call=lambda rank: Call("allreduce", kinds[rank]))
-    if len(set(kinds)) == 1:
-        n, _, op, _ = KINDS[kinds[0]]
-        total = 1 if op == "max" else len(node_of)
-        assert all(x.size == n and (x == total).all() for x in results)
-    else:
-        assert any(isinstance(result, BufferMismatchError) for result in results)
-        assert all(isinstance(result, Exception) for result in results), "a result came out"
 
 
 @settings(deadline=None, max_examples=25)

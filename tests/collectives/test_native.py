@@ -33,6 +33,13 @@ def test_choice_by_size():
         chosen(8, wish="tree")
 
 
+def test_direct_is_taken_where_a_ring_would_round_at_every_hop():
+    for dtype in ("float16", ml_dtypes.bfloat16):
+        assert {chosen(8, op, dtype=dtype) for op in ("sum", "mean", "prod")} == {"direct"}
+        assert chosen(8, "max", dtype=dtype) == chosen(8, wish="ring", dtype=dtype) == "ring"
+    assert chosen(8, wish="direct") == "direct"
+
+
 def test_choice_by_nodes():
     assert chosen(8, nodes=1) == chosen(8, nodes=1, wish="shared") == "eager"
     assert chosen(Tuning.eager_bytes // 8, nodes=1) == "shared"

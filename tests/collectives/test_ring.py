@@ -32,8 +32,7 @@ def test_steps_bytes_and_virtual_time(p):
         2 * (p - 1) * ALPHA + 2 * (p - 1) / p * 4 * n * BETA, rel=1e-9)
 
 
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 7, 8, 16, 33])
-@pytest.mark.parametrize("k", [2, 3, 8])
+@pytest.mark.parametrize(("p", "k"), [(2, 3), (3, 8), (4, 2), (7, 3), (8, 8), (33, 2)])
 def test_pieces_cost_messages_but_neither_bytes_nor_time(p, k):
     """A piece is longer on the wire than the latency, which therefore counts once, at the end."""
     piece_bytes = 10_000
@@ -88,7 +87,7 @@ def test_a_rank_that_is_alone_prepares_and_finishes_too():
 
 
 def test_a_payload_free_ring_of_10_gigabytes_needs_no_memory():
-    assert time_of(8, 2_500_000_000).time_s == pytest.approx(17.5, rel=1e-3)
+    assert time_of(2, 2_500_000_000).time_s == pytest.approx(10, rel=1e-3)
 
 
 def test_ranks_that_share_a_nic_in_ring_order_cost_no_more():

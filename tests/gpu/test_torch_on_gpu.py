@@ -18,36 +18,22 @@ def _cuda():
     needed("cupy")
 
 
-@pytest.mark.parametrize(("program", "ranks", "where", "words"), [
-    ("torch_collectives", 2, "cuda", "cases agree with Gloo"),
-    ("torch_collectives", 4, "cuda", "cases agree with Gloo"),
-    ("torch_collectives", 2, "alone", "cases agree with Gloo"),
-    ("torch_training", 2, "cuda", "ways of training agree with Gloo"),
-    ("torch_async", 3, "cuda", "all is well"),
-])
-def test_the_back_end(program, ranks, where, words):
-    ended = launch(ranks, PROGRAMS / f"{program}.py", where, timeout_s=280)
+# What each program says, and how often at least; None for once on each rank.
+SAYS = {"torch_collectives": ("cases agree with Gloo", None),
+        "torch_training": ("ways of training agree with Gloo", None),
+        "torch_async": ("all is well", None), "torch_abilities": (r"can: (\w+)", 31),
+        "torch_equal": (r"equal: (\w+)", 7), "torch_reducers": (r"holds: (\w+)", 5)}
+
+
+@pytest.mark.parametrize(("program", "ranks", "where"), [
+    *(("torch_collectives", *how) for how in ((2, "cuda"), (4, "cuda"), (2, "alone"))),
+    ("torch_training", 2, "cuda"), ("torch_async", 3, "cuda"),
+    *(("torch_abilities", *how) for how in ((1, "cuda"), (2, "cuda"), (3, "cuda"), (2, "alone"))),
+    *(("torch_equal", *how) for how in ((1, "cuda"), (2, "cuda"), (4, "cuda"), (2, "alone"))),
+    ("torch_reducers", 2, "cuda"), ("torch_reducers", 2, "alone")])
+def test_programs(program, ranks, where, tmp_path):
+    options = (tmp_path / "store", 100) if program == "torch_equal" else ()
+    ended = launch(ranks, PROGRAMS / f"{program}.py", *options, where, timeout_s=280)
     assert ended.status == 0, ended.output
-    assert ended.output.count(words) == ranks
-
-
-@pytest.mark.parametrize(("ranks", "where"), [(1, "cuda"), (2, "cuda"), (3, "cuda"), (2, "alone")])
-def test_abilities(ranks, where):
-    ended = launch(ranks, PROGRAMS / "torch_abilities.py", where, timeout_s=280)
-    assert ended.status == 0, ended.output
-    assert len(re.findall(r"can: (\w+)", ended.output)) > 30
-
-
-@pytest.mark.parametrize(("ranks", "where"), [(1, "cuda"), (2, "cuda"), (4, "cuda"), (2, "alone")])
-def test_losses_and_weights_are_those_of_pytorch(ranks, where, tmp_path):
-    ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", 100, where,
-                   timeout_s=280)
-    assert ended.status == 0, ended.output
-    assert len(re.findall(r"equal: (\w+)", ended.output)) == 7
-
-
-@pytest.mark.parametrize("where", ["cuda", "alone"])
-def test_reducers(where):
-    ended = launch(2, PROGRAMS / "torch_reducers.py", where, timeout_s=280)
-    assert ended.status == 0, ended.output
-    assert len(re.findall(r"holds: (\w+)", ended.output)) == 5
+    words, times = SAYS[program]
+    assert len(re.findall(words, ended.output)) >= (times or ranks)

@@ -39,22 +39,21 @@ def by(request):
 
 
 @pytest.mark.parametrize("op", contract.OPS)
-@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_which_op_is_defined_for_which_dtype(op, dtype):
-    if contract.defined(op, dtype):
-        Reduction(op, dtype, 2)
-    else:
-        with pytest.raises(ConfigError, match=f"op='{op}' is not defined for .*; "):
+def test_which_op_is_defined_for_which_dtype(op):
+    for dtype in contract.DTYPES:
+        if contract.defined(op, dtype):
             Reduction(op, dtype, 2)
+        else:
+            with pytest.raises(ConfigError, match=f"op='{op}' is not defined for .*; "):
+                Reduction(op, dtype, 2)
 
 
-@pytest.mark.parametrize(("op", "dtype", "remedy"), [
-    ("sum", "bool", "numpy.uint8"), ("mean", "int32", "use sum"),
-    ("max", "complex64", "real and imaginary"), ("avg", "float32", "expected one of sum, mean"),
-])
-def test_remedies(op, dtype, remedy):
-    with pytest.raises(ConfigError, match=remedy):
-        Reduction(op, dtype, 2)
+def test_remedies():
+    for op, dtype, remedy in (
+            ("sum", "bool", "numpy.uint8"), ("mean", "int32", "use sum"),
+            ("max", "complex64", "real and imaginary"), ("avg", "float32", "one of sum, mean")):
+        with pytest.raises(ConfigError, match=remedy):
+            Reduction(op, dtype, 2)
 
 
 def combined(op, a, b, size=2):
@@ -82,64 +81,41 @@ def test_a_16_bit_mean_divides_first(dtype):
     assert float(combined("mean", a, b)[0]) == pytest.approx(60000, rel=1e-2)
 
 
-def combined_at_once(op, sources, out):
+def combined_at_once(op, sources, *outs):
     with np.errstate(all="raise"):
-        Reduction(op, sources[0].dtype, len(sources)).combine(sources, out)
-    return out
+        Reduction(op, sources[0].dtype, len(sources)).combine(sources, *outs)
+    return outs[0]
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("op", contract.OPS)
-def test_combine_every_dtype_into_any_source(op, p, by):
-    for dtype in contract.OPS_OF[op]:
-        if by == "numba" and dtype not in SIXTEEN_BIT:
-            continue
-        for n in (0, 1, 1000, 140_001):
-            # Long ones are combined in blocks, which takes time.
-            for writer in (*range(p), None) if n < 140_001 else (p // 2, None):
-                sources = [contract.contribution(rank, n, dtype) for rank in range(p)]
-                untouched = [x.tobytes() for x in sources]
-                out = np.empty(n, dtype) if writer is None else sources[writer]
-                contract.check(combined_at_once(op, sources, out), p, op)
-                for rank, x in enumerate(sources):
-                    assert rank == writer or x.tobytes() == untouched[rank]
+@pytest.mark.usefixtures("by")
+def test_combine_every_dtype_into_any_vectors(op, p, monkeypatch):
+    """Sources, others, at odd offsets; what is no result stays as it was."""
+    monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
+    monkeypatch.setattr(reduction, "BLOCK_BYTES", 3000)
+    for dtype in map(np.dtype, contract.OPS_OF[op]):
+        # At offset 1 the numbers are not aligned.
+        for n, offset in ((0, 0), (1, dtype.itemsize), (1024, 1), (2049, 0), (2049, 1)):
+            memory = np.empty(((p + 1) * n + 1) * dtype.itemsize, np.uint8)
+            vectors = [memory[offset + k * n * dtype.itemsize:][:n * dtype.itemsize].view(dtype)
+                       for k in range(p + 1)]
+            # The last one is no source.
+            for results in ([0], [p // 2], [p], [*range(p // 2, p + 1)]):
+                for rank, x in enumerate(vectors):
+                    x[...] = contract.contribution(rank, n, dtype)
+                before = [x.tobytes() for x in vectors]
+                combined_at_once(op, vectors[:p], *[vectors[k] for k in results])
+                contract.check(vectors[results[0]], p, op)
+                for k, x in enumerate(vectors):
+                    wanted = vectors[results[0]].tobytes() if k in results else before[k]
+                    assert x.tobytes() == wanted
 
 
 def values(rank, n, dtype):
     """Return numbers whose sum depends on the order."""
     random = np.random.default_rng(rank)
     return (random.standard_normal(n) * 10.0 ** random.integers(-5, 5, n)).astype(dtype)
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.usefixtures("machine_code")
-def test_combine_stores_into_several_vectors(p, dtype, monkeypatch):
-    """Sources, others, at odd offsets: the bits of NumPy's sums from left to right."""
-    monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
-    monkeypatch.setattr(reduction, "BLOCK_BYTES", 3000)
-    for op in ("sum", "mean", "max", "bor"):
-        if not contract.defined(op, dtype):
-            continue
-        for n in (0, 1, 1024, 2049):
-            itemsize = np.dtype(dtype).itemsize
-            memory = np.empty((p + 1) * n * itemsize + itemsize, np.uint8)
-            for offset in (0, itemsize, 1):
-                # At offset 1 the numbers are not aligned.
-                vectors = [memory[offset + k * n * itemsize:][:n * itemsize].view(dtype)
-                           for k in range(p + 1)]
-                sources, other = vectors[:p], vectors[p]
-                for rank, x in enumerate(sources):
-                    x[...] = contract.contribution(rank, n, dtype)
-                contract.check(stored(op, sources, [*sources[p // 2:], other]), p, op)
-                for x in sources[p // 2:]:
-                    assert x.tobytes() == other.tobytes()
-
-
-def stored(op, sources, outs):
-    with np.errstate(all="raise"):
-        Reduction(op, sources[0].dtype, len(sources)).combine(sources, *outs)
-    return outs[0]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -157,21 +133,21 @@ def test_long_sums_have_the_bits_of_numpy_from_left_to_right(dtype, op, monkeypa
         if op == "mean":
             expected /= np.dtype(dtype).type(p)
         outs = [np.empty(5001, dtype) for _ in range(3)]
-        stored(op, sources, outs)
+        combined_at_once(op, sources, *outs)
         assert all(out.tobytes() == expected.tobytes() for out in outs)
         for x in sources:
             x.flags.writeable = True
         # As vectors in windows are.
-        stored(op, sources, sources)
+        combined_at_once(op, sources, *sources)
         assert all(x.tobytes() == expected.tobytes() for x in sources)
 
 
 @pytest.mark.usefixtures("by")
 def test_long_sums_of_what_is_not_finite(monkeypatch):
     monkeypatch.setattr(reduction, "_LONG_BYTES", 0)
-    found = stored("sum", [np.array([np.nan, np.inf, 3e38, -0.0, 1e-45], "float32"),
-                           np.array([1, -np.inf, 3e38, -0.0, -1e-45], "float32"),
-                           np.array([1, 1, 1, -0.0, 1e-45], "float32")], [np.empty(5, "float32")])
+    rows = np.array([[np.nan, np.inf, 3e38, -0.0, 1e-45], [1, -np.inf, 3e38, -0.0, -1e-45],
+                     [1, 1, 1, -0.0, 1e-45]], "float32")
+    found = combined_at_once("sum", list(rows), np.empty(5, "float32"))
     assert np.isnan(found[:2]).all() and np.isinf(found[2])
     assert found[3] == 0 and np.signbit(found[3]) and found[4] == np.float32(1e-45)
 
@@ -181,6 +157,10 @@ def test_combine_goes_in_the_order_given():
     out = np.empty(1, "float32")
     assert combined_at_once("sum", [big, -big, one], out)[0] == 1
     assert combined_at_once("sum", [big, one, -big], out)[0] == 0
+
+
+# A block of 16-bit numbers, and a part of one.
+N = sixteen.BLOCK + 999
 
 
 def numbers(kind, seed, n, dtype):
@@ -204,9 +184,9 @@ def numbers(kind, seed, n, dtype):
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 @pytest.mark.usefixtures("by")
 def test_16_bits_are_rounded_once(dtype, op, kind):
-    for p in (1, 2, 3, 4, 7, 16, 33):
-        rows = [numbers(kind, 100 * p + rank, 60_000, dtype) for rank in range(p)]
-        out = combined_at_once(op, rows, np.empty(60_000, dtype))
+    for p in (1, 2, 3, 4, 7, 16):
+        rows = [numbers(kind, 100 * p + rank, N, dtype) for rank in range(p)]
+        out = combined_at_once(op, rows, np.empty(N, dtype))
         assert contract.same_bits(out, contract.rounded_once(rows, op)), (p, kind)
 
 
@@ -221,20 +201,12 @@ def test_a_float16_mean_over_very_many_ranks_is_rounded_once():
 
 @pytest.mark.usefixtures("by")
 def test_a_float16_mean_at_and_beside_the_ties_of_subnormal_numbers():
-    for p in (3, 5, 6, 7, 11, 24, 1000, 4096):
+    for p in (3, 6, 7, 24, 1000):
         steps = np.arange(60_000, dtype=np.uint16)
         rows = [(steps % 2048).view("float16"), (steps // 2048).view("float16"),
                 *[np.zeros(60_000, "float16")] * (p - 2)]
         out = combined_at_once("mean", rows, np.empty(60_000, "float16"))
         assert contract.same_bits(out, contract.rounded_once(rows, "mean")), p
-
-
-@pytest.mark.usefixtures("by")
-def test_sums_that_overflow_on_the_way_come_back():
-    rows = [np.array([x], "float16") for x in (60000, 60000, -60000, -59968)]
-    assert combined_at_once("sum", rows, np.empty(1, "float16"))[0] == 32
-    assert combined_at_once("mean", rows[:2], np.empty(1, "float16"))[0] == 60000
-    assert np.isposinf(combined_at_once("sum", rows[:2], np.empty(1, "float16"))[0])
 
 
 @pytest.mark.usefixtures("by")
@@ -286,7 +258,7 @@ def test_a_signals_handler_may_combine_vectors_amid_a_combination(dtype):
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        while len(handled) < 20:
+        while len(handled) < 10:
             signal.setitimer(signal.ITIMER_REAL, 2e-4)
             total.combine([x, x, x], out)
             wrong += (out != 3).any()
@@ -294,24 +266,6 @@ def test_a_signals_handler_may_combine_vectors_amid_a_combination(dtype):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert not wrong and all(handled)
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
-def test_numba_and_numpy_take_every_number_alike(dtype):
-    needed("numba")
-    name = np.dtype(dtype).name
-    by_numba, by_numpy = loops.combiner(name), sixteen.combine
-    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    results = []
-    for way in (by_numba, by_numpy):
-        for shift in (1, 0x0123, 0x4567, 0x8000, 0xfffe):
-            for op in (np.add, np.multiply):
-                out = np.empty_like(every)
-                with np.errstate(all="ignore"):
-                    way(op, [every, np.roll(every, shift)], 3, out)
-                results.append(out)
-    half = len(results) // 2
-    assert all(contract.same_bits(a, b) for a, b in zip(results[:half], results[half:]))
 
 
 def run(code, **variables):

@@ -56,7 +56,7 @@ def test_narrow_at_and_beside_every_tie(dtype):
     assert ties.size > 60_000
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_narrow_of_random_numbers(dtype, seed):
     random = np.random.default_rng(seed)
     anything = random.integers(0, 1 << 32, 500_000, dtype=np.uint32).view("float32")
@@ -72,11 +72,8 @@ def test_narrow_at_the_edges(dtype):
     for x in numbers:
         # Alone in its block, since one NaN decides how a whole block is done.
         check_narrow(np.array([x, -x, x], np.float32), dtype)
-
-
-def test_nan_stays_nan(dtype):
-    x = np.array([0x7f800001, 0xff800001, 0x7fffffff, 0xffc12345, 0x7f812345], np.uint32)
-    assert np.isnan(narrowed(x.view("float32"), dtype).astype("float32")).all()
+    nans = np.array([0x7f800001, 0xff800001, 0x7fffffff, 0xffc12345, 0x7f812345], np.uint32)
+    check_narrow(nans.view("float32"), dtype)
 
 
 def test_the_bits_of_bfloat16_need_no_such_dtype(dtype):

@@ -7,7 +7,6 @@ import sys
 import pytest
 from launching import HANG_S, installed, needed
 
-from mpiring import ConfigError
 from mpiring.memory.tensors import array_of, is_tensor
 
 
@@ -20,14 +19,6 @@ def test_a_vector_shares_the_memory_of_its_tensor(name):
     assert vector.shape == (6,) and vector.dtype.name == name
     vector[4] = 1
     assert tensor[1, 1] == 1 and is_tensor(tensor) and not is_tensor(vector)
-
-
-def test_other_tensors_are_refused():
-    torch = needed("torch")
-    for tensor in (torch.ones(3, 2).T, torch.ones(3).to_sparse(), torch.ones(2, device="meta"),
-                   torch.ones(2).to(torch.float8_e5m2)):
-        with pytest.raises(ConfigError):
-            array_of(tensor)
 
 
 REDUCED = """

@@ -17,10 +17,14 @@ UPDATES = [sgd.PLAIN, sgd.MOMENTUM, sgd.NESTEROV, adam.ADAM, lars.LARS_UPDATE, l
            lamb.LOOK, lamb.APPLY]
 
 
+def start(put, dtype):
+    return {name: put(np.random.default_rng(1).standard_normal(shape).astype(dtype)
+                      if shape else np.array(0.5, dtype)) for name, shape in SHAPES.items()}
+
+
 def trained(comm, make, dtype, sharded, put, **settings):
     """Return weights and state after some steps, one of which is skipped."""
-    params = {name: put(np.random.default_rng(1).standard_normal(shape).astype(dtype)
-                        if shape else np.array(0.5, dtype)) for name, shape in SHAPES.items()}
+    params = start(put, dtype)
     dp = DataParallel(params, comm, bucket_bytes=2000)
     optimizer = make(dp, lr=0.1, weight_decay=0.1, no_decay=("b",), sharded=sharded, **settings)
     for step in range(4):
@@ -94,9 +98,7 @@ def test_a_compiler_takes_all_updates():
 def test_local_training_has_the_bits_of_the_host(sharded, monkeypatch):
     def run(put):
         def program(comm):
-            params = {name: put(np.random.default_rng(1).standard_normal(shape).astype("f4")
-                                if shape else np.array(0.5, "f4"))
-                      for name, shape in SHAPES.items()}
+            params = start(put, "f4")
             outer = DiLoCo(params, comm, every=3, fragments=2, delay=1, sharded=sharded)
             for step in range(7):
                 for name, x in params.items():

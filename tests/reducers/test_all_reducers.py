@@ -31,7 +31,7 @@ FEEDING_BACK = [name for name, make in MAKERS.items() if getattr(make(), "feeds_
 MOMENTUM = {"topk, momentum": lambda: TopK(0.02, momentum=0.9, clip_norm=5.0)}
 ALL = MAKERS | MOMENTUM
 CLUSTERS = {
-    **{f"p={p}": list(range(p)) for p in range(1, 9)},
+    **{f"p={p}": list(range(p)) for p in (1, 2, 3, 5, 8)},
     "one node": [0, 0, 0], "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
     "uneven": [0, 0, 0, 1, 2, 2],
 }
@@ -44,13 +44,23 @@ def gradients(step, size, n, scale=1.0):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_the_same_bits_on_all_ranks(name, cluster):
+def test_ranks_have_the_same_bits_and_what_is_not_sent_is_kept(name, cluster):
+    """The means and the residual are, over all steps, the mean of the inputs."""
     node_of = CLUSTERS[cluster]
     model = Model(ALL[name], node_of, seed=1)
-    for step in range(3):
-        results = model.step(gradients(step, len(node_of), count()))
+    wanted, got = np.zeros(count()), np.zeros(count())
+    for step in range(4):
+        rows = gradients(step, len(node_of), count())
+        results = model.step(rows)
         assert all(x.tobytes() == results[0].tobytes() for x in results)
         assert np.isfinite(results[0]).all()
+        if step == 0 and len(set(node_of)) == 1 and name in MAKERS:
+            # Within a node nothing is compressed.
+            np.testing.assert_allclose(results[0], rows.mean(axis=0), rtol=1e-5, atol=1e-6)
+        wanted += rows.mean(axis=0, dtype="float64")
+        got += results[0]
+        if name in FEEDING_BACK:
+            np.testing.assert_allclose(got + model.residual(), wanted, rtol=1e-4, atol=2e-5)
 
 
 class Six:
@@ -72,47 +82,30 @@ def test_slices_have_the_bits_of_the_whole(name, cluster):
         assert [x.tobytes() for x in slices.step(rows)] == [wanted] * len(node_of)
 
 
-@pytest.mark.parametrize("name", FEEDING_BACK)
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_what_is_not_sent_is_kept(name, cluster):
-    """The means and the residual are, over all steps, the mean of the inputs."""
-    node_of = CLUSTERS[cluster]
-    model = Model(MAKERS[name], node_of)
-    wanted, got = np.zeros(count()), np.zeros(count())
-    for step in range(5):
-        rows = gradients(step, len(node_of), count())
-        wanted += rows.mean(axis=0, dtype="float64")
-        got += model.step(rows)[0]
-        np.testing.assert_allclose(got + model.residual(), wanted, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("node_of", [[0], [0, 0, 0]])
-def test_one_node_has_the_plain_mean(name, node_of):
-    rows = gradients(0, len(node_of), count())
-    result = Model(MAKERS[name], node_of).step(rows)[0]
-    np.testing.assert_allclose(result, rows.mean(axis=0), rtol=1e-5, atol=1e-6)
-
-
 TOLERANCES = {"mean": 1e-6, "float16": 2e-3, "bfloat16": 2e-2, "int8": 0.06}
 
 
 @pytest.mark.parametrize("name", TOLERANCES)
 @pytest.mark.parametrize("node_of", [[0, 1, 2], [0, 0, 1, 1, 1]])
-@pytest.mark.parametrize("n", [0, 1, 2, 63, 64, 65, 1000])
-def test_quantised_means_are_near(name, node_of, n):
-    rows = gradients(n, len(node_of), n)
-    result = Model(MAKERS[name], node_of, {"x": (n,)}).step(rows)[0]
-    np.testing.assert_allclose(result, rows.mean(axis=0), rtol=1e-4, atol=TOLERANCES[name])
+def test_quantised_means_are_near(name, node_of):
+    for n in (0, 1, 2, 63, 64, 65, 1000):
+        rows = gradients(n, len(node_of), n)
+        result = Model(MAKERS[name], node_of, {"x": (n,)}).step(rows)[0]
+        np.testing.assert_allclose(result, rows.mean(axis=0), rtol=1e-4, atol=TOLERANCES[name])
+
+
+OTHERS = [*(({"x": (n,), "y": (1, n)}, "float32") for n in (0, 1, 3, 64)),
+          *((SHAPES, dtype) for dtype in ("float16", ml_dtypes.bfloat16, "float64"))]
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("n", [0, 1, 3, 64])
-def test_short_tensors(name, n):
-    model = Model(ALL[name], [0, 1, 2], {"x": (n,), "y": (1, n)})
-    for step in range(3):
-        results = model.step(gradients(step, 3, 2 * n))
-        assert all(x.tobytes() == results[0].tobytes() for x in results)
+def test_short_tensors_and_other_dtypes(name):
+    for shapes, dtype in OTHERS:
+        model = Model(ALL[name], [0, 1, 2], shapes, dtype)
+        for step in range(3):
+            results = model.step(gradients(step, 3, count(shapes)).astype(dtype))
+            assert all(x.tobytes() == results[0].tobytes() for x in results)
+            assert results[0].dtype == np.dtype(dtype) and np.isfinite(results[0]).all()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -130,29 +123,20 @@ def test_zeros_and_denormal_numbers(name, value):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("node_of", [[0, 1, 2, 3], [0, 0, 1, 1, 1]])
-def test_a_step_that_is_not_finite_is_seen_by_all_and_leaves_no_trace(name, value, node_of):
+def test_a_step_that_is_not_finite_is_seen_by_all_and_leaves_no_trace(name, node_of):
+    """Also one that is refused since another bucket of the step was not finite."""
     size, n = len(node_of), count()
     model, undisturbed = (Model(ALL[name], node_of) for _ in range(2))
     for step in range(3):
         rows = gradients(step, size, n)
-        for place in (0, n // 2, n - 1):
+        for i, place in enumerate((0, n // 2, n - 1)):
             spoiled = rows.copy()
-            spoiled[size - 1, place] = value
+            spoiled[size - 1, place] = (np.nan, np.inf, -np.inf)[(step + i) % 3]
             results = model.step(spoiled)
             assert not np.isfinite(results[0]).all()
             assert all(x.tobytes() == results[0].tobytes() for x in results)
-        assert model.step(rows)[0].tobytes() == undisturbed.step(rows)[0].tobytes()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_step_that_others_refuse_leaves_no_trace(name):
-    """Another bucket of the step may have been the one that was not finite."""
-    model, undisturbed = (Model(ALL[name], [0, 1, 2]) for _ in range(2))
-    for step in range(3):
-        model.step(gradients(99, 3, count()), taken=False)
-        rows = gradients(step, 3, count())
+        model.step(gradients(99, size, n), taken=False)
         assert model.step(rows)[0].tobytes() == undisturbed.step(rows)[0].tobytes()
 
 
@@ -174,10 +158,9 @@ def test_states_that_do_not_fit_are_refused():
     states = Model(lambda: ErrorFeedback(Int8()), [0, 1, 2, 3]).states()
     with pytest.raises(ConfigError, match="the state is of ErrorFeedback.*settings"):
         Model(lambda: OneBit(), [0, 1, 2, 3], states=states)
-    with pytest.raises(ConfigError, match="cannot be divided anew"):
-        Model(lambda: ErrorFeedback(Int8()), [0, 1], states=states)
-    with pytest.raises(ConfigError, match="cannot be divided anew"):
-        Model(lambda: ErrorFeedback(Int8()), [0, 0, 1, 1], states=states)
+    for node_of in ([0, 1], [0, 0, 1, 1]):
+        with pytest.raises(ConfigError, match="cannot be divided anew"):
+            Model(lambda: ErrorFeedback(Int8()), node_of, states=states)
     with pytest.raises(ConfigError, match="rank 0 of 4.*is of rank 1"):
         Model(lambda: ErrorFeedback(Int8()), [0, 1, 2, 3], states=states[1:] + states[:1])
     with pytest.raises(ConfigError, match="state of ErrorFeedback.*lacks edition"):
@@ -185,7 +168,7 @@ def test_states_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("name", FEEDING_BACK)
-@pytest.mark.parametrize("node_of", [[0, 1, 2], [0, 0, 1, 1, 1], [0, 0, 0, 1]])
+@pytest.mark.parametrize("node_of", [[0, 1, 2], [0, 0, 1, 1, 1]])
 def test_residuals_follow_their_tensors_to_other_buckets(name, node_of):
     tensors = [TensorSpec(key, shape, np.dtype("float32")) for key, shape in SHAPES.items()]
     model = Model(MAKERS[name], node_of)
@@ -199,17 +182,6 @@ def test_residuals_follow_their_tensors_to_other_buckets(name, node_of):
     for index, group in enumerate((tensors[:1:-1], tensors[:2])):
         want = np.concatenate([by_name[tensor.name] for tensor in group])
         np.testing.assert_allclose(model.residual(index), want, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64"])
-@pytest.mark.parametrize("name", [name for name in ALL if name != "mean"])
-def test_other_dtypes_are_compressed_as_float32(name, dtype):
-    model = Model(ALL[name], [0, 1, 2], dtype=dtype)
-    rows = gradients(0, 3, count()).astype(dtype)
-    for _ in range(2):
-        results = model.step(rows)
-        assert all(x.tobytes() == results[0].tobytes() for x in results)
-        assert results[0].dtype == np.dtype(dtype) and np.isfinite(results[0]).all()
 
 
 def test_complex_gradients_are_refused():

@@ -68,9 +68,8 @@ def test_rows_that_depend_on_others_become_zeros():
     assert not found[1:].any()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("clip_norm", [None, 3.0])
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize(("momentum", "clip_norm", "p"), [
+    (0.0, None, 2), (0.9, None, 3), (0.0, 3.0, 3), (0.9, 3.0, 2)])
 def test_topk_is_deep_gradient_compression(momentum, clip_norm, p):
     density, n = 0.05, 200
     model = Model(lambda: TopK(density, momentum=momentum, clip_norm=clip_norm), list(range(p)),
@@ -132,19 +131,18 @@ def test_onebit_compresses_twice_and_feeds_both_errors_back():
         np.testing.assert_allclose(model.step(rows)[0], mean, rtol=1e-3, atol=1e-4)
 
 
-def test_int8_is_right_on_average_and_can_be_repeated():
+def test_int8_can_be_repeated():
+    """It is right on average, as its codec is."""
     rows = rows_of(0, 3, 300)
-    means = [Model(lambda: Int8(64, seed=seed), [0, 1, 2], {"w": (300,)}).step(rows)[0]
-             for seed in range(200)]
-    assert means[0].tobytes() != means[1].tobytes()
-    step = np.abs(rows).max() / 127
-    np.testing.assert_allclose(np.mean(means, axis=0), rows.mean(axis=0), atol=0.3 * step)
-    model = Model(lambda: Int8(64, seed=5), [0, 1, 2], {"w": (300,)})
-    assert model.step(rows)[0].tobytes() == means[5].tobytes()
-    assert model.step(rows)[0].tobytes() != means[5].tobytes(), "the same chance in each step"
+    first, other, model = (Model(lambda: Int8(64, seed=seed), [0, 1, 2], {"w": (300,)})
+                           for seed in (5, 6, 5))
+    found = first.step(rows)[0].tobytes()
+    assert other.step(rows)[0].tobytes() != found == model.step(rows)[0].tobytes()
+    assert model.step(rows)[0].tobytes() != found, "the same chance in each step"
 
 
-BIG = {"w": (1024, 1024)}
+SIDE = 512
+BIG = {"w": (SIDE, SIDE)}
 LEAST = {
     "cast": (lambda: Cast("bfloat16"), 1.99, 2.0), "int8": (Int8, 3.9, 4.0),
     "onebit": (lambda: OneBit(warmup_steps=0), 28, 32.0),
@@ -158,8 +156,8 @@ LEAST = {
 def test_ratios(name, p):
     make, least, most = LEAST[name]
     model = Model(make, list(range(p)), BIG)
-    model.step(rows_of(0, p, 1 << 20))
-    dense = 2 * (p - 1) / p * (4 << 20)
+    model.step(rows_of(0, p, SIDE**2))
+    dense = 2 * (p - 1) / p * 4 * SIDE**2
     sent = max(model.network.bytes_sent) - HEADER_BYTES
     assert least <= dense / sent <= most
 
@@ -168,16 +166,16 @@ def test_ratios(name, p):
 @pytest.mark.parametrize("inner", [None, Cast("bfloat16")])
 def test_the_ratio_of_powersgd_is_its_formulas(p, inner):
     model = Model(lambda: PowerSGD(2, start_step=0, reducer=inner), list(range(p)), BIG)
-    model.step(rows_of(0, p, 1 << 20))
+    model.step(rows_of(0, p, SIDE**2))
     itemsize = 2 if inner else 4
-    wanted = 2 * (p - 1) / p * itemsize * 2 * (1024 + 1024)
+    wanted = 2 * (p - 1) / p * itemsize * 2 * (SIDE + SIDE)
     assert max(model.network.bytes_sent) - HEADER_BYTES == pytest.approx(wanted, rel=0.05)
 
 
 def test_nodes_of_several_ranks_send_no_more():
     """Each rank has its share of what the node sends."""
     single, double = (Model(Int8, node_of, BIG) for node_of in ([0, 1], [0, 0, 1, 1]))
-    single.step(rows_of(0, 2, 1 << 20))
-    double.step(rows_of(0, 4, 1 << 20))
+    single.step(rows_of(0, 2, SIDE**2))
+    double.step(rows_of(0, 4, SIDE**2))
     assert double.network.bytes_between[0] == pytest.approx(
         single.network.bytes_between[0], rel=0.01)

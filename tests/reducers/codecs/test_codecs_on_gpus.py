@@ -10,8 +10,6 @@ from mpiring.errors import ConfigError
 from mpiring.gpu.device import Device
 from mpiring.reducers.codecs.blocks import EightBit
 
-OFFSETS = pytest.mark.parametrize("offset", [0, 4])
-
 
 @pytest.fixture
 def memory():
@@ -19,18 +17,8 @@ def memory():
 
 
 @pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
-@pytest.mark.parametrize("n", cases.CODED_LENGTHS)
-@pytest.mark.parametrize("kind", cases.KINDS)
-@OFFSETS
-def test_payloads_have_the_bits_of_the_host(memory, codec, n, kind, offset):
-    cases.check_encode(memory, codec, n, kind, offset)
-
-
-@pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
-@pytest.mark.parametrize("n", cases.CODED_LENGTHS)
-@OFFSETS
-def test_what_is_decoded_has_the_bits_of_the_host(memory, codec, n, offset):
-    cases.check_decode(memory, codec, n, offset)
+def test_payloads_and_what_they_decode_to_have_the_bits_of_the_host(memory, codec):
+    cases.check_codec(memory, codec)
 
 
 def test_wrong_payloads_are_refused_and_empty_ones_are_nothing(memory):

@@ -55,9 +55,9 @@ def test_short_vectors(data):
     check(x, data.draw(st.integers(0, x.size)))
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("n", [1, 1000, N])
-@pytest.mark.parametrize("how_many", [1, 1000])
+@pytest.mark.parametrize(("bad", "n", "how_many"), [
+    (np.inf, N, 1), (-np.inf, 1000, 1), (np.nan, 1, 1), (np.nan, N, 1000), (np.inf, 1000, 1000),
+    (-np.inf, N, 1000)])
 def test_not_finite(bad, n, how_many):
     x = np.random.default_rng(1).standard_normal(n).astype("float32")
     x[np.random.default_rng(2).integers(0, n, how_many)] = bad
@@ -71,23 +71,6 @@ def test_not_finite(bad, n, how_many):
 def test_equal_keys_give_equal_results():
     x = np.random.default_rng(0).integers(0, 5, N).astype("float32")
     assert np.array_equal(select_largest(x, 300, 4)[0], select_largest(x, 300, 4)[0])
-
-
-def test_the_guess_is_right_for_a_usual_gradient(monkeypatch):
-    x, passes, above = np.random.default_rng(5).standard_normal(N).astype("float32"), [], []
-    pass_once = largest._above
-
-    def counted(bits, threshold, k):
-        found = pass_once(bits, threshold, k)
-        passes.append(threshold)
-        above.append(found.size)
-        return found
-
-    monkeypatch.setattr(largest, "_above", counted)
-    for key in range(20):
-        select_largest(x, 300, key)
-    # One pass each, or seldom two, and never the one that looks at everything.
-    assert len(passes) <= 22 and -1 not in passes and np.mean(above) < 10 * 300
 
 
 def test_memory_is_that_of_some_blocks():
