@@ -16,9 +16,10 @@ from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
-# Tests that start jobs, in the order in which they run: first those that mostly wait, beside which
-# the other worker runs those that start none; then those that take long.
-ORDER = ("slurm/", "test_faults", "test_jobs", "tools/doctor/", "test_resume", "test_real_mpi",
+# Tests that start jobs, in the order in which one worker runs them. Beside the first ones the other
+# worker runs tests that start none, and then, from the end, jobs that keep all cores busy, beside
+# those here that mostly wait.
+ORDER = ("slurm/", "test_real_mpi", "test_faults", "test_jobs", "tools/doctor/", "test_resume",
          "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", "test_examples")
 
 
