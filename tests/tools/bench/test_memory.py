@@ -1,5 +1,6 @@
 """Checks that memory is seen when it comes, at its peak, and when it goes."""
 
+import gc
 import mmap
 import os
 import subprocess
@@ -16,6 +17,12 @@ MIB = 1 << 20
 NOISE = 3 * MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is not Linux")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects():
+    """Let garbage collections, two per measurement, pass by the objects of other tests."""
+    gc.freeze()
 
 
 def measured(action, sharers=1):
