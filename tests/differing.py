@@ -39,8 +39,6 @@ class Row:
 def rows_of(name, call, arguments, *, make=lambda comm: comm, label):
     """Return a row for each argument of a call, all of which the usual call passes.
 
-    One after the other is of a wrong type or left out, beside another value.
-
     Args:
         arguments: By name: its usual value, another one, one of a wrong type, and, unless it is
             the argument's name, what errors call it.
@@ -48,8 +46,8 @@ def rows_of(name, call, arguments, *, make=lambda comm: comm, label):
     usual = {argument: values[0] for argument, values in arguments.items()}
     return [Row(f"{name}({argument}=)", call, usual,
                 {"value": ({argument: value}, *(told or [argument])),
-                 **({"missing": ({argument: SKIPPED}, *(told or [argument]))} if i % 2 else
-                    {"type": ({argument: wrong}, argument)})},
+                 "type": ({argument: wrong}, argument),
+                 "missing": ({argument: SKIPPED}, *(told or [argument]))},
                 make, None if i else label)
             for i, (argument, (_, value, wrong, *told)) in enumerate(arguments.items())]
 
