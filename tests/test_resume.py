@@ -1,15 +1,19 @@
 """Stops trainings in many ways, lets them go on, and compares with those that never stopped."""
 
 import json
+import os
 import random
 import re
+import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from data_campaign import one_training
 from jobs import run
-from launching import PROGRAMS, ROOT, finish, launch, needed, start
+from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -92,3 +96,18 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
     assert ended.status == 0, ended.output
     assert "left is step 1 ['000001-step-1', 'latest', 'lock']" in ended.output
     assert ended.output.count("stopped at step 5") == 2
+
+
+def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path):
+    if os.geteuid() or not shutil.which("unshare"):
+        missing = "mounting a small disk needs root and util-linux"
+        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(reason=missing)
+    job = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"',
+         tmp_path, mpiexec(), "-n", "2", sys.executable, PROGRAMS / "saving.py",
+         "full,check", tmp_path],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(),
+        start_new_session=True)
+    ended = finish(job)
+    assert ended.status == 0, ended.output
+    assert "the disk was full for rank 1" in ended.output and "left is step 3" in ended.output

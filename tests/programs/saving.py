@@ -8,14 +8,15 @@ import time
 import numpy as np
 
 import mpiring
+from mpiring.errors import CheckpointError
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import Stopping, checkpoint_file
 
 fault, folder = sys.argv[1:]
 
 
-def state(step):
-    return {"x": np.full(1000, step)}
+def state(step, n=1000):
+    return {"x": np.full(n, step)}
 
 
 def killed(comm, checkpoints):
@@ -29,6 +30,25 @@ def killed(comm, checkpoints):
         checkpoint_file._write_all = write_half
     checkpoints.save(2, replicated=state(2), own=state(comm.rank))
     time.sleep(60)
+
+
+def full(comm, checkpoints):
+    """The disk has 4 MB."""
+    checkpoints.save(1, replicated=state(1), own=state(comm.rank))
+    checkpoints.save(2, replicated=state(2), own=state(comm.rank, n=10**6 * (comm.rank == 1)))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        everybodys = comm.allgather_object(str(error))
+        assert everybodys == everybodys[:1] * comm.size
+        assert "step 2 was not written: rank 1 on " in str(error), error
+        assert "No space left on device" in str(error), error
+        if comm.rank == 0:
+            print("the disk was full for rank 1", flush=True)
+    checkpoints.save(3, replicated=state(3), own=state(comm.rank))
+    checkpoints.close()
+    left = sorted(os.listdir(folder))
+    assert left == ["000001-step-1", "000002-step-3", "latest", "lock"], left
 
 
 def signalled(comm, checkpoints):
