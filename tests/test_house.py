@@ -35,6 +35,7 @@ LAYERS = [
     ["optim"],
     ["asynchronous"],
     ["numpy", "torch", "elastic"],
+    ["horovod"],
     ["tools"],
     ["__main__", "__init__"],
 ]

@@ -131,6 +131,11 @@ def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
 
 
+def horovod_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables by which Horovod's users set it."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith("HOROVOD_")}
+
+
 def lab_options(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the options of the lab in whose hosts this process runs; None outside of one."""
     return environ.get(LAB_OPTIONS)

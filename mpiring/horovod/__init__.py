@@ -1,0 +1,1 @@
+"""Horovod's functions for NumPy arrays: `import mpiring.horovod as hvd`."""

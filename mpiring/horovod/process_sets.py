@@ -1,0 +1,156 @@
+"""Sets of ranks that run collectives among themselves, as Horovod's users know them."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..communicator import Communicator
+from ..errors import MpiringError
+from ..operations.consistency import same_on_all
+from .matching import Matcher
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+class ProcessSet:
+    """Ranks that run collectives among themselves: an argument of every collective.
+
+    Pass it to `init` or to `add_process_set` first, on every rank.
+
+    Args:
+        ranks_or_comm: The ranks, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: 0 for all ranks; None before `init`, and after the set was removed.
+        ranks: In ascending order.
+        mpi_comm: The communicator, if it was made of one.
+
+    Raises:
+        ValueError: Neither ranks nor a communicator.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: "MPI.Comm | None" = None
+
+    def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Comm") -> None:
+        self._comm: Communicator | None = None
+        self._matcher: Matcher | None = None
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            return
+        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        if not all(isinstance(rank, int) for rank in ranks):
+            raise ValueError(f"ProcessSet({ranks_or_comm!r}): ProcessSet should be initialized with "
+                             f"a list of process ranks or an mpi4py Comm object")
+        self.ranks = sorted(ranks)
+
+    def __repr__(self) -> str:
+        return (f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+                f"mpi_comm={self.mpi_comm})")
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None before `init`."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this rank's number within the set; None before `init`.
+
+        Raises:
+            ValueError: This rank is not in the set.
+        """
+        return None if self.process_set_id is None else self.comm.rank
+
+    def included(self) -> bool | None:
+        """Return whether this rank is in the set; None before `init`."""
+        return None if self.process_set_id is None else self._comm is not None
+
+    @property
+    def comm(self) -> Communicator:
+        """The set's ranks, for operations that all of them call in the same order.
+
+        Raises:
+            ValueError: Before `init`, or this rank is not in the set.
+        """
+        if self.process_set_id is None:
+            raise ValueError(NOT_INITIALIZED if self.ranks is None or not self.ranks else
+                             f"{self}: Process set does not exist or has not been registered.")
+        if self._comm is None:
+            raise ValueError(f"{self}: Process is not part of provided process set.")
+        return self._comm
+
+    @property
+    def matcher(self) -> Matcher:
+        """What finds the order of the set's operations.
+
+        Raises: as `comm`.
+        """
+        comm = self.comm
+        if self._matcher is None:
+            raise ValueError(f"rank {comm.rank}: {self} has no operations any more")
+        return self._matcher
+
+    def root(self, rank: int) -> int:
+        """Return the number within the set of one of all ranks.
+
+        Raises:
+            ValueError: It is not in the set.
+        """
+        if self.ranks is None or rank not in self.ranks:
+            raise ValueError(f"root_rank={rank!r}: expected one of the ranks of {self}")
+        return self.ranks.index(rank)
+
+    def open(self, number: int, ranks: Sequence[int], comm: Communicator | None,
+             matcher: Matcher | None) -> None:
+        """Give the set its number and its ranks; `comm` is None on ranks outside of it."""
+        self.process_set_id, self.ranks = number, list(ranks)
+        self._comm, self._matcher = comm, matcher
+
+    def close(self) -> None:
+        """Wait for the set's operations and ranks, and forget its number.
+
+        Collective: yes, among the set's ranks. Blocking: yes.
+        """
+        if self._matcher is not None:
+            self._matcher.close()
+        if self._comm is not None:
+            self._comm.close()
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Forget the number and the communicators, whatever becomes of them."""
+        self.process_set_id = self._comm = self._matcher = None
+
+
+def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> list[int]:
+    """Return the ranks of a set, which must be the same on all ranks.
+
+    Args:
+        world: All ranks.
+        world_mpi: Their MPI communicator, of which a set's own communicator is a part.
+
+    Raises:
+        ValueError: There is no such rank, or ranks pass other sets; on all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    try:
+        with same_on_all(world, "ProcessSet") as same:
+            ranks = process_set.ranks
+            if ranks is None and process_set.mpi_comm is not None:
+                members = process_set.mpi_comm.Get_group()
+                ranks = sorted(members.Translate_ranks(
+                    list(range(members.size)), world_mpi.Get_group()))
+            else:
+                same["ranks"] = ranks
+            if not ranks or len(set(ranks)) < len(ranks) or not (
+                    0 <= ranks[0] and ranks[-1] < world.size):
+                raise ValueError(f"rank {world.rank}: {process_set}: expected different ranks from "
+                                 f"0 to {world.size - 1}")
+    except MpiringError as error:
+        raise ValueError(str(error)) from error
+    return ranks

@@ -1,0 +1,1 @@
+"""Horovod's functions for PyTorch: `import mpiring.horovod.torch as hvd`."""

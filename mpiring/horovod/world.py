@@ -1,0 +1,323 @@
+"""All ranks of a program that calls Horovod's functions: `init`, `rank`, `size`, process sets.
+
+Horovod's functions take no communicator, so this is the one place of the package that keeps one.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..communicator import Communicator
+from ..launch.start import load_mpi, mpi_world, thread_level
+from .matching import Matcher
+from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
+from .settings import Settings, settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_log = logging.getLogger("mpiring")
+
+
+class World:
+    """All ranks, and the sets of them that have operations.
+
+    Args:
+        comm: All ranks.
+        mpi_comm: Their MPI communicator.
+        settings: Of the HOROVOD_* variables.
+
+    Attributes:
+        comm: All ranks.
+        settings: As above.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, comm: Communicator, mpi_comm: Any, settings: Settings) -> None:
+        self.comm, self.settings = comm, settings
+        self._mpi_comm = mpi_comm
+        self._sets: list[ProcessSet] = []
+        self._numbers = 0
+        self.add(global_process_set, range(comm.size))
+
+    def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
+        """Give a process set its number, and operations among its ranks.
+
+        Raises:
+            ValueError: There is a set of these ranks already; or as `ranks_of`.
+
+        Collective: yes, among all ranks. Blocking: yes.
+        """
+        if ranks is None:
+            ranks = ranks_of(process_set, self.comm, self._mpi_comm)
+        for other in self._sets:
+            if other.ranks == list(ranks):
+                raise ValueError(f"Attempted to add a duplicate process set: {process_set}; use "
+                                 f"{'global_process_set' if other is self._sets[0] else other}")
+        color = 0 if self.comm.rank in ranks else None
+        comm, private = self.comm.split(color), self.comm.split(color)
+        matcher = None if private is None else Matcher(private, ranks, self.settings.fusion_bytes)
+        process_set.open(self._numbers, ranks, comm, matcher)
+        self._numbers += 1
+        self._sets.append(process_set)
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """End the operations of a set; return whether it was one, and not that of all ranks.
+
+        Collective: yes, among all ranks. Blocking: yes.
+        """
+        if process_set not in self._sets[1:]:
+            return False
+        self.comm.barrier()
+        process_set.close()
+        self._sets.remove(process_set)
+        return True
+
+    def close(self) -> None:
+        """Wait for all operations of all sets, and for all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        for process_set in reversed(self._sets):
+            process_set.close()
+        self.comm.close()
+
+    def abandon(self) -> "tuple[list[ProcessSet], Settings]":
+        """Forget all sets, since a rank has died; return those beside that of all ranks."""
+        for process_set in self._sets:
+            process_set.invalidate()
+        return self._sets[1:], self.settings
+
+
+global_process_set = ProcessSet([])
+_world: World | None = None
+
+
+def world() -> World:
+    """Return what `init` has made.
+
+    Raises:
+        ValueError: `init` was not called, or `shutdown` was.
+    """
+    if _world is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _world
+
+
+def init(comm: "Sequence[int] | MPI.Comm | None" = None,
+         process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Start MPI unless it runs, and begin with all its ranks; a second call changes nothing.
+
+    Args:
+        comm: An mpi4py communicator, or a list of ranks of the world, instead of all ranks.
+        process_sets: Those to begin with. More can be added at any time: "dynamic" is accepted.
+
+    Raises:
+        ValueError: A process set is a duplicate, or is of ranks that are none.
+        LaunchError: The launcher was asked for several ranks, but this process is alone.
+
+    Collective: yes. Blocking: yes.
+    """
+    if _world is None:
+        begin(_communicator_of(comm), [] if isinstance(process_sets, str) else process_sets or [])
+
+
+def _communicator_of(comm: "Sequence[int] | MPI.Comm | None") -> Any:
+    if comm is not None and hasattr(comm, "Get_group"):
+        return comm
+    everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
+    if not comm:
+        return everyone
+    # MPI's own call ends at once only if all ranks make it.
+    part = everyone.Split(0 if everyone.rank in comm else load_mpi().UNDEFINED, everyone.rank)
+    if everyone.rank not in comm:
+        raise ValueError(f"rank {everyone.rank}: init({list(comm)}) leaves this rank out: it has "
+                         f"nothing to do with Horovod's functions; end it, or let it call others")
+    return part
+
+
+def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
+          comm: Communicator | None = None) -> None:
+    """Begin with the ranks of an MPI communicator.
+
+    Args:
+        comm: The same ranks, where there is a Communicator of them.
+
+    Collective: yes. Blocking: yes.
+    """
+    global _world
+    given = settings()
+    new = World(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
+    if new.comm.rank == 0 and given.unheard:
+        _log.warning("mpiring does not hear %s", "; ".join(given.unheard))
+    _world = new
+    try:
+        for process_set in process_sets:
+            new.add(process_set)
+    except ValueError as error:
+        raise ValueError(f"Horovod could not be initialized: {error}") from error
+
+
+def shutdown() -> None:
+    """Wait for all operations and all ranks, and end; `init` may be called again.
+
+    Collective: yes. Blocking: yes.
+    """
+    global _world
+    if _world is not None:
+        ended, _world = _world, None
+        ended.close()
+
+
+def abandon() -> list[ProcessSet]:
+    """Forget all ranks without waiting for them, since one has died.
+
+    Returns:
+        The process sets beside that of all ranks.
+    """
+    global _world
+    if _world is None:
+        return []
+    (sets, _), _world = _world.abandon(), None
+    return sets
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called, and `shutdown` was not."""
+    return _world is not None
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return world().comm.size
+
+
+def rank() -> int:
+    """Return the number of this rank."""
+    return world().comm.rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    return world().comm.local_size
+
+
+def local_rank() -> int:
+    """Return the number of this rank on its node."""
+    return world().comm.local_rank
+
+
+def cross_size() -> int:
+    """Return the number of nodes."""
+    return world().comm.num_nodes
+
+
+def cross_rank() -> int:
+    """Return the number of this rank's node."""
+    return world().comm.node_rank
+
+
+def is_homogeneous() -> bool:
+    """Return whether every node has the same number of ranks."""
+    comm = world().comm
+    return comm.size == comm.local_size * comm.num_nodes
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether any thread may call MPI."""
+    world()
+    return thread_level(load_mpi()) == "multiple"
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Return a process set, once it has its number, for operations among its ranks.
+
+    Raises:
+        ValueError: There is a set of these ranks already, or there are no such ranks.
+
+    Collective: yes, among all ranks. Blocking: yes.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    world().add(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End the operations of a process set; return whether there was such a set.
+
+    The set of all ranks is not removed.
+
+    Collective: yes, among all ranks. Blocking: yes.
+    """
+    return world().remove(process_set)
+
+
+def mpi_enabled() -> bool:
+    """Return True: all bytes travel by MPI, or through the memory of a node."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: NCCL's version, if it were used."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether arrays on CUDA GPUs can be combined where they are: CuPy is installed."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+def rocm_built() -> bool:
+    """Return False."""
+    return False
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what every rank does from now on to a folder, for `python -m mpiring trace`.
+
+    Args:
+        file_path: The folder.
+        mark_cycles: Ignored: there are no cycles.
+
+    Raises:
+        ValueError: `init` was not called.
+
+    Collective: yes. Blocking: yes.
+    """
+    world().comm.start_trace(file_path)
+
+
+def stop_timeline() -> None:
+    """End what `start_timeline` has begun.
+
+    Collective: yes. Blocking: yes.
+    """
+    world().comm.stop_trace()
