@@ -96,6 +96,7 @@ class Communicator:
         memory_groups: The ranks that share a memory, for each memory: those of a node, or a
             single rank where there is no shared memory (see the setting `shared_memory`).
         config: The settings.
+        threaded: Whether operations advance in the background.
         recorder: The last operations of this rank; `recorder.end_step()` marks the end of a
             training step in the trace, as `DataParallel` does.
 
@@ -111,6 +112,7 @@ class Communicator:
     def _join(self, group: Group) -> None:
         self._group, self._fast_calls = group, group.fast_calls
         self.config, self.recorder = group.config, group.recorder
+        self.threaded = group.threaded
         self.rank, self.size = group.rank, group.size
         nodes = group.sharing.topology
         self.local_rank, self.local_size = nodes.local_rank, nodes.local_size

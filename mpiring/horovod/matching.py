@@ -1,21 +1,341 @@
-"""Finds a common order of the operations that ranks submit by name, and runs them."""
+"""Finds the common order of what ranks submit by name, and starts it, fused.
 
-from collections.abc import Sequence
+Horovod's users submit named operations in any order on each rank. A rank's operations are cut into
+batches: where it waits for one, where they have so many bytes, or where nothing more comes for a
+moment. For each batch, ranks compare a digest of names and terms, in one short allreduce. Where all
+are equal, which is the rule, the batch starts as it is. Else ranks gather their lists: what all of
+them have submitted starts, in the order of the lowest rank, and the rest waits for the next batch.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..communicator import Communicator
 from ..errors import MpiringError
+from ..text import first_few, ranks_text
+from .fusion import Fusion
+from .requests import JOIN, HorovodInternalError, Request, Terms
 
+_log = logging.getLogger("mpiring")
 
-class HorovodInternalError(MpiringError, RuntimeError):
-    """An operation failed: ranks submitted different things under one name, or one has died."""
+# When nothing more was submitted for so long, the batch ends; a look every fifth of it.
+_QUIET_S = 5e-3
+# Pauses between two comparisons of what some ranks have not submitted yet.
+_SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
 class Matcher:
-    """The operations of a process set."""
+    """The operations of a process set.
+
+    Args:
+        comm: Its ranks; nothing else may use it.
+        ranks: Their numbers among all ranks.
+        fusion_bytes: Tensors are fused into messages of at most so many bytes.
+
+    Collective: yes. Blocking: yes.
+    """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
-        self._comm = comm
+        self._comm, self._ranks = comm, list(ranks)
+        self._rank = self._ranks[comm.rank]
+        self._fusion = Fusion(comm, fusion_bytes)
+        self._batch_bytes = max(fusion_bytes, 1)
+        # What was submitted since the last batch ended; batches that wait; what was not on all
+        # ranks. Held to change these: `_lock`; to compare and to start: `_driving`.
+        self._open: list[Request] = []
+        self._open_bytes = 0
+        self._batches: deque[list[Request]] = deque()
+        self._left: list[Request] = []
+        self._lock, self._driving = threading.Lock(), threading.RLock()
+        self._names: dict[str, Request] = {}
+        self._unnamed: dict[str, int] = {}
+        # The batch that is compared, its words, and their allreduce.
+        self._compared: list[Request] = []
+        self._words = np.zeros(2, np.int64)
+        self._round: Any = None
+        self._retry_s = self._pause_s = 0.0
+        self._rounds, self._joined = 0, dict[int, int]()
+        self._last_s = self._warned_s = 0.0
+        self._work, self._closed = threading.Event(), False
+        if comm.size > 1 and comm.threaded:
+            threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
+
+    def submit(self, request: Request) -> Request:
+        """Begin an operation, once all ranks have submitted one of its name; return at once.
+
+        Raises:
+            HorovodInternalError: One of that name is under way.
+        """
+        kind = request.terms.kind
+        if not request.name:
+            number = self._unnamed[kind] = self._unnamed.get(kind, 0) + 1
+            request.name = f"noname.{number}"
+        name = request.name = f"{kind}.{request.name}"
+        request.matcher = self
+        # First: the thread ends a batch in which nothing has been submitted for a while.
+        self._last_s = request.submitted_s = time.monotonic()
+        with self._lock:
+            before = self._names.get(name)
+            if before is not None and not before.ended:
+                raise HorovodInternalError(
+                    f"rank {self._rank}: Requested to {kind} a tensor with the "
+                    f"same name as another tensor that is currently being processed: {name!r}. If "
+                    f"you want to request another tensor, use a different tensor name; or "
+                    f"synchronize the first one before")
+            self._names[name] = request
+            self._open.append(request)
+            self._open_bytes += request.terms.nbytes
+            if self._open_bytes >= self._batch_bytes:
+                self._end_batch()
+        if not self._work.is_set():
+            self._work.set()
+        return request
+
+    def _end_batch(self) -> None:
+        """End the batch that is open. The caller holds the lock."""
+        self._batches.append(self._open)
+        self._open, self._open_bytes = [], 0
+
+    def start(self, request: Request) -> None:
+        """Return when an operation has started: all ranks have submitted it.
+
+        Collective: yes. Blocking: yes.
+        """
+        while not request.started:
+            self._end_open()
+            with self._driving:
+                moved = request.started or self._advance(blocking=True)
+            if not moved:
+                time.sleep(_SHORTEST_S)
+
+    def poll(self, request: Request) -> bool:
+        """Return whether an operation is complete, after some progress."""
+        if not request.started:
+            self._end_open()
+            self._try_to_advance()
+            return False
+        return request.ended or request.handle is not None and request.handle.test()
+
+    def _end_open(self) -> None:
+        with self._lock:
+            if self._open:
+                self._end_batch()
+
+    def _try_to_advance(self) -> None:
+        """Make progress, unless another thread does."""
+        if self._driving.acquire(blocking=False):
+            try:
+                self._advance(blocking=False)
+            finally:
+                self._driving.release()
+
+    def _loop(self) -> None:
+        """Advance what the program does not wait for, as long as there is something."""
+        while not self._closed:
+            self._work.wait()
+            while self._open or self._batches or self._left or self._compared:
+                time.sleep(_QUIET_S / 5)
+                if self._closed:
+                    return
+                if time.monotonic() - self._last_s > _QUIET_S:
+                    self._end_open()
+                try:
+                    self._try_to_advance()
+                except MpiringError:
+                    # The program meets it, when it waits.
+                    break
+            self._work.clear()
+            if self._open or self._batches:
+                self._work.set()
+
+    def _advance(self, *, blocking: bool) -> bool:
+        """Compare the next batch, and start what all ranks have; return whether a batch ended.
+
+        The caller has `_driving`.
+
+        Args:
+            blocking: Wait for the other ranks.
+
+        Raises:
+            HorovodInternalError: They have not come in time, or one has died.
+        """
+        try:
+            if not self._compared:
+                if not self._next():
+                    return False
+                if blocking:
+                    self._comm.allreduce(self._words, op="max")
+                else:
+                    self._round = self._comm.iallreduce(self._words, op="max")
+            if self._round is not None:
+                if blocking:
+                    self._round.wait()
+                elif not self._round.test():
+                    return False
+            batch, self._compared, self._round = self._compared, [], None
+            self._match(batch, same=self._words[0] == -self._words[1], blocking=blocking)
+        except HorovodInternalError:
+            raise
+        except MpiringError as error:
+            raise HorovodInternalError(
+                f"rank {self._rank} waits for {_listed(self._compared)}: {error}") from error
+        return True
+
+    def _next(self) -> bool:
+        """Take the next batch, if there is one, or if what was left is to be compared again."""
+        with self._lock:
+            if not self._batches and (not self._left or time.monotonic() < self._retry_s):
+                return False
+            self._compared = self._left + (self._batches.popleft() if self._batches else [])
+            self._left = []
+        text = "\0".join([request.name + request.terms.text for request in self._compared])
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        self._words[0] = int.from_bytes(digest, "little") >> 2
+        self._words[1] = -self._words[0]
+        self._rounds += 1
+        return True
+
+    def _match(self, batch: list[Request], *, same: bool, blocking: bool) -> None:
+        """Start of a batch what all ranks have; keep the rest.
+
+        Collective: yes. Blocking: if batches differ.
+        """
+        if same:
+            ready, self._pause_s = batch, 0.0
+            if any(request.terms.kind == JOIN for request in batch):
+                self._join(range(self._comm.size))
+                ready = self._without_join(batch)
+        else:
+            ready = self._common(batch)
+            self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
+            self._retry_s = time.monotonic() + self._pause_s
+        fused = [request for request in ready if self._fusion.takes(request)]
+        self._fusion.start(fused, blocking=blocking and len(fused) == len(ready))
+        for request in ready:
+            if not self._fusion.takes(request):
+                request.start(self._comm, self._ranks)
+
+    def _without_join(self, requests: Iterable[Request]) -> list[Request]:
+        """Complete this rank's `join`, since all ranks have called it; return the rest."""
+        last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
+        for request in requests:
+            if request.terms.kind == JOIN:
+                request.results = [self._ranks[last]]
+            else:
+                rest.append(request)
+        self._joined.clear()
+        # Those who joined early have fewer.
+        self._unnamed.clear()
+        return rest
+
+    def _common(self, batch: list[Request]) -> list[Request]:
+        """Return what all ranks have submitted, in the order of the lowest; keep the rest."""
+        lists: list[dict[str, Terms]] = self._comm.allgather_object(
+            {request.name: request.terms for request in batch}, label="names of operations")
+        is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
+                     for terms_by_name in lists]
+        self._join(rank for rank, joined in enumerate(is_joined) if joined)
+        active = [rank for rank, joined in enumerate(is_joined) if not joined]
+        if not active:
+            batch, active = self._without_join(batch), list(range(self._comm.size))
+        here = {request.name: request for request in batch}
+        ready = []
+        for name, terms in lists[active[0]].items():
+            if terms.kind != JOIN and all(name in lists[rank] for rank in active):
+                problem = self._problem(name, lists, active)
+                request = here.pop(name, None)
+                if problem and request is not None:
+                    request.error = HorovodInternalError(problem)
+                elif not problem:
+                    ready.append(request or self._zeros(name, terms, batch))
+        self._left = list(here.values())
+        self._report(lists)
+        return ready
+
+    def _problem(self, name: str, lists: Sequence[dict[str, Terms]], active: Sequence[int]) -> str:
+        """Return why an operation that all ranks have submitted cannot run; "" if it can."""
+        first = active[0]
+        terms = lists[first][name]
+        for rank in active:
+            if lists[rank][name].text != terms.text:
+                return (f"{terms.difference(lists[rank][name])} Ranks {self._ranks[first]} and "
+                        f"{self._ranks[rank]} differ in {name!r}: submit the same on every rank, "
+                        f"or use another name")
+        if len(active) < len(lists) and (terms.kind != "allreduce" or terms.op not in (
+                "sum", "mean")):
+            joined = [self._ranks[rank] for rank in range(len(lists)) if rank not in active]
+            return (f"{terms.kind.capitalize()} {terms.op} is not supported with Join at this "
+                    f"time: {ranks_text(joined)} called join(), others submitted {name!r}")
+        return ""
+
+    def _zeros(self, name: str, terms: Terms, batch: Sequence[Request]) -> Request:
+        """Return this rank's part, after `join`, in what the others have submitted."""
+        arrays = batch[0].arrays
+        zeros = [arrays.zeros(dtype, shape, terms.device)
+                 for dtype, shape in zip(terms.dtypes, terms.shapes)]
+        return Request(arrays, name, terms, zeros, in_place=True, single=False)
+
+    def _join(self, ranks: Iterable[int]) -> None:
+        """Note which ranks have called `join`, and since when."""
+        for rank in ranks:
+            self._joined.setdefault(rank, self._rounds)
+
+    def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
+        """Warn of what other ranks have not submitted for long; end what they never submit."""
+        config, now_s = self._comm.config, time.monotonic()
+        for request in tuple(self._left):
+            waited_s = now_s - request.submitted_s
+            missing = [self._ranks[rank] for rank, names in enumerate(lists)
+                       if request.name not in names]
+            text = (f"rank {self._rank} has waited {waited_s:.0f} s for {request.name!r}, "
+                    f"which {ranks_text(missing)} did not submit; they have "
+                    f"{first_few(list(lists[self._ranks.index(missing[0])]), 3) or 'nothing'}. "
+                    f"Every rank must submit the same names" if missing else "")
+            if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
+                request.error = HorovodInternalError(text)
+                self._left.remove(request)
+            elif missing and config.stall_warning_s and max(
+                    waited_s, 0) > config.stall_warning_s < now_s - self._warned_s:
+                self._warned_s = now_s
+                _log.warning("%s", text)
+
+    def finish(self, request: Request) -> Any:
+        """Return the result of an operation, when it is complete.
+
+        Raises:
+            HorovodInternalError: It has failed.
+
+        Collective: yes. Blocking: yes.
+        """
+        try:
+            if not request.started:
+                self.start(request)
+            return request.finish()
+        except HorovodInternalError:
+            raise
+        except MpiringError as error:
+            raise HorovodInternalError(f"{request.name}: {error}") from error
+        finally:
+            if self._names.get(request.name) is request:
+                del self._names[request.name]
 
     def close(self) -> None:
-        """Wait."""
-        self._comm.close()
+        """Wait for the ranks, and end.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._closed = True
+        self._work.set()
+        with self._driving:
+            self._comm.close()
+
+
+def _listed(requests: Sequence[Request]) -> str:
+    return first_few([repr(request.name) for request in requests], 3)

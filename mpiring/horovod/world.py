@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..communicator import Communicator
+from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
 from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
@@ -37,6 +38,8 @@ class World:
 
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: Settings) -> None:
         self.comm, self.settings = comm, settings
+        # Results are as long in each step.
+        keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
         self._numbers = 0

@@ -5,7 +5,7 @@ Verified with PyTorch 2.13, and written for 2.10 on. If one of them is gone, an 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,6 +86,17 @@ def version_of(tensor: torch.Tensor) -> int:
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
     """Return the values of a COO tensor, also of one that is not coalesced."""
     return sparse._values()
+
+
+def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return views of a vector in the shapes of tensors, one behind the other."""
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)  # type: ignore[no-any-return]
+
+
+def copy_all(outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others, in one call."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(outs), list(tensors))
 
 
 def without_subclasses() -> AbstractContextManager[None]:

@@ -1,0 +1,105 @@
+"""NumPy arrays in Horovod's operations."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..memory.arrays import Array, cut, dtype_name, flat
+from ..transport.base import Schedule, T
+
+
+def scale(x: Array, factor: float, divisor: int = 1) -> None:
+    """Multiply a vector, in place, and divide it; whole numbers are rounded toward zero."""
+    if factor == 1 and divisor == 1:
+        return
+    if x.dtype.kind in "iub" and factor == 1:
+        # Exact, also beyond 2**53.
+        quotient = np.abs(x) // divisor if x.dtype.kind == "i" else x // divisor
+        x[...] = quotient * np.sign(x) if x.dtype.kind == "i" else quotient
+    elif x.dtype.kind in "iub":
+        x[...] = np.trunc(x.astype(np.float64) * factor / divisor)
+    elif x.itemsize == 2:
+        x[...] = x.astype(np.float32) * np.float32(factor / divisor)
+    else:
+        np.multiply(x, x.dtype.type(factor / divisor), out=x)
+
+
+class ArrayBuffers:
+    """Lends NumPy arrays to one operation as vectors."""
+
+    stream = None
+
+    def numbers(self, x: Array, *, written: bool = False) -> Array:
+        """Return an array's elements as a vector."""
+        return flat(x, writeable=written)
+
+    def raw(self, x: Array, *, written: bool = False) -> Array:
+        """Return an array's bytes as a vector."""
+        return flat(x, writeable=written).view(np.uint8)
+
+    def settled(self, schedule: Schedule[T]) -> Schedule[T]:
+        """Return the schedule: arrays take their results themselves."""
+        return schedule
+
+
+class NumPyArrays:
+    """What operations need of NumPy; see requests.Arrays."""
+
+    lend = ArrayBuffers
+    dtype_name = staticmethod(dtype_name)
+
+    def array(self, x: Any) -> Array:
+        """Return an argument as an array."""
+        return x if isinstance(x, np.ndarray) else np.asarray(x)
+
+    def device(self, x: Array) -> str:
+        """Return "": host memory."""
+        return ""
+
+    def copy(self, x: Array) -> Array:
+        """Return a contiguous copy of an array."""
+        return np.array(x, order="C")
+
+    def empty(self, shape: Sequence[int], like: Array) -> Array:
+        """Return an array of another shape, with the dtype of `like`."""
+        return np.empty(shape, like.dtype)
+
+    def zeros(self, dtype: str, shape: Sequence[int], device: str) -> Array:
+        """Return zeros."""
+        return np.zeros(shape, dtype)
+
+    def scale(self, x: Array, factor: float, divisor: int = 1) -> None:
+        """Multiply an array, in place, and divide it."""
+        scale(x, factor, divisor)
+
+    def to_bytes(self, x: Array) -> Array:
+        """Return an array's bytes."""
+        return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+    def from_bytes(self, raw: Array, shape: Sequence[int], like: Array) -> Array:
+        """Return bytes as an array with the dtype of `like`."""
+        return raw.view(like.dtype).reshape(shape)
+
+    def splits(self, given: Any) -> list[int]:
+        """Return the rows for each rank as a list."""
+        return [*map(operator.index, given)]
+
+    def counts(self, rows: Array, given: Any) -> Array:
+        """Return the rows from each rank."""
+        return rows.astype(np.int32)
+
+    def views(self, vector: Array, arrays: Sequence[Array]) -> list[Array]:
+        """Return views of a vector in the shapes of arrays, one behind the other."""
+        bounds = np.cumsum([0, *(x.size for x in arrays)]).tolist()
+        return [part.reshape(x.shape) for part, x in zip(cut(vector, bounds), arrays)]
+
+    def copy_all(self, outs: Sequence[Array], arrays: Sequence[Array]) -> None:
+        """Copy arrays into others."""
+        for out, x in zip(outs, arrays):
+            np.copyto(out, x)
+
+    def empty_like(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return new arrays."""
+        return [np.empty(x.shape, x.dtype) for x in arrays]

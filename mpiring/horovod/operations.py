@@ -1,0 +1,414 @@
+"""Horovod's operations on arrays: what its functions check, name and submit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .compression import Compression
+from .ops import Average, op_named
+from .process_sets import ProcessSet
+from .requests import JOIN, Request, Terms, terms_of
+from .world import global_process_set
+
+Arrays = Sequence[Any]
+
+
+class Operations:
+    """Horovod's functions on the arrays of one package.
+
+    Ranks find each other's operations by name, in any order; those without a name are numbered.
+    `..._async` returns a handle for `poll` and `synchronize`; a name that ends with `_` works in
+    place; `grouped_...` takes a list, as one operation. All ranks of the `process_set` call it.
+
+    Args:
+        arrays: Of the package; see requests.Arrays.
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        self._arrays = arrays
+
+    def _submit(self, kind: str, tensors: Arrays, name: str | None, process_set: ProcessSet,
+                op: str = "", factors: tuple[float, float] = (1.0, 1.0), root: int = -1,
+                in_place: bool = False, single: bool = False, splits: Any = None) -> Request:
+        matcher, arrays = process_set.matcher, self._arrays
+        device, *more = {arrays.device(x) for x in tensors} or {"nothing"}
+        if more or device == "nothing":
+            raise ValueError(f"{kind} of {len(tensors)} tensors on {[device, *more]}: expected at "
+                             f"least one, all in host memory or all on GPUs")
+        terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
+                         tuple([x.shape for x in tensors]), op, root, factors, device)
+        return matcher.submit(
+            Request(arrays, name or "", terms, tensors, in_place, single, splits))
+
+    def poll(self, handle: Any) -> bool:
+        """Return whether an operation is complete: then `synchronize` returns at once.
+
+        Collective: no. Blocking: no.
+        """
+        return True if callable(handle) else handle.matcher.poll(handle)
+
+    def synchronize(self, handle: Any) -> Any:
+        """Return the result of an operation, when it is complete.
+
+        Raises:
+            HorovodInternalError: Ranks have submitted different things under its name, or one of
+                them never did, or has died.
+
+        Collective: yes. Blocking: yes.
+        """
+        return handle() if callable(handle) else handle.matcher.finish(handle)
+
+    def _differentiable(self, run: Callable[[Arrays], Arrays],
+                        backward: Callable[[Arrays], Arrays], tensors: Arrays) -> Arrays:
+        """Return `run(tensors)`; where gradients are recorded, `backward` makes them."""
+        return run(tensors)
+
+    def _compressed(self, run: Callable[[Arrays], Arrays], backward: Callable[[Arrays], Arrays],
+                    tensors: Arrays, compression: Any) -> list[Any]:
+        pairs = [compression.compress(self._arrays.array(x)) for x in tensors]
+        results = self._differentiable(run, backward, [x for x, _ in pairs])
+        return [compression.decompress(x, context) for x, (_, context) in zip(results, pairs)]
+
+    # Allreduce
+
+    def allreduce_async(self, tensor: Any, average: bool | None = None, name: str | None = None,
+                        op: int | None = None, prescale_factor: float = 1.0,
+                        postscale_factor: float = 1.0,
+                        process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to combine an array over all ranks, and return a handle of the new array.
+
+        Args:
+            tensor: The same shape and dtype on all ranks.
+            average: Use `op`.
+            name: The same on all ranks.
+            op: Average (the default), Sum, Adasum, Min, Max, Product. An average of whole numbers
+                is rounded toward zero.
+            prescale_factor, postscale_factor: Multiply what goes in, and what comes out.
+            process_set: The ranks.
+
+        Raises:
+            HorovodInternalError: One of this name is under way.
+            ValueError: The array or the op cannot work.
+
+        Collective: yes. Blocking: no.
+        """
+        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
+                            op_named(op, average), (prescale_factor, postscale_factor), -1, False,
+                            True)
+
+    def allreduce_async_(self, tensor: Any, average: bool | None = None, name: str | None = None,
+                         op: int | None = None, prescale_factor: float = 1.0,
+                         postscale_factor: float = 1.0,
+                         process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to combine an array over all ranks, in place; see `allreduce_async`."""
+        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
+                            op_named(op, average), (prescale_factor, postscale_factor), -1, True,
+                            True)
+
+    def allreduce(self, tensor: Any, average: bool | None = None, name: str | None = None,
+                  compression: Any = Compression.none, op: int | None = None,
+                  prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                  process_set: ProcessSet = global_process_set) -> Any:
+        """Return the combination of an array over all ranks; see `allreduce_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.grouped_allreduce([tensor], average, name, compression, op, prescale_factor,
+                                      postscale_factor, process_set)[0]
+
+    def allreduce_(self, tensor: Any, average: bool | None = None, name: str | None = None,
+                   op: int | None = None, prescale_factor: float = 1.0,
+                   postscale_factor: float = 1.0,
+                   process_set: ProcessSet = global_process_set) -> Any:
+        """Combine an array over all ranks, in place, and return it; see `allreduce_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.synchronize(self.allreduce_async_(
+            tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+
+    def grouped_allreduce_async(
+            self, tensors: Arrays, average: bool | None = None, name: str | None = None,
+            op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+            process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to combine arrays over all ranks; see `allreduce_async`."""
+        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
+                            op_named(op, average), (prescale_factor, postscale_factor))
+
+    def grouped_allreduce_async_(
+            self, tensors: Arrays, average: bool | None = None, name: str | None = None,
+            op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+            process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to combine arrays over all ranks, in place; see `allreduce_async`."""
+        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
+                            op_named(op, average), (prescale_factor, postscale_factor),
+                            in_place=True)
+
+    def grouped_allreduce(self, tensors: Arrays, average: bool | None = None,
+                          name: str | None = None, compression: Any = Compression.none,
+                          op: int | None = None, prescale_factor: float = 1.0,
+                          postscale_factor: float = 1.0,
+                          process_set: ProcessSet = global_process_set) -> list[Any]:
+        """Return the combinations of arrays over all ranks; see `allreduce_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        def run(xs: Arrays) -> Arrays:
+            return self.synchronize(self.grouped_allreduce_async(  # type: ignore[no-any-return]
+                xs, average, name, op, prescale_factor, postscale_factor, process_set))
+
+        def backward(grads: Arrays) -> Arrays:
+            return self.synchronize(self.grouped_allreduce_async(  # type: ignore[no-any-return]
+                grads, average, None, op, prescale_factor, postscale_factor, process_set))
+
+        return self._compressed(run, backward, tensors, compression)
+
+    def grouped_allreduce_(self, tensors: Arrays, average: bool | None = None,
+                           name: str | None = None, op: int | None = None,
+                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+                           process_set: ProcessSet = global_process_set) -> Any:
+        """Combine arrays over all ranks, in place, and return them; see `allreduce_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.synchronize(self.grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set))
+
+    # Allgather
+
+    def allgather_async(self, tensor: Any, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to put all ranks' arrays one behind the other; see `grouped_allgather_async`."""
+        return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
+                            single=True)
+
+    def allgather(self, tensor: Any, name: str | None = None,
+                  process_set: ProcessSet = global_process_set) -> Any:
+        """Return all ranks' arrays one behind the other; see `grouped_allgather_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.grouped_allgather([tensor], name, process_set)[0]
+
+    def grouped_allgather_async(self, tensors: Arrays, name: str | None = None,
+                                process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to put all ranks' arrays one behind the other, and return a handle.
+
+        Args:
+            tensors: Of the same dtypes and shapes on all ranks, but for the first dimensions.
+            name, process_set: As for `allreduce_async`.
+
+        Collective: yes. Blocking: no.
+        """
+        return self._submit("allgather", [*map(self._arrays.array, tensors)], name, process_set)
+
+    def grouped_allgather(self, tensors: Arrays, name: str | None = None,
+                          process_set: ProcessSet = global_process_set) -> list[Any]:
+        """Return all ranks' arrays one behind the other; see `grouped_allgather_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        rows: list[Any] = []
+
+        def run(xs: Arrays) -> Arrays:
+            request = self.grouped_allgather_async(xs, name, process_set)
+            results = self.synchronize(request)
+            rows.extend(request.rows)
+            return results  # type: ignore[no-any-return]
+
+        def backward(grads: Arrays) -> Arrays:
+            rank, means = process_set.comm.rank, self.grouped_allreduce(
+                grads, op=Average, process_set=process_set)
+            return [mean[sum(counts[:rank]):sum(counts[:rank + 1])]
+                    for mean, counts in zip(means, rows)]
+
+        return list(self._differentiable(run, backward, [*map(self._arrays.array, tensors)]))
+
+    # Broadcast
+
+    def _broadcast(self, tensor: Any, root_rank: int, name: str | None,
+                   process_set: ProcessSet, **how: bool) -> Request:
+        process_set.root(root_rank)
+        return self._submit("broadcast", [tensor], name, process_set, root=root_rank, single=True,
+                            **how)
+
+    def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to copy an array of one rank, and return a handle of the copy.
+
+        Args:
+            tensor: The same shape and dtype on all ranks.
+            root_rank: The rank, among all ranks.
+            name, process_set: As for `allreduce_async`.
+
+        Collective: yes. Blocking: no.
+        """
+        return self._broadcast(self._arrays.array(tensor), root_rank, name, process_set)
+
+    def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
+                         process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to copy an array of one rank to those of all; see `broadcast_async`."""
+        return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
+
+    def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
+                  process_set: ProcessSet = global_process_set) -> Any:
+        """Return a copy of the array of one rank; see `broadcast_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        def run(xs: Arrays) -> Arrays:
+            return [self.synchronize(self.broadcast_async(xs[0], root_rank, name, process_set))]
+
+        def backward(grads: Arrays) -> Arrays:
+            mean = self.allreduce(grads[0], op=Average, process_set=process_set)
+            return [mean if process_set.comm.rank == process_set.root(root_rank) else mean * 0]
+
+        return self._differentiable(run, backward, [self._arrays.array(tensor)])[0]
+
+    def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None,
+                   process_set: ProcessSet = global_process_set) -> Any:
+        """Copy an array of one rank to those of all; see `broadcast_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.synchronize(self.broadcast_async_(tensor, root_rank, name, process_set))
+
+    # Alltoall
+
+    def alltoall_async(self, tensor: Any, splits: Any = None, name: str | None = None,
+                       process_set: ProcessSet = global_process_set) -> Request:
+        """Begin to send some rows of an array to each rank.
+
+        Args:
+            tensor: Of the same dtype and shape on all ranks, but for the first dimension.
+            splits: How many rows go to each rank, whole numbers; by default, equally many.
+            name, process_set: As for `allreduce_async`.
+
+        Returns:
+            A handle: `synchronize` returns the rows that have arrived, in the order of ranks, and
+            how many came from each.
+
+        Raises:
+            ValueError: The rows cannot be shared like that.
+
+        Collective: yes. Blocking: no.
+        """
+        x, size = self._arrays.array(tensor), process_set.comm.size
+        rows = x.shape[0] if x.shape else 0
+        given = [rows // size] * size if splits is None else self._arrays.splits(splits)
+        if len(given) != size or sum(given) != rows or min(given) < 0:
+            raise ValueError(
+                f"rank {process_set.comm.rank}: alltoall of {rows} rows with splits="
+                f"{None if splits is None else given}: expected {size} numbers from 0 whose sum "
+                f"is {rows}; without splits, the rows must be an even multiple of {size}")
+        return self._submit("alltoall", [x], name, process_set, single=True,
+                            splits=(given, splits))
+
+    def alltoall(self, tensor: Any, splits: Any = None, name: str | None = None,
+                 process_set: ProcessSet = global_process_set) -> Any:
+        """Return the rows that all ranks have sent to this one; see `alltoall_async`.
+
+        Returns:
+            The rows; where `splits` was passed, a pair of the rows and how many came from each.
+
+        Collective: yes. Blocking: yes.
+        """
+        received: list[Any] = []
+
+        def run(xs: Arrays) -> Arrays:
+            rows, counts = self.synchronize(self.alltoall_async(xs[0], splits, name, process_set))
+            received.append(counts)
+            return [rows]
+
+        def backward(grads: Arrays) -> Arrays:
+            return self.synchronize(self.alltoall_async(  # type: ignore[no-any-return]
+                grads[0], received[0], process_set=process_set))[:1]
+
+        (rows,) = self._differentiable(run, backward, [self._arrays.array(tensor)])
+        return rows if splits is None else (rows, received[0])
+
+    # Reducescatter
+
+    def reducescatter_async(self, tensor: Any, name: str | None = None, op: int = Average,
+                            process_set: ProcessSet = global_process_set,
+                            prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Request:
+        """Begin to combine an array; each rank gets some rows. See `grouped_reducescatter_async`.
+        """
+        return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
+                            op_named(op, None), (prescale_factor, postscale_factor), single=True)
+
+    def reducescatter(self, tensor: Any, name: str | None = None,
+                      compression: Any = Compression.none, op: int = Average,
+                      process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
+                      postscale_factor: float = 1.0) -> Any:
+        """Return this rank's rows of a combined array; see `grouped_reducescatter_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.grouped_reducescatter([tensor], name, compression, op, process_set,
+                                          prescale_factor, postscale_factor)[0]
+
+    def grouped_reducescatter_async(self, tensors: Arrays, name: str | None = None,
+                                    op: int = Average,
+                                    process_set: ProcessSet = global_process_set,
+                                    prescale_factor: float = 1.0,
+                                    postscale_factor: float = 1.0) -> Request:
+        """Begin to combine arrays over all ranks, of which each rank gets some rows.
+
+        Args:
+            tensors: As for `allreduce_async`. Of n rows, the first n % size ranks get one more
+                than the others.
+            name, op, process_set, prescale_factor, postscale_factor: As there.
+
+        Collective: yes. Blocking: no.
+        """
+        return self._submit("reducescatter", [*map(self._arrays.array, tensors)], name,
+                            process_set, op_named(op, None),
+                            (prescale_factor, postscale_factor))
+
+    def grouped_reducescatter(self, tensors: Arrays, name: str | None = None,
+                              compression: Any = Compression.none, op: int = Average,
+                              process_set: ProcessSet = global_process_set,
+                              prescale_factor: float = 1.0,
+                              postscale_factor: float = 1.0) -> list[Any]:
+        """Return this rank's rows of combined arrays; see `grouped_reducescatter_async`.
+
+        Collective: yes. Blocking: yes.
+        """
+        def run(xs: Arrays) -> Arrays:
+            return self.synchronize(  # type: ignore[no-any-return]
+                self.grouped_reducescatter_async(
+                    xs, name, op, process_set, prescale_factor, postscale_factor))
+
+        def backward(grads: Arrays) -> Arrays:
+            factor = prescale_factor * postscale_factor * (
+                1 if op == Average else process_set.comm.size)
+            return self.grouped_allgather([grad * factor for grad in grads],
+                                          process_set=process_set)
+
+        return self._compressed(run, backward, tensors, compression)
+
+    # All ranks
+
+    def barrier(self, process_set: ProcessSet = global_process_set) -> None:
+        """Return when all ranks have called.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._bare("barrier", process_set)
+
+    def join(self, device: int = -1) -> int:
+        """Take part with zeros in what the others combine, until all ranks have called.
+
+        Args:
+            device: Ignored.
+
+        Returns:
+            The rank that has called last.
+
+        Collective: yes. Blocking: yes.
+        """
+        return int(self._bare(JOIN, global_process_set))
+
+    def _bare(self, kind: str, process_set: ProcessSet) -> Any:
+        request = Request(self._arrays, "", Terms(kind), ())
+        return self.synchronize(process_set.matcher.submit(request))

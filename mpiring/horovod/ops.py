@@ -1,0 +1,27 @@
+"""Horovod's reductions: their numbers, and what mpiring calls them."""
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+ADASUM, MEAN = "adasum", "mean"
+NAMES = {Average: MEAN, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "prod"}
+
+
+def op_named(op: int | None, average: bool | None) -> str:
+    """Return mpiring's name of a reduction.
+
+    Args:
+        op: One of Horovod's; None for a mean.
+        average: What was passed instead, before Horovod had ops.
+
+    Raises:
+        ValueError: Both were passed, or there is no such op.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError(f"op={op!r} and average={average!r}: the op parameter supersedes "
+                             f"average; please provide only one of them")
+        return MEAN if average else NAMES[Sum]
+    if op is None:
+        return MEAN
+    if op not in NAMES:
+        raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")
+    return NAMES[op]

@@ -1,0 +1,408 @@
+"""Operations that a rank submits by name: what ranks must have in common, and how each one runs."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..communicator import Communicator
+from ..engine.handle import Handle
+from ..errors import MpiringError
+from ..gpu.vectors import copy_to
+from ..memory.arrays import (
+    COMPLEX, FLOATING, INTEGER, Array, chunks_of, cut, dtype_named)
+from ..memory.reduction import reduction
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+adasum: Any = None
+from ..transport.base import Schedule
+from .ops import ADASUM, MEAN
+
+
+JOIN = "join"
+# They have rows.
+_BY_ROWS = ("allgather", "reducescatter", "alltoall")
+DTYPES = (*FLOATING, *COMPLEX, *INTEGER, "bool")
+
+
+class HorovodInternalError(MpiringError, RuntimeError):
+    """An operation failed: ranks submitted different things under one name, or one has died."""
+
+
+class Buffers(Protocol):
+    """Lends arrays to one operation as vectors; see torch.vectors.TensorBuffers.
+
+    Attributes:
+        stream: The user's stream on a GPU; None in host memory.
+    """
+
+    stream: Any
+
+    def numbers(self, x: Any, *, written: bool = False) -> Array:
+        """Return an array's elements as a vector."""
+
+    def raw(self, x: Any, *, written: bool = False) -> Array:
+        """Return an array's bytes as a vector."""
+
+    def settled(self, schedule: Schedule[Any]) -> Schedule[Any]:
+        """Run a schedule, and bring results to where the user expects them."""
+
+
+class Arrays(Protocol):
+    """What operations need of a package of arrays: NumPy, or PyTorch."""
+
+    def array(self, x: Any) -> Any:
+        """Return an argument as an array."""
+
+    def dtype_name(self, dtype: Any) -> str:
+        """Return the name of a dtype, the same in all packages."""
+
+    def device(self, x: Any) -> str:
+        """Return "" for an array in host memory, else the type of its device."""
+
+    def copy(self, x: Any) -> Any:
+        """Return a contiguous copy of an array."""
+
+    def empty(self, shape: Sequence[int], like: Any) -> Any:
+        """Return an array of another shape, with dtype and device of `like`."""
+
+    def zeros(self, dtype: str, shape: Sequence[int], device: str) -> Any:
+        """Return zeros."""
+
+    def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
+        """Multiply an array, in place, and divide it; whole numbers are rounded toward zero."""
+
+    def lend(self) -> Buffers:
+        """Return what lends the arrays of one operation."""
+
+    def to_bytes(self, x: Any) -> Array:
+        """Return an array's bytes, in host memory."""
+
+    def from_bytes(self, raw: Array, shape: Sequence[int], like: Any) -> Any:
+        """Return bytes as an array, with dtype and device of `like`."""
+
+    def splits(self, given: Any) -> list[int]:
+        """Return the rows for each rank as a list."""
+
+    def counts(self, rows: Array, given: Any) -> Any:
+        """Return the rows from each rank, of the type that the user has given."""
+
+    def views(self, flat: Array, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Return views of a vector in the shapes of arrays, one behind the other."""
+
+    def copy_all(self, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Copy arrays into others."""
+
+    def empty_like(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Return new arrays."""
+
+
+# Compared by identity: there is one of each, from a cache.
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What ranks must have in common in an operation.
+
+    Attributes:
+        kind: "allreduce", "allgather", ...
+        dtypes, shapes: Of its arrays; where first dimensions may differ, without these.
+        op: mpiring's name of a reduction.
+        root: The rank that broadcasts, among all ranks; else -1.
+        factors: Prescale and postscale.
+        device: "" for host memory.
+        nbytes: Of its arrays; need not agree.
+    """
+
+    kind: str
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    op: str = ""
+    root: int = -1
+    factors: tuple[float, float] = (1.0, 1.0)
+    device: str = ""
+    nbytes: int = 0
+
+    @functools.cached_property
+    def text(self) -> str:
+        """All that must agree."""
+        return repr((self.kind, *self.common))
+
+    @property
+    def common(self) -> tuple[Any, ...]:
+        """All that must agree but the kind."""
+        return self.dtypes, self.shapes, self.op, self.root, self.factors, self.device
+
+    @functools.cached_property
+    def fused(self) -> tuple[Any, ...] | None:
+        """What operations have in common that travel as one vector; None where that cannot be."""
+        if self.kind != "allreduce" or self.op == ADASUM or self.device or len(
+                set(self.dtypes)) != 1:
+            return None
+        return self.dtypes[0], self.op, self.factors
+
+    def difference(self, other: "Terms") -> str:
+        """Return in Horovod's words how the terms of another rank differ."""
+        for one, two in zip(self.dtypes, other.dtypes):
+            if one != two:
+                return (f"Mismatched data types: One rank had type {one}, but another rank had "
+                        f"type {two}.")
+        if self.shapes != other.shapes:
+            one, two = next((pair for pair in zip(self.shapes, other.shapes) if pair[0] != pair[1]),
+                            (self.shapes, other.shapes))
+            return (f"Mismatched {self.kind} tensor shapes: One rank sent a tensor of shape "
+                    f"{list(one)}, but another rank sent a tensor of shape {list(two)}.")
+        pairs = [("reduction operation", "sent reduction op", self.op, other.op),
+                 ("prescale and/or postscale factors", "sent factors", self.factors, other.factors),
+                 (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
+                 (f"{self.kind} CPU/GPU device selection", "specified device",
+                  self.device or "CPU", other.device or "CPU")]
+        title, verb, one, two = next(pair for pair in pairs if pair[2] != pair[3])
+        return f"Mismatched {title}: One rank {verb} {one}, but another rank {verb} {two}."
+
+
+@functools.lru_cache(maxsize=4096)
+def terms_of(arrays: Arrays, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
+             op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
+    """Return the terms of an operation; from a cache, since programs repeat themselves."""
+    names = tuple(map(arrays.dtype_name, dtypes))
+    for name in names if op else ():
+        # Says what is wrong with an op on a dtype.
+        reduction("sum" if op in (MEAN, ADASUM) else op, dtype_named(name, DTYPES), 1)
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
+    first = 1 if kind in ("allgather", "alltoall") else 0
+    if kind in _BY_ROWS and not all(shapes):
+        raise HorovodInternalError(f"One rank tried to {kind} a rank-zero tensor, which has no "
+                                   f"rows: pass one with a dimension, as x.reshape(1)")
+    if op == ADASUM and not all(name in FLOATING for name in names):
+        raise ValueError(f"Adasum of {names}: expected floating-point numbers")
+    return Terms(kind, names, tuple(tuple(shape)[first:] for shape in shapes), op, root, factors,
+                 device, nbytes)
+
+
+class Request:
+    """An operation that a rank has submitted; Horovod's handle.
+
+    Args:
+        arrays: Of the package of its arrays.
+        name: The same on all ranks.
+        terms: What ranks must have in common.
+        tensors: Its arrays.
+        in_place: They take the results.
+        single: There is one, and the result is not a list.
+        splits: Of an alltoall: the rows for each rank, as a list and as the user passed them.
+
+    Attributes: as the arguments, and
+        handle: Of the operation under way; None before.
+        error: What has ended it.
+        settle: Called when the operation is complete: sets its results.
+        results: What it returns.
+        rows: Of each array of an allgather, how many rows came from each rank.
+        submitted_s: When; in `time.monotonic`.
+        matcher: Where it was submitted.
+    """
+
+    __slots__ = ("arrays", "name", "terms", "tensors", "in_place", "single", "handle", "error",
+                 "settle", "results", "submitted_s", "splits", "rows", "matcher")
+
+    def __init__(self, arrays: Arrays, name: str, terms: Terms, tensors: Sequence[Any],
+                 in_place: bool = False, single: bool = True, splits: Any = None) -> None:
+        self.arrays, self.name, self.terms, self.tensors = arrays, name, terms, tensors
+        self.in_place, self.single, self.splits = in_place, single, splits
+        self.rows: list[Any] = []
+        self.matcher: Any = None
+        self.handle: Handle[Any] | None = None
+        self.error: Exception | None = None
+        self.settle: Callable[[], None] | None = None
+        self.results: Any = None
+        self.submitted_s = 0.0
+
+    @property
+    def started(self) -> bool:
+        """Whether all ranks have submitted it."""
+        return self.settle is not None or self.results is not None or self.error is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self.started and (self.handle is None or self.handle.done)
+
+    def finish(self) -> Any:
+        """Return the result of an operation that has started, when it is complete.
+
+        Raises:
+            HorovodInternalError: It has failed.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.results is None and self.settle is not None:
+            self.settle()
+            self.settle, self.tensors = None, ()
+        return self.results[0] if self.single else self.results
+
+    def start(self, comm: Communicator, ranks: Sequence[int]) -> None:
+        """Begin, once all ranks of the set have submitted it.
+
+        Args:
+            comm: The ranks.
+            ranks: Their numbers among all ranks.
+
+        Collective: yes. Blocking: no.
+        """
+        buffers = self.arrays.lend()
+        build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
+        call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
+        stream = buffers.stream
+        self.handle = comm.submit(
+            call, lambda collectives: buffers.settled(build(collectives)),
+            **({} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}))
+        handle = self.handle
+
+        def settle() -> None:
+            handle.wait()
+            self.results = results()
+
+        self.settle = settle
+
+    # Kinds of operations: each returns what builds the schedule, and what returns the results.
+
+    def _allreduce(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+        outs, terms = self._outputs(), self.terms
+        vectors = [buffers.numbers(out, written=True) for out in outs]
+        op, divisor = combined(terms, comm.size)
+        if terms.op == ADASUM:
+            return lambda collectives: _in_turn(
+                [adasum(collectives, x, [0, x.size]) for x in vectors]), self._after(outs, divisor)
+        return lambda collectives: _in_turn(
+            [collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
+
+    def _broadcast(self, buffers: Buffers, comm: Communicator, ranks: Sequence[int]) -> Any:
+        outs, root = self._outputs(), ranks.index(self.terms.root)
+        vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
+        return lambda collectives: _in_turn(
+            [collectives.broadcast(x, root) for x in vectors]), lambda: outs
+
+    def _reducescatter(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+        outs, rows = [], []
+        for x in self._scaled(self.tensors):
+            least, more = divmod(x.shape[0], comm.size)
+            counts = [least + (rank < more) for rank in range(comm.size)]
+            out = self.arrays.empty((counts[comm.rank], *x.shape[1:]), x)
+            bounds = np.cumsum([0, *counts]) * math.prod(x.shape[1:])
+            rows.append((buffers.numbers(out, written=True),
+                         cut(buffers.numbers(x), bounds.tolist())))
+            outs.append(out)
+        op, divisor = combined(self.terms, comm.size)
+        return lambda collectives: _in_turn(
+            [_scattered(collectives, out, chunks, op) for out, chunks in rows]), self._after(
+                outs, divisor)
+
+    def _allgather(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+        parts = [self.arrays.to_bytes(x) for x in self.tensors]
+        gathered: list[tuple[int, Array]] = []
+
+        def results() -> Sequence[Any]:
+            return [self.arrays.from_bytes(raw, (rows, *x.shape[1:]), x)
+                    for (rows, raw), x in zip(gathered, self.tensors)]
+
+        def build(collectives: Collectives) -> Schedule[None]:
+            for x, part in zip(self.tensors, parts):
+                rows = np.zeros(comm.size, np.int64)
+                rows[comm.rank] = x.shape[0]
+                yield from collectives.allgather_chunks(chunks_of(rows, comm.size))
+                raw, chunks = _in_chunks(rows, x)
+                copy_to(chunks[comm.rank], part)
+                yield from collectives.allgather_chunks(chunks)
+                self.rows.append(rows.tolist())
+                gathered.append((int(rows.sum()), raw))
+
+        return build, results
+
+    def _alltoall(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+        (x,), (splits, given) = self.tensors, self.splits
+        rows, received = np.empty(comm.size, np.int64), np.empty(0, np.uint8)
+        sends = cut(self.arrays.to_bytes(x), _bounds(splits, x))
+
+        def results() -> Sequence[Any]:
+            shape = (int(rows.sum()), *x.shape[1:])
+            return [(self.arrays.from_bytes(received, shape, x),
+                     self.arrays.counts(rows, given))]
+
+        def build(collectives: Collectives) -> Schedule[None]:
+            nonlocal received
+            yield from collectives.all_to_all(
+                chunks_of(np.array(splits, np.int64), comm.size), chunks_of(rows, comm.size))
+            received, chunks = _in_chunks(rows, x)
+            yield from collectives.all_to_all(sends, chunks)
+
+        return build, results
+
+    def _barrier(self, *_: Any) -> Any:
+        return lambda collectives: collectives.barrier(), lambda: [None]
+
+    def _outputs(self) -> Sequence[Any]:
+        """Return what takes the results: the arrays, or copies; multiplied by the first factor."""
+        if not self.in_place:
+            return self._scaled(map(self.arrays.copy, self.tensors), copied=True)
+        return self._scaled(self.tensors, copied=True)
+
+    def _scaled(self, arrays: Iterable[Any], *, copied: bool = False) -> Sequence[Any]:
+        """Multiply arrays by the first factor, in place if they are copies; return the results."""
+        results = list(arrays)
+        if self.terms.factors[0] != 1:
+            results = results if copied else [*map(self.arrays.copy, results)]
+            for x in results:
+                self.arrays.scale(x, self.terms.factors[0])
+        return results
+
+    def _after(self, outs: Sequence[Any], divisor: int) -> Callable[[], Sequence[Any]]:
+        """Return what scales results by the second factor, and returns them."""
+        def results() -> Sequence[Any]:
+            for out in outs:
+                if self.terms.factors[1] != 1 or divisor != 1:
+                    self.arrays.scale(out, self.terms.factors[1], divisor)
+            return outs
+
+        return results
+
+
+_KINDS = {"allreduce": Request._allreduce, "broadcast": Request._broadcast,
+          "reducescatter": Request._reducescatter, "allgather": Request._allgather,
+          "alltoall": Request._alltoall, "barrier": Request._barrier}
+
+
+def combined(terms: Terms, size: int) -> tuple[str, int]:
+    """Return the op by which contributions are combined, and by what the result is divided."""
+    # A mean of whole numbers is a sum, divided and rounded toward zero.
+    if terms.op == MEAN and terms.dtypes[0].startswith(("int", "uint")):
+        return "sum", size
+    return terms.op, 1
+
+
+def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
+    for schedule in schedules:
+        yield from schedule
+
+
+def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
+               op: str) -> Schedule[None]:
+    """Combine chunk r on rank r, into `out`."""
+    rank = collectives.rank
+    copy_to(out, chunks[rank])
+    return collectives.reduce_scatter_chunks(
+        [*chunks[:rank], out, *chunks[rank + 1:]], op=op)
+
+
+def _bounds(rows: Any, like: Any) -> list[int]:
+    """Return where bytes are cut that hold so many rows for each rank."""
+    bounds: list[int] = (np.cumsum([0, *rows]) * math.prod(like.shape[1:])
+                         * like.dtype.itemsize).tolist()
+    return bounds
+
+
+def _in_chunks(rows: Any, like: Any) -> tuple[Array, list[Array]]:
+    """Return memory for so many rows of each rank, as a whole and cut."""
+    bounds = _bounds(rows, like)
+    raw = np.empty(bounds[-1], np.uint8)
+    return raw, cut(raw, bounds)

@@ -1,0 +1,96 @@
+"""PyTorch's tensors in Horovod's operations."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...memory.arrays import Array
+from ...memory.tensors import array_of
+from ...torch.private import copy_all, views_like
+from ...torch.tensors import tensor_of
+from ...torch.vectors import TensorBuffers
+from ..arrays import scale
+
+
+class TensorArrays:
+    """What operations need of PyTorch; see requests.Arrays."""
+
+    lend = TensorBuffers
+
+    def array(self, x: Any) -> torch.Tensor:
+        """Return an argument, which must be a tensor."""
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"a {type(x).__name__}: expected a torch.Tensor")
+        return x
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        """Return the name of a dtype, as NumPy's."""
+        return str(dtype).removeprefix("torch.")
+
+    def device(self, x: torch.Tensor) -> str:
+        """Return "" for a tensor in host memory, else the type of its device."""
+        if x.layout is not torch.strided:
+            raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
+                             f"embeddings there is sparse_allreduce_async")
+        return "" if x.is_cpu else x.device.type
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of a tensor."""
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of another shape, with dtype and device of `like`."""
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+    def zeros(self, dtype: str, shape: Sequence[int], device: str) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device or "cpu")
+
+    def scale(self, x: torch.Tensor, factor: float, divisor: int = 1) -> None:
+        """Multiply a tensor, in place, and divide it; whole numbers are rounded toward zero."""
+        if x.is_cpu and x.is_contiguous():
+            scale(array_of(x), factor, divisor)
+            return
+        with torch.no_grad():
+            if x.is_floating_point() or x.is_complex():
+                x.mul_(factor / divisor)
+            elif factor == 1:
+                x.copy_(x.div(divisor, rounding_mode="trunc"))
+            else:
+                x.copy_(x.double().mul(factor).div(divisor).trunc())
+
+    def to_bytes(self, x: torch.Tensor) -> Array:
+        """Return a tensor's bytes, in host memory."""
+        return TensorBuffers(staged=True).raw(x)
+
+    def from_bytes(self, raw: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Return bytes as a tensor, with dtype and device of `like`."""
+        return torch.from_numpy(raw).view(like.dtype).reshape(tuple(shape)).to(like.device)
+
+    def splits(self, given: Any) -> list[int]:
+        """Return the rows for each rank as a list."""
+        if isinstance(given, torch.Tensor):
+            if given.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"splits of {given.dtype}: expected torch.int32 or torch.int64")
+            given = given.tolist()
+        return [*map(operator.index, given)]
+
+    def counts(self, rows: Array, given: Any) -> torch.Tensor:
+        """Return the rows from each rank, with dtype and device of what the user has given."""
+        counts = torch.from_numpy(rows)
+        return counts.to(given) if isinstance(given, torch.Tensor) else counts.to(torch.int32)
+
+    def views(self, vector: Array, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return views of a vector in the shapes of tensors, one behind the other."""
+        return views_like(tensor_of(vector), tensors)
+
+    def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors into others."""
+        copy_all(outs, tensors)
+
+    def empty_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return new tensors."""
+        return [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
+                for x in tensors]

@@ -1,0 +1,68 @@
+"""Horovod's operations on PyTorch's tensors, through which gradients flow."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..operations import Operations
+from ..ops import Average
+from ..process_sets import ProcessSet
+from ..world import global_process_set
+from .arrays import TensorArrays
+
+Tensors = Sequence[Any]
+
+
+class _Operation(torch.autograd.Function):
+    """An operation, given how it runs and how gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensors], Tensors],
+                backward: Callable[[Tensors], Tensors], *tensors: torch.Tensor) -> Any:
+        ctx.gradients = backward
+        return tuple(run(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *ctx.gradients([grad.contiguous() for grad in grads])
+
+
+class TensorOperations(Operations):
+    """Horovod's functions on tensors; see Operations."""
+
+    def __init__(self) -> None:
+        super().__init__(TensorArrays())
+
+    def _differentiable(self, run: Callable[[Tensors], Tensors],
+                        backward: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _Operation.apply(run, backward, *tensors)  # type: ignore[no-any-return]
+        return run(tensors)
+
+    def sparse_allreduce_async(self, tensor: torch.Tensor, name: str, op: int = Average,
+                               process_set: ProcessSet = global_process_set,
+                               ) -> Callable[[], torch.Tensor]:
+        """Begin to add up sparse tensors of all ranks.
+
+        Args:
+            tensor: COO.
+            name, process_set: As for `allreduce_async`.
+            op: Average, or Sum.
+
+        Returns:
+            A function that waits, and returns the sparse sum or mean.
+
+        Collective: yes. Blocking: no.
+        """
+        parts = tensor.detach().coalesce()
+        indices = self.allgather_async(parts.indices().t().contiguous(), f"{name}.indices",
+                                       process_set)
+        values = self.allgather_async(parts.values(), f"{name}.values", process_set)
+
+        def result() -> torch.Tensor:
+            total = torch.sparse_coo_tensor(
+                self.synchronize(indices).t(), self.synchronize(values), tensor.shape).coalesce()
+            return total / process_set.comm.size if op == Average else total
+
+        return result
