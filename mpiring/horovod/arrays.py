@@ -99,7 +99,3 @@ class NumPyArrays:
         """Copy arrays into others."""
         for out, x in zip(outs, arrays):
             np.copyto(out, x)
-
-    def empty_like(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return new arrays."""
-        return [np.empty(x.shape, x.dtype) for x in arrays]

@@ -46,7 +46,7 @@ class FusedVector:
         Collective: yes. Blocking: if so.
         """
         op, self._divisor = combined(self._terms, comm.size)
-        for arrays, views, group in self._alike():
+        for arrays, views, _, group in self._alike():
             arrays.copy_all(views, [x for request in group for x in request.tensors])
         scale(self._flat, self._terms.factors[0])
         if blocking:
@@ -65,24 +65,28 @@ class FusedVector:
                 return
             self._is_settled = True
             scale(self._flat, self._terms.factors[1], self._divisor)
-            for arrays, views, group in self._alike():
-                tensors = [x for request in group for x in request.tensors]
-                results = tensors if group[0].in_place else arrays.empty_like(tensors)
-                arrays.copy_all(results, views)
+            for arrays, views, part, group in self._alike():
+                results = [x for request in group for x in request.tensors]
+                if group[0].in_place:
+                    arrays.copy_all(results, views)
+                else:
+                    # Views of one copy: as many small pieces of memory take three times as long.
+                    results = arrays.views(self._flat[part].copy(), results)
                 start = 0
                 for request in group:
                     stop = start + len(request.tensors)
                     request.results, start = results[start:stop], stop
 
-    def _alike(self) -> Iterator[tuple[Arrays, Sequence[Any], list[Request]]]:
-        """Yield the requests in a row that are of one package, and in place or not; their views."""
-        start = 0
+    def _alike(self) -> Iterator[tuple[Arrays, Sequence[Any], slice, list[Request]]]:
+        """Yield requests in a row of one package, and in place or not; their views, and where."""
+        first = start = 0
         for (arrays, _), requests in itertools.groupby(
                 self._requests, lambda each: (each.arrays, each.in_place)):
             group = list(requests)
-            stop = start + sum([len(request.tensors) for request in group])
-            yield arrays, self._views[start:stop], group
-            start = stop
+            last = first + sum([len(request.tensors) for request in group])
+            stop = start + sum([request.terms.nbytes for request in group]) // self._flat.itemsize
+            yield arrays, self._views[first:last], slice(start, stop), group
+            first, start = last, stop
 
 
 class Fusion:
@@ -100,24 +104,33 @@ class Fusion:
         self._views: dict[Any, Sequence[Any]] = {}
         self._next = 0
 
-    def takes(self, request: Request) -> bool:
-        """Return whether an operation is to be fused."""
-        return request.terms.fused is not None and request.terms.nbytes <= self._most_bytes
+    def start(self, requests: Sequence[Request], *, blocking: bool) -> list[Request]:
+        """Begin operations that can be fused, the same in the same order on all ranks.
 
-    def start(self, requests: Sequence[Request], *, blocking: bool) -> None:
-        """Begin operations, the same in the same order on all ranks.
+        Args:
+            blocking: Where all are one vector, return when it is combined.
+
+        Returns:
+            The others.
 
         Collective: yes. Blocking: yes, where more vectors are needed than there are; or if asked.
         """
-        alike: dict[Any, list[Request]] = defaultdict(list)
+        alike, others = defaultdict[Any, list[Request]](list), []
         for request in requests:
-            alike[request.terms.fused].append(request)
+            terms = request.terms
+            if terms.fused is None or terms.nbytes > self._most_bytes:
+                others.append(request)
+            else:
+                alike[terms.fused].append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
         for vector in vectors:
-            self._combine(vector, blocking=blocking and len(vectors) == 1)
+            self._combine(vector, blocking=blocking and len(vectors) == 1 and not others)
+        return others
 
-    def _cut(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _cut(self, requests: list[Request]) -> list[list[Request]]:
         """Return the requests of each vector."""
+        if sum([request.terms.nbytes for request in requests]) <= self._most_bytes:
+            return [requests]
         vectors: list[list[Request]] = [[]]
         nbytes = 0
         for request in requests:

@@ -216,11 +216,8 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
-        fused = [request for request in ready if self._fusion.takes(request)]
-        self._fusion.start(fused, blocking=blocking and len(fused) == len(ready))
-        for request in ready:
-            if not self._fusion.takes(request):
-                request.start(self._comm, self._ranks)
+        for request in self._fusion.start(ready, blocking=blocking):
+            request.start(self._comm, self._ranks)
 
     def _without_join(self, requests: Iterable[Request]) -> list[Request]:
         """Complete this rank's `join`, since all ranks have called it; return the rest."""

@@ -30,12 +30,17 @@ class Operations:
                 op: str = "", factors: tuple[float, float] = (1.0, 1.0), root: int = -1,
                 in_place: bool = False, single: bool = False, splits: Any = None) -> Request:
         matcher, arrays = process_set.matcher, self._arrays
-        device, *more = {arrays.device(x) for x in tensors} or {"nothing"}
-        if more or device == "nothing":
-            raise ValueError(f"{kind} of {len(tensors)} tensors on {[device, *more]}: expected at "
-                             f"least one, all in host memory or all on GPUs")
-        terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
-                         tuple([x.shape for x in tensors]), op, root, factors, device)
+        if len(tensors) == 1:
+            (x,) = tensors
+            terms = terms_of(arrays, kind, (x.dtype,), (x.shape,), op, root, factors,
+                             arrays.device(x))
+        else:
+            devices = sorted({arrays.device(x) for x in tensors})
+            if len(devices) != 1:
+                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at least "
+                                 f"one, all in host memory or all on GPUs")
+            terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
+                             tuple([x.shape for x in tensors]), op, root, factors, devices[0])
         return matcher.submit(
             Request(arrays, name or "", terms, tensors, in_place, single, splits))
 

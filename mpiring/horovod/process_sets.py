@@ -89,9 +89,8 @@ class ProcessSet:
 
         Raises: as `comm`.
         """
-        comm = self.comm
         if self._matcher is None:
-            raise ValueError(f"rank {comm.rank}: {self} has no operations any more")
+            raise ValueError(f"rank {self.comm.rank}: {self} has no operations any more")
         return self._matcher
 
     def root(self, rank: int) -> int:

@@ -96,9 +96,6 @@ class Arrays(Protocol):
     def copy_all(self, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
         """Copy arrays into others."""
 
-    def empty_like(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return new arrays."""
-
 
 # Compared by identity: there is one of each, from a cache.
 @dataclass(frozen=True, eq=False)
@@ -203,20 +200,18 @@ class Request:
         matcher: Where it was submitted.
     """
 
-    __slots__ = ("arrays", "name", "terms", "tensors", "in_place", "single", "handle", "error",
-                 "settle", "results", "submitted_s", "splits", "rows", "matcher")
+    handle: Handle[Any] | None = None
+    error: Exception | None = None
+    settle: Callable[[], None] | None = None
+    results: Any = None
+    rows: Sequence[Any] = ()
+    submitted_s = 0.0
 
     def __init__(self, arrays: Arrays, name: str, terms: Terms, tensors: Sequence[Any],
                  in_place: bool = False, single: bool = True, splits: Any = None) -> None:
         self.arrays, self.name, self.terms, self.tensors = arrays, name, terms, tensors
         self.in_place, self.single, self.splits = in_place, single, splits
-        self.rows: list[Any] = []
         self.matcher: Any = None
-        self.handle: Handle[Any] | None = None
-        self.error: Exception | None = None
-        self.settle: Callable[[], None] | None = None
-        self.results: Any = None
-        self.submitted_s = 0.0
 
     @property
     def started(self) -> bool:
@@ -301,6 +296,7 @@ class Request:
     def _allgather(self, _: Buffers, comm: Communicator, __: Any) -> Any:
         parts = [self.arrays.to_bytes(x) for x in self.tensors]
         gathered: list[tuple[int, Array]] = []
+        self.rows = counts = []
 
         def results() -> Sequence[Any]:
             return [self.arrays.from_bytes(raw, (rows, *x.shape[1:]), x)
@@ -314,7 +310,7 @@ class Request:
                 raw, chunks = _in_chunks(rows, x)
                 copy_to(chunks[comm.rank], part)
                 yield from collectives.allgather_chunks(chunks)
-                self.rows.append(rows.tolist())
+                counts.append(rows.tolist())
                 gathered.append((int(rows.sum()), raw))
 
         return build, results

@@ -8,7 +8,8 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launch.environment import horovod_variables
 
-_FUSION_BYTES = 16 << 20
+# Results of what is fused are views of one copy: whoever keeps one, keeps it whole.
+_FUSION_BYTES = 8 << 20
 # Those that change nothing here, and why.
 _UNHEARD = {
     "HOROVOD_CYCLE_TIME": "there are no cycles",

@@ -89,8 +89,3 @@ class TensorArrays:
     def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors into others."""
         copy_all(outs, tensors)
-
-    def empty_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return new tensors."""
-        return [torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
-                for x in tensors]
