@@ -2,7 +2,7 @@
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 ADASUM, MEAN = "adasum", "mean"
-NAMES = {Average: MEAN, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "prod"}
+OP_NAMES = {Average: MEAN, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", Product: "prod"}
 
 
 def op_named(op: int | None, average: bool | None) -> str:
@@ -19,9 +19,9 @@ def op_named(op: int | None, average: bool | None) -> str:
         if op is not None:
             raise ValueError(f"op={op!r} and average={average!r}: the op parameter supersedes "
                              f"average; please provide only one of them")
-        return MEAN if average else NAMES[Sum]
+        return MEAN if average else OP_NAMES[Sum]
     if op is None:
         return MEAN
-    if op not in NAMES:
+    if op not in OP_NAMES:
         raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")
-    return NAMES[op]
+    return OP_NAMES[op]

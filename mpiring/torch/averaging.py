@@ -118,10 +118,14 @@ class Averaging:
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, torch.Tensor] = {}
         self._hooks = contextlib.ExitStack()
-        for name, p in parameters.items():
+        self._attach()
+        weakref.finalize(self, self._hooks.close).atexit = False
+
+    def _attach(self) -> None:
+        """Have `_accumulated` called for each parameter to whose gradient a pass has added."""
+        for name, p in self._parameters.items():
             self._hooks.enter_context(
                 p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
-        weakref.finalize(self, self._hooks.close).atexit = False
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""

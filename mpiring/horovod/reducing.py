@@ -1,0 +1,71 @@
+"""Chooses the Reducer that combines gradients as Horovod's arguments say."""
+
+from typing import Any
+
+from ..buckets.bucket import Bucket
+from ..errors import ConfigError
+from ..gpu import vectors
+from ..operations.operation import Collectives
+from ..reducers import Cast, Mean, Reducer
+from ..transport.base import Schedule
+from .compression import Compression
+from .ops import OP_NAMES, Adasum, Average, Sum
+
+
+class Combined:
+    """Combines gradients by the op of an allreduce.
+
+    Args:
+        op: As in `Communicator.allreduce`.
+        predivide: Divisor of all gradients before a sum; the mean is divided by the rest after it.
+    """
+
+    def __init__(self, op: str, predivide: float = 1.0) -> None:
+        self.op, self.predivide = op, predivide
+
+    def __repr__(self) -> str:
+        return f"Combined({self.op!r}, predivide={self.predivide})"
+
+    def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
+        """Return the schedule of an allreduce of the bucket."""
+        if self.predivide == 1:
+            return collectives.allreduce(bucket.vector, op=self.op)
+        return self._between_divisions(collectives.allreduce(bucket.vector, op="sum"),
+                                       bucket.vector, collectives.size)
+
+    def _between_divisions(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
+        vectors.divide(x, self.predivide)
+        yield from summing
+        vectors.divide(x, size / self.predivide)
+
+
+def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
+    """Return the Reducer for an optimizer's arguments.
+
+    It leaves the mean also for Sum; see `weight_of`. Compression is for means and sums only: other
+    results are sent as they are.
+
+    Args:
+        op: One of Horovod's numbers.
+        compression: `Compression.none`, `Compression.fp16`, or a Reducer.
+        predivide: Horovod's `gradient_predivide_factor`; no compressed sum needs it.
+
+    Raises:
+        ConfigError: There is no such op, or the compression is another one.
+    """
+    reduces = not isinstance(compression, type) and callable(getattr(compression, "reduce", None))
+    if not reduces and compression not in (Compression.none, Compression.fp16):
+        raise ConfigError(
+            f"compression={compression!r}: gradients are compressed when they are fused, not one "
+            f"by one; pass Compression.none, Compression.fp16, or a Reducer such as "
+            f"mpiring.reducers.PowerSGD(rank=2)")
+    if op == Adasum:
+        from ..reducers import Adasum as AdasumReducer
+        return AdasumReducer()
+    if op not in OP_NAMES:
+        raise ConfigError(f"op={op!r}: expected one of Average, Sum, Adasum, Min, Max, Product")
+    if op not in (Average, Sum):
+        return Combined(OP_NAMES[op])
+    if compression is Compression.none:
+        return Mean() if predivide == 1 else Combined("mean", predivide)
+    return Cast("float16") if compression is Compression.fp16 else compression

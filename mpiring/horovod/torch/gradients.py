@@ -1,0 +1,276 @@
+"""Counts backward passes, and averages the gradients that an optimizer is about to use."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn import Parameter
+
+from ...communicator import Communicator
+from ...errors import BufferMismatchError, GradientError
+from ...launch.host import keep_freed_memory
+from ...operations.consistency import same_on_all
+from ...reducers import Reducer
+from ...torch.averaging import Averaging, Settings
+from ...torch.modules import weakly
+from ...torch.private import version_of
+from ...torch.tensors import described
+from ...torch.threads import share_cores
+from ...training.weighing import Weighing
+from ..ops import Average, Sum
+from ..process_sets import ProcessSet
+from ..reducing import reducer_for
+from ..world import world
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How the gradients of ranks become one.
+
+    Attributes:
+        op, compression, predivide: As for `reducer_for`.
+        groups: Parameters that are sent together, or the number of such groups; None for neither.
+        sparse_as_dense: Sparse gradients are sent as dense ones.
+        eager: Gradients are sent when they are complete, and not only at the end of the step.
+    """
+
+    op: int
+    compression: Any
+    predivide: float
+    groups: Sequence[Sequence[torch.Tensor]] | int | None
+    sparse_as_dense: bool
+    eager: bool
+
+    def reducer(self) -> Reducer:
+        """Return a Reducer."""
+        return reducer_for(self.op, self.compression, self.predivide)
+
+    def gathers(self, gradient: torch.Tensor | None) -> bool:
+        """Return whether a gradient is sent as a sparse one."""
+        return (gradient is not None and gradient.layout is torch.sparse_coo
+                and self.op in (Average, Sum) and not self.sparse_as_dense)
+
+    def grouped(self, parameters: Mapping[str, Parameter]) -> list[list[str]]:
+        """Return the names of each group; those of no group come last, each alone."""
+        names = list(parameters)
+        if self.groups is None:
+            return [names]
+        if isinstance(self.groups, int):
+            ends = [i * len(names) // self.groups for i in range(self.groups + 1)]
+            return [names[start:end] for start, end in zip(ends, ends[1:]) if start < end]
+        name_of = {p: name for name, p in parameters.items()}
+        groups = [[name_of.pop(p) for p in group if p in name_of] for group in self.groups]
+        return [group for group in groups if group] + [[name] for name in name_of.values()]
+
+
+class SumWeighing(Weighing):
+    """Lets each gradient count once per rank in the mean, which thus is the sum."""
+
+    @property
+    def factor(self) -> float:
+        """The number of ranks."""
+        return float(self._comm.size)
+
+
+class StepAveraging(Averaging):
+    """Averages gradients in steps that `finish` ends, whatever a backward pass has reached.
+
+    A sparse gradient that is averaged as a dense one becomes sparse again.
+    """
+
+    def _attach(self) -> None:
+        self._versions: dict[str, int] = {}
+        self._sparse_dims: dict[str, int] = {}
+
+    def _begun(self) -> None:
+        """Wait for nothing: a step may have several passes."""
+
+    def add(self, name: str, *, complete: bool) -> None:
+        """Put a gradient into its bucket, after a pass has added to it.
+
+        Args:
+            name: Of the parameter.
+            complete: No other pass of this step will add to it: send it.
+        """
+        self.active, p = complete, self._parameters[name]
+        self._accumulated(name, p)
+        if complete and p.grad is not None and name in self.dense:
+            self._versions[name] = version_of(p.grad)
+
+    def finish(self, names: Iterable[str]) -> None:
+        """Return when all gradients have arrived; contribute those that were not sent before.
+
+        Args:
+            names: The order in which these are sent; others follow.
+
+        Raises:
+            GradientError: A gradient was written to after it was sent.
+
+        Collective: yes. Blocking: yes.
+        """
+        versions, self._versions, self.active = self._versions, {}, True
+        for name, version in versions.items():
+            gradient = self._parameters[name].grad
+            if gradient is self._views[name] and version_of(gradient) != version:
+                raise GradientError(
+                    f"rank {self.comm.rank}: the gradient of {name} was changed while it was being "
+                    f"averaged; call optimizer.synchronize() before gradients are clipped, "
+                    f"unscaled or written to, and then optimizer.step() in "
+                    f"optimizer.skip_synchronize()")
+        missing = dict.fromkeys([*self.gradients.missing, *self._sparse.missing])
+        self._contribute([*(name for name in names if name in missing),
+                          *(name for name in missing if name not in names)])
+        self.wait()
+
+    def _put(self, name: str, p: Parameter) -> None:
+        if p.grad is not None and p.grad.layout is torch.sparse_coo:
+            self._sparse_dims[name] = p.grad.sparse_dim()
+            p.grad = p.grad.to_dense()
+        super()._put(name, p)
+
+    def _show(self) -> None:
+        super()._show()
+        for name, dims in self._sparse_dims.items():
+            self.dense[name].grad = self._views[name].to_sparse(dims)
+
+
+class StepGradients:
+    """The gradients of an optimizer, counted and averaged.
+
+    Parameters are averaged from the first step on in which all ranks have them.
+
+    Args:
+        names: Of the parameters.
+        process_set: The ranks to average over; gradients of other ranks stay as they are.
+        combination: How gradients become one.
+        passes: Number of backward passes that complete a gradient.
+
+    Attributes:
+        passes: The same.
+        counts: Number of passes that have added to a gradient in this step, if any.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
+                 combination: Combination, passes: int) -> None:
+        self.passes = passes
+        self.counts: dict[Parameter, int] = {}
+        self._names, self._process_set = dict(names), process_set
+        self._combination = combination
+        self._base: Communicator | None = None
+        self._averagings: list[StepAveraging] = []
+        self._home: dict[Parameter, StepAveraging] = {}
+        self._hooked: set[Parameter] = set()
+        self._hooks = contextlib.ExitStack()
+        weakref.finalize(self, self._hooks.close).atexit = False
+        self._hook(names)
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The ranks, if there are others to average with."""
+        if self._process_set.included() is False:
+            return None
+        comm = self._process_set.comm
+        return comm if comm.size > 1 else None
+
+    def _hook(self, parameters: Iterable[Parameter]) -> None:
+        for p in parameters:
+            if p.requires_grad and p not in self._hooked:
+                self._hooked.add(p)
+                self._hooks.enter_context(
+                    p.register_post_accumulate_grad_hook(weakly(self._reached)))
+
+    def _reached(self, p: Parameter) -> None:
+        """Count a backward pass; send the gradient if this was the last one."""
+        comm = self.comm
+        if comm is None:
+            return
+        count = self.counts.get(p, 0) + 1
+        if count > self.passes:
+            raise AssertionError(
+                f"rank {comm.rank}: {self._names[p]}: Gradients were computed more than "
+                f"backward_passes_per_step times before call to step(). Increase "
+                f"backward_passes_per_step to accumulate gradients locally.")
+        self.counts[p] = count
+        # After an elastic restart, ranks have other communicators from the next step on.
+        if comm is self._base and p in self._home and self._combination.eager:
+            self._home[p].add(self._names[p], complete=count == self.passes)
+
+    def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Return when the gradients of all ranks have arrived.
+
+        Args:
+            groups: The optimizer's.
+
+        Raises:
+            BufferMismatchError: Ranks train other parameters, or combine gradients otherwise.
+            GradientError: A gradient was written to after it was sent.
+
+        Collective: yes, among the process set's ranks. Blocking: yes.
+        """
+        comm = self.comm
+        if comm is not None:
+            if comm is not self._base:
+                self._base, self._averagings, self._home = comm, [], {}
+            trained = [(i, j, p) for i, group in enumerate(groups)
+                       for j, p in enumerate(group["params"]) if p.requires_grad]
+            new = [p for *_, p in trained if p not in self._home]
+            if new:
+                for i, j, p in trained:
+                    self._names.setdefault(p, noname(i, j))
+                self._begin(comm, {self._names[p]: p for p in new})
+                self._hook(new)
+            order = dict.fromkeys(self._names[p] for p in self.counts)
+            for averaging in self._averagings:
+                averaging.finish(order)
+        self.counts.clear()
+
+    def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
+        """Begin to average more parameters: those on one device together.
+
+        Collective: yes. Blocking: yes.
+        """
+        share_cores(comm)
+        keep_freed_memory()
+        how, bucket_bytes = self._combination, world().settings.bucket_bytes
+        order = comm.broadcast_object(list(parameters), root=0)
+        with same_on_all(comm, "DistributedOptimizer", error=BufferMismatchError,
+                         remedy="pass the same, and freeze the same parameters, on every rank",
+                         ) as same:
+            same["named_parameters"] = {
+                name: described(parameters[name]) for name in sorted(parameters)}
+            parts = _by_device({name: parameters[name] for name in order if name in parameters})
+            same.update(op=how.op, reducer=repr(how.reducer()), bucket_bytes=bucket_bytes,
+                        sparse_as_dense=how.sparse_as_dense,
+                        groups=[how.grouped(part) for part in parts])
+        sparse: set[str] = set().union(*comm.allgather_object(
+            {name for name, p in parameters.items() if how.gathers(p.grad)}))
+        for part in parts:
+            own = cast(Communicator, comm.split(0))
+            reducers = {name: reducer for group in how.grouped(
+                {name: p for name, p in part.items() if name not in sparse})
+                for reducer in [how.reducer()] for name in group}
+            averaging = StepAveraging(
+                part, {p for name, p in part.items() if name in sparse}, own,
+                (SumWeighing if how.op == Sum else Weighing)(own),
+                Settings(bucket_bytes, reducers), completed=_nothing, steps=0)
+            self._averagings.append(averaging)
+            self._home.update(dict.fromkeys(part.values(), averaging))
+
+
+def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+    parts: dict[torch.device, dict[str, Parameter]] = {}
+    for name, p in parameters.items():
+        parts.setdefault(p.device, {})[name] = p
+    return list(parts.values())
+
+
+def _nothing() -> None:
+    """Do nothing at the end of a step."""
+
+
+def noname(group: int, index: int) -> str:
+    """Return the name of a parameter that has none."""
+    return f"allreduce.noname.{group}.{index}"

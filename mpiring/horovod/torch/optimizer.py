@@ -1,0 +1,264 @@
+"""Horovod's DistributedOptimizer: any PyTorch optimizer, with the gradients of all ranks."""
+
+import collections
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..compression import Compression
+from ..ops import Adasum, Average
+from ..process_sets import ProcessSet
+from ..world import global_process_set
+from .gradients import Combination, StepGradients, noname
+
+Closure = Callable[[], Any]
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What an optimizer's class gets besides its own methods."""
+
+    _plain: type[torch.optim.Optimizer]
+    _gradients: StepGradients
+    _synchronized = False
+    _should_synchronize = True
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Number of backward passes that complete a gradient."""
+        return self._gradients.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._gradients.passes = passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes that complete a gradient, between two steps."""
+        self._gradients.passes = passes
+
+    def synchronize(self) -> None:
+        """Return when gradients are those of all ranks; afterwards they may be clipped.
+
+        Gradients that no backward pass has reached since the last step count, too, with what they
+        have accumulated before, or as zeros.
+
+        Raises:
+            GradientError: A gradient was written to while it was being averaged.
+            BufferMismatchError: Ranks train other parameters.
+
+        Collective: yes, among the process set's ranks. Blocking: yes.
+        """
+        self._gradients.finish(self.param_groups)
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` use gradients as they are, after `synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Synchronize, and take a step of the plain optimizer.
+
+        Args:
+            closure: Evaluates the model, and runs backward; gradients are synchronized after it.
+
+        Collective: yes, among the process set's ranks. Blocking: yes.
+        """
+        def synchronized() -> Any:
+            loss = closure() if closure is not None else None
+            self.synchronize()
+            return loss
+
+        if not self._should_synchronize:
+            self._synchronized = False
+            return self._plain.step(self, closure)
+        if self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown. You may want to "
+                "consider using optimizer.skip_synchronize() context if you use "
+                "optimizer.synchronize() in your code.", stacklevel=2)
+        if closure is None:
+            self.synchronize()
+        result = self._plain.step(self, closure and synchronized)
+        self._synchronized = False
+        return result
+
+    # PyTorch would run the user's hooks twice: before this method, and before the plain step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset gradients, as the plain optimizer does.
+
+        Raises:
+            AssertionError: Gradients are being averaged, or accumulated.
+        """
+        if self._gradients.counts:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before "
+                "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
+                "a race condition.")
+        self._plain.zero_grad(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the plain optimizer; forget the passes of a step that has not ended."""
+        self._gradients.counts.clear()
+        self._synchronized, self._should_synchronize = False, True
+        self._plain.load_state_dict(self, state_dict)
+
+
+class _DistributedAdasumOptimizer(_DistributedOptimizer):
+    """Combines the changes of parameters, which each rank computes from its own gradients."""
+
+    def synchronize(self) -> None:
+        """Do nothing: `step` waits for the changes of all ranks."""
+
+    def skip_synchronize(self) -> Any:
+        """Refuse.
+
+        Raises:
+            AssertionError: Always.
+        """
+        raise AssertionError("Skipping synchronization is not supported when using Adasum "
+                             "optimizer.")
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take a step of the plain optimizer; add Adasum's combination of all ranks' changes.
+
+        Collective: yes, among the process set's ranks. Blocking: yes.
+        """
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        started = [p.detach().clone() for p in trained]
+        loss = self._plain.step(self, closure)
+        gradients = [p.grad for p in trained]
+        for p, start in zip(trained, started):
+            p.grad = p.detach() - start
+        self._gradients.finish(self.param_groups)
+        with torch.no_grad():
+            for p, start, gradient in zip(trained, started, gradients):
+                p.copy_(start.add_(p.grad))
+                p.grad = gradient
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none, backward_passes_per_step: int = 1, op: int = Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps use the gradients of all ranks.
+
+    The class of the result is derived from that of `optimizer`, with which it shares parameters
+    and state. Gradients are sent, fused, while backward still computes others. `step()` waits for
+    them; so does `synchronize()`, after which they may be clipped:
+
+        loss.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    With Adasum on several ranks, the changes of parameters are combined instead, in `step()`.
+
+    Args:
+        optimizer: The plain optimizer.
+        named_parameters: Usually `model.named_parameters()`. Ranks find the same parameter by its
+            name, or else by its place in the optimizer.
+        compression: `Compression.none`; `Compression.fp16`, which sends means and sums as float16
+            between nodes; or a Reducer of `mpiring.reducers`.
+        backward_passes_per_step: Number of backward passes whose gradients are summed on each rank
+            before they are sent.
+        op: Average, Sum, Min, Max, Product or Adasum.
+        gradient_predivide_factor: Divisor of gradients before their sum; for Average only.
+        num_groups: Former name of `groups`.
+        groups: Lists of parameters, or a number of such lists: gradients of different lists are not
+            fused. A long list is sent in several messages.
+        sparse_as_dense: Send sparse gradients as dense ones.
+        process_set: Ranks to average over; others take steps with their own gradients.
+
+    Raises:
+        ValueError: An argument has no such value, or names no such parameters.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed "
+                      "in v0.23.0.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    _refuse_other_groups(groups)
+    names = _names_of(optimizer, named_parameters)
+    by_adasum = op == Adasum and (process_set.size() or 1) > 1
+    combination = Combination(op, compression, gradient_predivide_factor, groups, sparse_as_dense,
+                              eager=not by_adasum)
+    combination.reducer()
+    plain = type(optimizer)
+    methods = {**vars(_DistributedOptimizer), **(vars(_DistributedAdasumOptimizer) if by_adasum
+                                                 else {})}
+    # One class, as Horovod's: programs reach the plain one by `super(type(optimizer), optimizer)`.
+    made: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
+    distributed = made.__new__(made)
+    # A scheduler of the plain optimizer has wrapped its `step`.
+    distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    distributed._gradients = StepGradients(names, process_set, combination,
+                                           backward_passes_per_step)
+    distributed.op, distributed.process_set = op, process_set
+    distributed.gradient_predivide_factor = gradient_predivide_factor
+    distributed.sparse_as_dense, distributed._parameter_names = sparse_as_dense, names
+    return distributed
+
+
+def _names_of(optimizer: torch.optim.Optimizer,
+              named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+              ) -> dict[torch.nn.Parameter, str]:
+    """Return the names of an optimizer's parameters.
+
+    Raises:
+        ValueError: Names are missing, or not unique.
+    """
+    parameters = {p: noname(i, j) for i, group in enumerate(optimizer.param_groups)
+                  for j, p in enumerate(group["params"])}
+    if named_parameters is None:
+        return parameters
+    named = list(named_parameters)
+    if not all(isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), "
+                         "usually produced by model.named_parameters().")
+    counts = collections.Counter(name for name, _ in named)
+    if len(counts) < len(named):
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(name for name, count in counts.items() if count > 1)}")
+    names = {p: name for name, p in named}
+    unnamed = [name for p, name in parameters.items() if p not in names]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but one or more model parameters were not named. "
+            f"They are (by group and index): {', '.join(unnamed)}")
+    return {p: names[p] for p in parameters}
+
+
+def _refuse_other_groups(groups: object) -> None:
+    """Raise ValueError unless these are groups of parameters, or a number of groups."""
+    if groups is None:
+        return
+    if not isinstance(groups, list) and not (isinstance(groups, int) and groups > 0):
+        raise ValueError("groups should be a non-negative integer or a list of list of "
+                         "torch.Tensor.")
+    grouped = [p for group in groups for p in group] if isinstance(groups, list) else []
+    if not all(isinstance(p, torch.Tensor) for p in grouped):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len(set(grouped)) < len(grouped):
+        raise ValueError("A parameter can only appear once in groups.")
