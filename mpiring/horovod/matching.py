@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
-from ..errors import MpiringError
+from ..errors import ConfigError, MpiringError
 from ..text import first_few, ranks_text
 from .fusion import Fusion
 from .requests import JOIN, HorovodInternalError, Request, Terms
@@ -71,7 +71,7 @@ class Matcher:
         """Begin an operation, once all ranks have submitted one of its name; return at once.
 
         Raises:
-            HorovodInternalError: One of that name is under way.
+            ConfigError: One of that name is under way.
         """
         kind = request.terms.kind
         if not request.name:
@@ -84,7 +84,7 @@ class Matcher:
         with self._lock:
             before = self._names.get(name)
             if before is not None and not before.ended:
-                raise HorovodInternalError(
+                raise ConfigError(
                     f"rank {self._rank}: Requested to {kind} a tensor with the "
                     f"same name as another tensor that is currently being processed: {name!r}. If "
                     f"you want to request another tensor, use a different tensor name; or "

@@ -10,6 +10,7 @@ from ..world import (
     mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, remove_process_set, rocm_built,
     shutdown, size, start_timeline, stop_timeline)
 from .operations import TensorOperations
+from .optimizer import DistributedOptimizer
 
 _tensors = TensorOperations()
 allgather, allgather_async = _tensors.allgather, _tensors.allgather_async
@@ -27,10 +28,11 @@ grouped_allreduce_, grouped_allreduce_async_ = (
     _tensors.grouped_allreduce_, _tensors.grouped_allreduce_async_)
 grouped_reducescatter, grouped_reducescatter_async = (
     _tensors.grouped_reducescatter, _tensors.grouped_reducescatter_async)
+sparse_allreduce_async = _tensors.sparse_allreduce_async
 reducescatter, reducescatter_async = _tensors.reducescatter, _tensors.reducescatter_async
 
 __all__ = [
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "Product",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "Product",
     "ProcessSet", "Sum", "add_process_set", "allgather", "allgather_async", "allreduce",
     "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
     "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",
@@ -40,4 +42,4 @@ __all__ = [
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "start_timeline", "stop_timeline", "synchronize"]
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize"]
