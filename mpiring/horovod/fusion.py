@@ -66,7 +66,7 @@ class FusedVector:
             self._is_settled = True
             scale(self._flat, self._terms.factors[1], self._divisor)
             for arrays, views, part, group in self._alike():
-                results = [x for request in group for x in request.tensors]
+                results: Sequence[Any] = [x for request in group for x in request.tensors]
                 if group[0].in_place:
                     arrays.copy_all(results, views)
                 else:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..errors import ConfigError, MpiringError
+from ..record.trace_file import TraceFile
 from ..text import first_few, ranks_text
 from .fusion import Fusion
 from .requests import JOIN, HorovodInternalError, Request, Terms
@@ -38,6 +39,9 @@ class Matcher:
         comm: Its ranks; nothing else may use it.
         ranks: Their numbers among all ranks.
         fusion_bytes: Tensors are fused into messages of at most so many bytes.
+
+    Attributes:
+        marks_rounds: Whether traces tell when ranks begin to compare.
 
     Collective: yes. Blocking: yes.
     """
@@ -64,6 +68,7 @@ class Matcher:
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
         self._work, self._closed = threading.Event(), False
+        self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
 
@@ -200,6 +205,9 @@ class Matcher:
         self._words[0] = int.from_bytes(digest, "little") >> 2
         self._words[1] = -self._words[0]
         self._rounds += 1
+        trace = self._comm.recorder.trace
+        if trace is not None and self.marks_rounds:
+            trace.span("CYCLE_START", "cycle", time.monotonic(), time.monotonic())
         return True
 
     def _match(self, batch: list[Request], *, same: bool, blocking: bool) -> None:
@@ -314,7 +322,10 @@ class Matcher:
         try:
             if not request.started:
                 self.start(request)
-            return request.finish()
+            started_s, result = time.monotonic(), request.finish()
+            if self._comm.recorder.trace is not None:
+                self._trace(self._comm.recorder.trace, request, started_s)
+            return result
         except HorovodInternalError:
             raise
         except MpiringError as error:
@@ -322,6 +333,13 @@ class Matcher:
         finally:
             if self._names.get(request.name) is request:
                 del self._names[request.name]
+
+    def _trace(self, trace: TraceFile, request: Request, started_s: float) -> None:
+        """Record an operation as Horovod does: how long ranks came, how long it took then."""
+        kind = request.terms.kind.upper()
+        trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
+                   tensor=request.name)
+        trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def close(self) -> None:
         """Wait for the ranks, and end.

@@ -37,8 +37,8 @@ class Operations:
         else:
             devices = sorted({arrays.device(x) for x in tensors})
             if len(devices) != 1:
-                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at least "
-                                 f"one, all in host memory or all on GPUs")
+                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at "
+                                 f"least one, all in host memory or all on GPUs")
             terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
                              tuple([x.shape for x in tensors]), op, root, factors, devices[0])
         return matcher.submit(
@@ -231,10 +231,10 @@ class Operations:
     # Broadcast
 
     def _broadcast(self, tensor: Any, root_rank: int, name: str | None,
-                   process_set: ProcessSet, **how: bool) -> Request:
+                   process_set: ProcessSet, *, in_place: bool) -> Request:
         process_set.root(root_rank)
-        return self._submit("broadcast", [tensor], name, process_set, root=root_rank, single=True,
-                            **how)
+        return self._submit("broadcast", [self._arrays.array(tensor)], name, process_set,
+                            root=root_rank, in_place=in_place, single=True)
 
     def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> Request:
@@ -247,7 +247,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(self._arrays.array(tensor), root_rank, name, process_set)
+        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> Request:

@@ -38,13 +38,13 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Comm") -> None:
         self._comm: Communicator | None = None
         self._matcher: Matcher | None = None
-        if hasattr(ranks_or_comm, "Get_group"):
+        if not isinstance(ranks_or_comm, Iterable) and hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
-        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        ranks: list[Any] = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
         if not all(isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"ProcessSet({ranks_or_comm!r}): ProcessSet should be initialized with "
-                             f"a list of process ranks or an mpi4py Comm object")
+            raise ValueError(f"ProcessSet({ranks_or_comm!r}): ProcessSet should be initialized "
+                             f"with a list of process ranks or an mpi4py Comm object")
         self.ranks = sorted(ranks)
 
     def __repr__(self) -> str:
@@ -108,6 +108,11 @@ class ProcessSet:
         """Give the set its number and its ranks; `comm` is None on ranks outside of it."""
         self.process_set_id, self.ranks = number, list(ranks)
         self._comm, self._matcher = comm, matcher
+
+    def mark_rounds(self, marks: bool) -> None:
+        """Record in traces when ranks begin to compare what they have submitted, or do not."""
+        if self._matcher is not None:
+            self._matcher.marks_rounds = marks
 
     def close(self) -> None:
         """Wait for the set's operations and ranks, and forget its number.

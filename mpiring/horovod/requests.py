@@ -17,7 +17,7 @@ from ..memory.arrays import (
 from ..memory.reduction import reduction
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-adasum: Any = None
+from ..reducers.adasum import adasum
 from ..transport.base import Schedule
 from .ops import ADASUM, MEAN
 
@@ -141,21 +141,17 @@ class Terms:
 
     def difference(self, other: "Terms") -> str:
         """Return in Horovod's words how the terms of another rank differ."""
-        for one, two in zip(self.dtypes, other.dtypes):
-            if one != two:
-                return (f"Mismatched data types: One rank had type {one}, but another rank had "
-                        f"type {two}.")
-        if self.shapes != other.shapes:
-            one, two = next((pair for pair in zip(self.shapes, other.shapes) if pair[0] != pair[1]),
-                            (self.shapes, other.shapes))
-            return (f"Mismatched {self.kind} tensor shapes: One rank sent a tensor of shape "
-                    f"{list(one)}, but another rank sent a tensor of shape {list(two)}.")
-        pairs = [("reduction operation", "sent reduction op", self.op, other.op),
-                 ("prescale and/or postscale factors", "sent factors", self.factors, other.factors),
-                 (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
-                 (f"{self.kind} CPU/GPU device selection", "specified device",
-                  self.device or "CPU", other.device or "CPU")]
-        title, verb, one, two = next(pair for pair in pairs if pair[2] != pair[3])
+        pairs: list[tuple[str, str, Any, Any]] = [
+            ("data types", "had type", a, b) for a, b in zip(self.dtypes, other.dtypes)]
+        pairs += [(f"{self.kind} tensor shapes", "sent a tensor of shape", list(a), list(b))
+                  for a, b in zip(self.shapes, other.shapes)]
+        pairs += [("numbers of tensors", "sent", len(self.shapes), len(other.shapes)),
+                  ("reduction operation", "sent reduction op", self.op, other.op),
+                  ("prescale and/or postscale factors", "sent factors", self.factors, other.factors),
+                  (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
+                  (f"{self.kind} CPU/GPU device selection", "specified device",
+                   self.device or "CPU", other.device or "CPU")]
+        title, verb, one, two = next(each for each in pairs if each[2] != each[3])
         return f"Mismatched {title}: One rank {verb} {one}, but another rank {verb} {two}."
 
 

@@ -5,10 +5,13 @@ Horovod's functions take no communicator, so this is the one place of the packag
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..communicator import Communicator
+from ..files import replacing
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
@@ -42,7 +45,7 @@ class World:
         keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
-        self._numbers = 0
+        self._numbers, self._timeline = 0, ""
         self.add(global_process_set, range(comm.size))
 
     def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
@@ -78,11 +81,27 @@ class World:
         self._sets.remove(process_set)
         return True
 
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        """Begin a trace; see the function."""
+        self.stop_timeline()
+        self._timeline = os.path.abspath(path)
+        self.comm.start_trace(f"{self._timeline}.ranks")
+        for process_set in self._sets:
+            process_set.mark_rounds(mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End a trace; see the function."""
+        trace, path, self._timeline = self.comm.stop_trace(), self._timeline, ""
+        if trace and path and self.comm.rank == 0:
+            with replacing(Path(path)) as new:
+                new.file.write(Path(trace).read_bytes())
+
     def close(self) -> None:
         """Wait for all operations of all sets, and for all ranks.
 
         Collective: yes. Blocking: yes.
         """
+        self.stop_timeline()
         for process_set in reversed(self._sets):
             process_set.close()
         self.comm.close()
@@ -304,18 +323,20 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what every rank does from now on to a folder, for `python -m mpiring trace`.
+    """Record what all ranks do from now on, until `stop_timeline`.
 
     Args:
-        file_path: The folder.
-        mark_cycles: Ignored: there are no cycles.
+        file_path: Where rank 0's record is written, as JSON that Chrome's viewer and Perfetto read.
+            Those of all ranks are in the folder of this name and `.ranks`, for
+            `python -m mpiring trace`.
+        mark_cycles: Record when ranks begin to compare what they have submitted.
 
     Raises:
         ValueError: `init` was not called.
 
     Collective: yes. Blocking: yes.
     """
-    world().comm.start_trace(file_path)
+    world().start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -323,4 +344,4 @@ def stop_timeline() -> None:
 
     Collective: yes. Blocking: yes.
     """
-    world().comm.stop_trace()
+    world().stop_timeline()

@@ -17,7 +17,8 @@ allgather, allgather_async = _tensors.allgather, _tensors.allgather_async
 allreduce, allreduce_async = _tensors.allreduce, _tensors.allreduce_async
 allreduce_, allreduce_async_ = _tensors.allreduce_, _tensors.allreduce_async_
 alltoall, alltoall_async = _tensors.alltoall, _tensors.alltoall_async
-barrier, join, poll, synchronize = _tensors.barrier, _tensors.join, _tensors.poll, _tensors.synchronize
+barrier, join = _tensors.barrier, _tensors.join
+poll, synchronize = _tensors.poll, _tensors.synchronize
 broadcast, broadcast_async = _tensors.broadcast, _tensors.broadcast_async
 broadcast_, broadcast_async_ = _tensors.broadcast_, _tensors.broadcast_async_
 grouped_allgather, grouped_allgather_async = (
@@ -32,7 +33,8 @@ sparse_allreduce_async = _tensors.sparse_allreduce_async
 reducescatter, reducescatter_async = _tensors.reducescatter, _tensors.reducescatter_async
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "Product",
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max",
+    "Min", "Product",
     "ProcessSet", "Sum", "add_process_set", "allgather", "allgather_async", "allreduce",
     "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
     "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",

@@ -37,7 +37,7 @@ class TensorOperations(Operations):
     def _differentiable(self, run: Callable[[Tensors], Tensors],
                         backward: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _Operation.apply(run, backward, *tensors)  # type: ignore[no-any-return]
+            return _Operation.apply(run, backward, *tensors)
         return run(tensors)
 
     def sparse_allreduce_async(self, tensor: torch.Tensor, name: str, op: int = Average,
