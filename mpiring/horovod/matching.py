@@ -67,7 +67,7 @@ class Matcher:
         self._retry_s = self._pause_s = 0.0
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
-        self._work, self._closed = threading.Event(), False
+        self._work, self._is_awake, self._closed = threading.Event(), False, False
         self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
@@ -78,11 +78,11 @@ class Matcher:
         Raises:
             ConfigError: One of that name is under way.
         """
-        kind = request.terms.kind
-        if not request.name:
+        kind, name = request.terms.kind, request.name
+        if not name:
             number = self._unnamed[kind] = self._unnamed.get(kind, 0) + 1
-            request.name = f"noname.{number}"
-        name = request.name = f"{kind}.{request.name}"
+            name = f"noname.{number}"
+        name = request.name = f"{kind}.{name}"
         request.matcher = self
         # First: the thread ends a batch in which nothing has been submitted for a while.
         self._last_s = request.submitted_s = time.monotonic()
@@ -99,7 +99,8 @@ class Matcher:
             self._open_bytes += request.terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
-        if not self._work.is_set():
+        if not self._is_awake:
+            self._is_awake = True
             self._work.set()
         return request
 
@@ -157,6 +158,7 @@ class Matcher:
                     # The program meets it, when it waits.
                     break
             self._work.clear()
+            self._is_awake = False
             if self._open or self._batches:
                 self._work.set()
 
@@ -224,6 +226,9 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
+        if self._comm.recorder.trace is not None:
+            for request in ready:
+                request.started_s = time.monotonic()
         for request in self._fusion.start(ready, blocking=blocking):
             request.start(self._comm, self._ranks)
 
@@ -319,24 +324,30 @@ class Matcher:
 
         Collective: yes. Blocking: yes.
         """
+        if request.results is None:
+            self._complete(request)
+        if self._names.get(request.name) is request:
+            del self._names[request.name]
+        if self._comm.recorder.trace is not None:
+            self._trace(self._comm.recorder.trace, request)
+        return request.results[0] if request.single else request.results
+
+    def _complete(self, request: Request) -> None:
+        """Return when an operation has its results."""
         try:
             if not request.started:
                 self.start(request)
-            started_s, result = time.monotonic(), request.finish()
-            if self._comm.recorder.trace is not None:
-                self._trace(self._comm.recorder.trace, request, started_s)
-            return result
-        except HorovodInternalError:
-            raise
+            request.complete()
         except MpiringError as error:
-            raise HorovodInternalError(f"{request.name}: {error}") from error
-        finally:
             if self._names.get(request.name) is request:
                 del self._names[request.name]
+            if isinstance(error, HorovodInternalError):
+                raise
+            raise HorovodInternalError(f"{request.name}: {error}") from error
 
-    def _trace(self, trace: TraceFile, request: Request, started_s: float) -> None:
+    def _trace(self, trace: TraceFile, request: Request) -> None:
         """Record an operation as Horovod does: how long ranks came, how long it took then."""
-        kind = request.terms.kind.upper()
+        kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
         trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
                    tensor=request.name)
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)

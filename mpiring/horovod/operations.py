@@ -49,7 +49,7 @@ class Operations:
 
         Collective: no. Blocking: no.
         """
-        return True if callable(handle) else handle.matcher.poll(handle)
+        return not isinstance(handle, Request) or bool(handle.matcher.poll(handle))
 
     def synchronize(self, handle: Any) -> Any:
         """Return the result of an operation, when it is complete.
@@ -60,7 +60,7 @@ class Operations:
 
         Collective: yes. Blocking: yes.
         """
-        return handle() if callable(handle) else handle.matcher.finish(handle)
+        return handle.matcher.finish(handle) if isinstance(handle, Request) else handle()
 
     def _differentiable(self, run: Callable[[Arrays], Arrays],
                         backward: Callable[[Arrays], Arrays], tensors: Arrays) -> Arrays:

@@ -147,7 +147,8 @@ class Terms:
                   for a, b in zip(self.shapes, other.shapes)]
         pairs += [("numbers of tensors", "sent", len(self.shapes), len(other.shapes)),
                   ("reduction operation", "sent reduction op", self.op, other.op),
-                  ("prescale and/or postscale factors", "sent factors", self.factors, other.factors),
+                  ("prescale and/or postscale factors", "sent factors", self.factors,
+                   other.factors),
                   (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
                   (f"{self.kind} CPU/GPU device selection", "specified device",
                    self.device or "CPU", other.device or "CPU")]
@@ -192,7 +193,7 @@ class Request:
         settle: Called when the operation is complete: sets its results.
         results: What it returns.
         rows: Of each array of an allgather, how many rows came from each rank.
-        submitted_s: When; in `time.monotonic`.
+        submitted_s, started_s: When; in `time.monotonic`. The latter only for traces.
         matcher: Where it was submitted.
     """
 
@@ -201,7 +202,7 @@ class Request:
     settle: Callable[[], None] | None = None
     results: Any = None
     rows: Sequence[Any] = ()
-    submitted_s = 0.0
+    submitted_s = started_s = 0.0
 
     def __init__(self, arrays: Arrays, name: str, terms: Terms, tensors: Sequence[Any],
                  in_place: bool = False, single: bool = True, splits: Any = None) -> None:
@@ -219,18 +220,18 @@ class Request:
         """Whether it is complete, or has failed."""
         return self.started and (self.handle is None or self.handle.done)
 
-    def finish(self) -> Any:
-        """Return the result of an operation that has started, when it is complete.
+    def complete(self) -> None:
+        """Return when an operation that has started has its results.
 
         Raises:
             HorovodInternalError: It has failed.
         """
         if self.error is not None:
             raise self.error
-        if self.results is None and self.settle is not None:
+        if self.settle is not None:
             self.settle()
-            self.settle, self.tensors = None, ()
-        return self.results[0] if self.single else self.results
+        # They may live long: handles are kept in lists.
+        self.settle, self.handle, self.tensors = None, None, ()
 
     def start(self, comm: Communicator, ranks: Sequence[int]) -> None:
         """Begin, once all ranks of the set have submitted it.

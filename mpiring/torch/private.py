@@ -88,11 +88,6 @@ def values_of(sparse: torch.Tensor) -> torch.Tensor:
     return sparse._values()
 
 
-def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return views of a vector in the shapes of tensors, one behind the other."""
-    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
-
-
 def copy_all(outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors into others, in one call."""
     with torch.no_grad():

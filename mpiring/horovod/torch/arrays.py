@@ -8,7 +8,7 @@ import torch
 
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
-from ...torch.private import copy_all, views_like
+from ...torch.private import copy_all
 from ...torch.tensors import tensor_of
 from ...torch.vectors import TensorBuffers
 from ..arrays import scale
@@ -84,7 +84,8 @@ class TensorArrays:
 
     def views(self, vector: Array, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return views of a vector in the shapes of tensors, one behind the other."""
-        return views_like(tensor_of(vector), tensors)
+        parts = tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
+        return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors)]
 
     def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors into others."""
