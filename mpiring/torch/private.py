@@ -101,6 +101,10 @@ def without_subclasses() -> AbstractContextManager[None]:
 
 # Modules and optimizers
 
+# What batch normalization of any number of dimensions is made of.
+AnyBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
+
+
 def parameters_of(module: torch.nn.Module) -> Any:
     """Return the mapping in which a module keeps its own parameters by name.
 

@@ -1,6 +1,7 @@
 """Horovod's functions for PyTorch: `import mpiring.horovod.torch as hvd`."""
 
 from ..compression import Compression
+from ..functions import allgather_object, broadcast_object, broadcast_object_fn
 from ..ops import Adasum, Average, Max, Min, Product, Sum
 from ..process_sets import ProcessSet
 from ..requests import HorovodInternalError
@@ -9,6 +10,8 @@ from ..world import (
     gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size,
     mpi_built, mpi_enabled, mpi_threads_supported, nccl_built, rank, remove_process_set, rocm_built,
     shutdown, size, start_timeline, stop_timeline)
+from .batch_norm import SyncBatchNorm
+from .functions import broadcast_optimizer_state, broadcast_parameters
 from .operations import TensorOperations
 from .optimizer import DistributedOptimizer
 
@@ -34,11 +37,12 @@ reducescatter, reducescatter_async = _tensors.reducescatter, _tensors.reducescat
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max",
-    "Min", "Product",
-    "ProcessSet", "Sum", "add_process_set", "allgather", "allgather_async", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",
-    "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
+    "Min", "ProcessSet", "Product", "Sum", "SyncBatchNorm", "add_process_set", "allgather",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
+    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_object_fn",
+    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
