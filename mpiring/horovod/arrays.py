@@ -45,7 +45,7 @@ class ArrayBuffers:
 
 
 class NumPyArrays:
-    """What operations need of NumPy; see requests.Arrays."""
+    """What operations need of NumPy; see requests.ArrayPackage."""
 
     lend = ArrayBuffers
     dtype_name = staticmethod(dtype_name)

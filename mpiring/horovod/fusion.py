@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..memory.arrays import Array, dtype_named
 from .arrays import scale
-from .requests import DTYPES, Arrays, Request, combined
+from .requests import DTYPES, ArrayPackage, NamedRequest, combined
 
 _SHORTEST_BYTES = 1 << 20
 # One is filled while the other one is combined.
@@ -37,9 +37,9 @@ class _Run:
         views: Of the vector, like them.
     """
 
-    arrays: Arrays
+    arrays: ArrayPackage
     in_place: bool
-    requests: list[Request]
+    requests: list[NamedRequest]
     tensors: list[Any]
     part: slice
     views: Sequence[Any] = ()
@@ -59,7 +59,7 @@ class _Run:
             request.settle = request.handle = None
 
 
-def _runs(requests: Sequence[Request]) -> list[_Run]:
+def _runs(requests: Sequence[NamedRequest]) -> list[_Run]:
     runs: list[_Run] = []
     itemsize = dtype_named(requests[0].terms.dtypes[0], DTYPES).itemsize
     start = 0
@@ -82,7 +82,7 @@ class FusedVector:
         flat: Their vector.
     """
 
-    def __init__(self, requests: Sequence[Request], runs: list[_Run], flat: Array) -> None:
+    def __init__(self, requests: Sequence[NamedRequest], runs: list[_Run], flat: Array) -> None:
         self._requests, self._runs, self._flat = requests, runs, flat
         self._terms = requests[0].terms
         self._handle: Handle[Any] | None = None
@@ -117,7 +117,7 @@ class FusedVector:
                     run.finish(self._flat)
 
 
-class Fusion:
+class FusedVectors:
     """The vectors of a matcher.
 
     Args:
@@ -132,7 +132,7 @@ class Fusion:
         self._views: dict[Any, Sequence[Any]] = {}
         self._next = 0
 
-    def start(self, requests: Sequence[Request], *, blocking: bool) -> list[Request]:
+    def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
         """Begin operations that can be fused, the same in the same order on all ranks.
 
         Args:
@@ -143,7 +143,7 @@ class Fusion:
 
         Collective: yes. Blocking: yes, where more vectors are needed than there are; or if asked.
         """
-        alike, others = defaultdict[Any, list[Request]](list), list[Request]()
+        alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others
         for request in requests:
             if request.terms is not terms:
@@ -156,11 +156,11 @@ class Fusion:
             self._combine(vector, blocking=blocking and len(vectors) == 1 and not others)
         return others
 
-    def _cut(self, requests: list[Request]) -> list[list[Request]]:
+    def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
         if sum([request.terms.nbytes for request in requests]) <= self._most_bytes:
             return [requests]
-        vectors: list[list[Request]] = [[]]
+        vectors: list[list[NamedRequest]] = [[]]
         nbytes = 0
         for request in requests:
             nbytes += request.terms.nbytes
@@ -170,7 +170,7 @@ class Fusion:
             vectors[-1].append(request)
         return vectors
 
-    def _combine(self, requests: list[Request], *, blocking: bool) -> None:
+    def _combine(self, requests: list[NamedRequest], *, blocking: bool) -> None:
         nbytes = sum(request.terms.nbytes for request in requests)
         number = self._next = (self._next + 1) % _VECTORS
         before = self._used[number]

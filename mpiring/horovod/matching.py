@@ -21,8 +21,8 @@ from ..communicator import Communicator
 from ..errors import ConfigError, MpiringError
 from ..record.trace_file import TraceFile
 from ..text import first_few, ranks_text
-from .fusion import Fusion
-from .requests import JOIN, HorovodInternalError, Request, Terms
+from .fusion import FusedVectors
+from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
@@ -49,19 +49,19 @@ class Matcher:
     def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
         self._comm, self._ranks = comm, list(ranks)
         self._rank = self._ranks[comm.rank]
-        self._fusion = Fusion(comm, fusion_bytes)
+        self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
         # What was submitted since the last batch ended; batches that wait; what was not on all
         # ranks. Held to change these: `_lock`; to compare and to start: `_driving`.
-        self._open: list[Request] = []
+        self._open: list[NamedRequest] = []
         self._open_bytes = 0
-        self._batches: deque[list[Request]] = deque()
-        self._left: list[Request] = []
+        self._batches: deque[list[NamedRequest]] = deque()
+        self._left: list[NamedRequest] = []
         self._lock, self._driving = threading.Lock(), threading.RLock()
-        self._names: dict[str, Request] = {}
+        self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
         # The batch that is compared, its words, and their allreduce.
-        self._compared: list[Request] = []
+        self._compared: list[NamedRequest] = []
         self._words = np.zeros(2, np.int64)
         self._round: Any = None
         self._retry_s = self._pause_s = 0.0
@@ -72,7 +72,7 @@ class Matcher:
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
 
-    def submit(self, request: Request) -> Request:
+    def submit(self, request: NamedRequest) -> NamedRequest:
         """Begin an operation, once all ranks have submitted one of its name; return at once.
 
         Raises:
@@ -109,7 +109,7 @@ class Matcher:
         self._batches.append(self._open)
         self._open, self._open_bytes = [], 0
 
-    def start(self, request: Request) -> None:
+    def start(self, request: NamedRequest) -> None:
         """Return when an operation has started: all ranks have submitted it.
 
         Collective: yes. Blocking: yes.
@@ -121,7 +121,7 @@ class Matcher:
             if not moved:
                 time.sleep(_SHORTEST_S)
 
-    def poll(self, request: Request) -> bool:
+    def poll(self, request: NamedRequest) -> bool:
         """Return whether an operation is complete, after some progress."""
         if not request.started:
             self._end_open()
@@ -212,7 +212,7 @@ class Matcher:
             trace.span("CYCLE_START", "cycle", time.monotonic(), time.monotonic())
         return True
 
-    def _match(self, batch: list[Request], *, same: bool, blocking: bool) -> None:
+    def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
         """Start of a batch what all ranks have; keep the rest.
 
         Collective: yes. Blocking: if batches differ.
@@ -232,7 +232,7 @@ class Matcher:
         for request in self._fusion.start(ready, blocking=blocking):
             request.start(self._comm, self._ranks)
 
-    def _without_join(self, requests: Iterable[Request]) -> list[Request]:
+    def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, since all ranks have called it; return the rest."""
         last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
         for request in requests:
@@ -245,7 +245,7 @@ class Matcher:
         self._unnamed.clear()
         return rest
 
-    def _common(self, batch: list[Request]) -> list[Request]:
+    def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
         """Return what all ranks have submitted, in the order of the lowest; keep the rest."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
@@ -285,12 +285,12 @@ class Matcher:
                     f"time: {ranks_text(joined)} called join(), others submitted {name!r}")
         return ""
 
-    def _zeros(self, name: str, terms: Terms, batch: Sequence[Request]) -> Request:
+    def _zeros(self, name: str, terms: Terms, batch: Sequence[NamedRequest]) -> NamedRequest:
         """Return this rank's part, after `join`, in what the others have submitted."""
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
-        return Request(arrays, name, terms, zeros, in_place=True, single=False)
+        return NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
 
     def _join(self, ranks: Iterable[int]) -> None:
         """Note which ranks have called `join`, and since when."""
@@ -316,7 +316,7 @@ class Matcher:
                 self._warned_s = now_s
                 _log.warning("%s", text)
 
-    def finish(self, request: Request) -> Any:
+    def finish(self, request: NamedRequest) -> Any:
         """Return the result of an operation, when it is complete.
 
         Raises:
@@ -332,7 +332,7 @@ class Matcher:
             self._trace(self._comm.recorder.trace, request)
         return request.results[0] if request.single else request.results
 
-    def _complete(self, request: Request) -> None:
+    def _complete(self, request: NamedRequest) -> None:
         """Return when an operation has its results."""
         try:
             if not request.started:
@@ -345,7 +345,7 @@ class Matcher:
                 raise
             raise HorovodInternalError(f"{request.name}: {error}") from error
 
-    def _trace(self, trace: TraceFile, request: Request) -> None:
+    def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
         """Record an operation as Horovod does: how long ranks came, how long it took then."""
         kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
         trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
@@ -363,5 +363,5 @@ class Matcher:
             self._comm.close()
 
 
-def _listed(requests: Sequence[Request]) -> str:
+def _listed(requests: Sequence[NamedRequest]) -> str:
     return first_few([repr(request.name) for request in requests], 3)

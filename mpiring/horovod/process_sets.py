@@ -1,15 +1,12 @@
 """Sets of ranks that run collectives among themselves, as Horovod's users know them."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..operations.consistency import same_on_all
 from .matching import Matcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -33,9 +30,9 @@ class ProcessSet:
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
-    mpi_comm: "MPI.Comm | None" = None
+    mpi_comm: Any = None
 
-    def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Comm") -> None:
+    def __init__(self, ranks_or_comm: Any) -> None:
         self._comm: Communicator | None = None
         self._matcher: Matcher | None = None
         if not isinstance(ranks_or_comm, Iterable) and hasattr(ranks_or_comm, "Get_group"):

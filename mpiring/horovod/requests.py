@@ -32,7 +32,7 @@ class HorovodInternalError(MpiringError, RuntimeError):
     """An operation failed: ranks submitted different things under one name, or one has died."""
 
 
-class Buffers(Protocol):
+class RequestBuffers(Protocol):
     """Lends arrays to one operation as vectors; see torch.vectors.TensorBuffers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Buffers(Protocol):
         """Run a schedule, and bring results to where the user expects them."""
 
 
-class Arrays(Protocol):
+class ArrayPackage(Protocol):
     """What operations need of a package of arrays: NumPy, or PyTorch."""
 
     def array(self, x: Any) -> Any:
@@ -75,7 +75,7 @@ class Arrays(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; whole numbers are rounded toward zero."""
 
-    def lend(self) -> Buffers:
+    def lend(self) -> RequestBuffers:
         """Return what lends the arrays of one operation."""
 
     def to_bytes(self, x: Any) -> Array:
@@ -157,7 +157,7 @@ class Terms:
 
 
 @functools.lru_cache(maxsize=4096)
-def terms_of(arrays: Arrays, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
+def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
              op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
     """Return the terms of an operation; from a cache, since programs repeat themselves."""
     names = tuple(map(arrays.dtype_name, dtypes))
@@ -175,7 +175,7 @@ def terms_of(arrays: Arrays, kind: str, dtypes: tuple[Any, ...], shapes: tuple[A
                  device, nbytes)
 
 
-class Request:
+class NamedRequest:
     """An operation that a rank has submitted; Horovod's handle.
 
     Args:
@@ -204,7 +204,7 @@ class Request:
     rows: Sequence[Any] = ()
     submitted_s = started_s = 0.0
 
-    def __init__(self, arrays: Arrays, name: str, terms: Terms, tensors: Sequence[Any],
+    def __init__(self, arrays: ArrayPackage, name: str, terms: Terms, tensors: Sequence[Any],
                  in_place: bool = False, single: bool = True, splits: Any = None) -> None:
         self.arrays, self.name, self.terms, self.tensors = arrays, name, terms, tensors
         self.in_place, self.single, self.splits = in_place, single, splits
@@ -259,7 +259,7 @@ class Request:
 
     # Kinds of operations: each returns what builds the schedule, and what returns the results.
 
-    def _allreduce(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+    def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, terms = self._outputs(), self.terms
         vectors = [buffers.numbers(out, written=True) for out in outs]
         op, divisor = combined(terms, comm.size)
@@ -269,13 +269,13 @@ class Request:
         return lambda collectives: _in_turn(
             [collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
-    def _broadcast(self, buffers: Buffers, comm: Communicator, ranks: Sequence[int]) -> Any:
+    def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
         outs, root = self._outputs(), ranks.index(self.terms.root)
         vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
         return lambda collectives: _in_turn(
             [collectives.broadcast(x, root) for x in vectors]), lambda: outs
 
-    def _reducescatter(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+    def _reducescatter(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, rows = [], []
         for x in self._scaled(self.tensors):
             least, more = divmod(x.shape[0], comm.size)
@@ -290,7 +290,7 @@ class Request:
             [_scattered(collectives, out, chunks, op) for out, chunks in rows]), self._after(
                 outs, divisor)
 
-    def _allgather(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+    def _allgather(self, _: RequestBuffers, comm: Communicator, __: Any) -> Any:
         parts = [self.arrays.to_bytes(x) for x in self.tensors]
         gathered: list[tuple[int, Array]] = []
         self.rows = counts = []
@@ -312,7 +312,7 @@ class Request:
 
         return build, results
 
-    def _alltoall(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+    def _alltoall(self, _: RequestBuffers, comm: Communicator, __: Any) -> Any:
         (x,), (splits, given) = self.tensors, self.splits
         rows, received = np.empty(comm.size, np.int64), np.empty(0, np.uint8)
         sends = cut(self.arrays.to_bytes(x), _bounds(splits, x))
@@ -360,9 +360,9 @@ class Request:
         return results
 
 
-_KINDS = {"allreduce": Request._allreduce, "broadcast": Request._broadcast,
-          "reducescatter": Request._reducescatter, "allgather": Request._allgather,
-          "alltoall": Request._alltoall, "barrier": Request._barrier}
+_KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broadcast,
+          "reducescatter": NamedRequest._reducescatter, "allgather": NamedRequest._allgather,
+          "alltoall": NamedRequest._alltoall, "barrier": NamedRequest._barrier}
 
 
 def combined(terms: Terms, size: int) -> tuple[str, int]:

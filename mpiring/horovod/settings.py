@@ -28,8 +28,8 @@ _NEEDLESS = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_GPU", "HOR
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a program that calls Horovod's functions.
+class HorovodSettings:
+    """HorovodSettings of a program that calls Horovod's functions.
 
     Attributes:
         config: Of the communicators.
@@ -44,7 +44,7 @@ class Settings:
     unheard: list[str]
 
 
-def settings() -> Settings:
+def settings() -> HorovodSettings:
     """Return the settings by the HOROVOD_* variables; MPIRING_* variables come before them.
 
     Raises:
@@ -64,8 +64,9 @@ def settings() -> Settings:
             fields[name] = value
     unheard = [f"{name}={value} ({_UNHEARD.get(name, 'unknown')})" for name, value in given.items()
                if not name.startswith(_NEEDLESS)]
-    return Settings(Config(**fields), _FUSION_BYTES if threshold is None else int(threshold),
-                    int(threshold) if threshold else None, unheard)
+    return HorovodSettings(
+        Config(**fields), _FUSION_BYTES if threshold is None else int(threshold),
+        int(threshold) if threshold else None, unheard)
 
 
 def _number(given: dict[str, str], name: str) -> float | None:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..communicator import Communicator
 from ..files import replacing
@@ -16,15 +16,12 @@ from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
 from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
-from .settings import Settings, settings
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .settings import HorovodSettings, settings
 
 _log = logging.getLogger("mpiring")
 
 
-class World:
+class HorovodWorld:
     """All ranks, and the sets of them that have operations.
 
     Args:
@@ -39,7 +36,7 @@ class World:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, comm: Communicator, mpi_comm: Any, settings: Settings) -> None:
+    def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
         # Results are as long in each step.
         keep_freed_memory()
@@ -106,7 +103,7 @@ class World:
             process_set.close()
         self.comm.close()
 
-    def abandon(self) -> "tuple[list[ProcessSet], Settings]":
+    def abandon(self) -> tuple[list[ProcessSet], HorovodSettings]:
         """Forget all sets, since a rank has died; return those beside that of all ranks."""
         for process_set in self._sets:
             process_set.invalidate()
@@ -114,10 +111,10 @@ class World:
 
 
 global_process_set = ProcessSet([])
-_world: World | None = None
+_world: HorovodWorld | None = None
 
 
-def world() -> World:
+def world() -> HorovodWorld:
     """Return what `init` has made.
 
     Raises:
@@ -128,7 +125,7 @@ def world() -> World:
     return _world
 
 
-def init(comm: "Sequence[int] | MPI.Comm | None" = None,
+def init(comm: Any = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Start MPI unless it runs, and begin with all its ranks; a second call changes nothing.
 
@@ -146,7 +143,7 @@ def init(comm: "Sequence[int] | MPI.Comm | None" = None,
         begin(_communicator_of(comm), [] if isinstance(process_sets, str) else process_sets or [])
 
 
-def _communicator_of(comm: "Sequence[int] | MPI.Comm | None") -> Any:
+def _communicator_of(comm: Any) -> Any:
     if comm is not None and hasattr(comm, "Get_group"):
         return comm
     everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
@@ -171,7 +168,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     """
     global _world
     given = settings()
-    new = World(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
+    new = HorovodWorld(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
     if new.comm.rank == 0 and given.unheard:
         _log.warning("mpiring does not hear %s", "; ".join(given.unheard))
     _world = new

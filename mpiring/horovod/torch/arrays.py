@@ -15,7 +15,7 @@ from ..arrays import scale
 
 
 class TensorArrays:
-    """What operations need of PyTorch; see requests.Arrays."""
+    """What operations need of PyTorch; see requests.ArrayPackage."""
 
     lend = TensorBuffers
 
