@@ -169,6 +169,9 @@ def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: t
     if kind in _BY_ROWS and not all(shapes):
         raise HorovodInternalError(f"One rank tried to {kind} a rank-zero tensor, which has no "
                                    f"rows: pass one with a dimension, as x.reshape(1)")
+    if kind == "reducescatter" and op == ADASUM:
+        raise HorovodInternalError("reducescatter with op=Adasum: use allreduce, of which each "
+                                   "rank takes its rows")
     if op == ADASUM and not all(name in FLOATING for name in names):
         raise ValueError(f"Adasum of {names}: expected floating-point numbers")
     return Terms(kind, names, tuple(tuple(shape)[first:] for shape in shapes), op, root, factors,
