@@ -3,6 +3,7 @@
 Horovod's functions take no communicator, so this is the one place of the package that keeps one.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..communicator import Communicator
+from ..errors import MpiringError
 from ..files import replacing
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
@@ -103,11 +105,13 @@ class HorovodWorld:
             process_set.close()
         self.comm.close()
 
-    def abandon(self) -> tuple[list[ProcessSet], HorovodSettings]:
-        """Forget all sets, since a rank has died; return those beside that of all ranks."""
+    def abandon(self) -> None:
+        """End and forget all sets, since a rank has died and `comm` was abandoned."""
         for process_set in self._sets:
+            # Ends the matcher's thread; the communicators raise, as nobody can be waited for.
+            with contextlib.suppress(MpiringError):
+                process_set.close()
             process_set.invalidate()
-        return self._sets[1:], self.settings
 
 
 global_process_set = ProcessSet([])
@@ -190,17 +194,12 @@ def shutdown() -> None:
         ended.close()
 
 
-def abandon() -> list[ProcessSet]:
-    """Forget all ranks without waiting for them, since one has died.
-
-    Returns:
-        The process sets beside that of all ranks.
-    """
+def abandon() -> None:
+    """Forget all ranks and process sets without waiting for them, since a rank has died."""
     global _world
-    if _world is None:
-        return []
-    (sets, _), _world = _world.abandon(), None
-    return sets
+    if _world is not None:
+        ended, _world = _world, None
+        ended.abandon()
 
 
 def is_initialized() -> bool:
