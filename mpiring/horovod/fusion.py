@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..memory.arrays import Array, dtype_named
 from .arrays import scale
-from .requests import DTYPES, ArrayPackage, NamedRequest, combined
+from .requests import DTYPES, ArrayPackage, NamedRequest, Terms, combined
 
 _SHORTEST_BYTES = 1 << 20
 # One is filled while the other one is combined.
@@ -132,6 +132,10 @@ class FusedVectors:
         self._views: dict[Any, Sequence[Any]] = {}
         self._next = 0
 
+    def takes(self, terms: Terms) -> bool:
+        """Return whether an operation is to be fused."""
+        return terms.fused is not None and terms.nbytes <= self._most_bytes
+
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
         """Begin operations that can be fused, the same in the same order on all ranks.
 
@@ -148,8 +152,7 @@ class FusedVectors:
         for request in requests:
             if request.terms is not terms:
                 terms = request.terms
-                group = (others if terms.fused is None or terms.nbytes > self._most_bytes
-                         else alike[terms.fused])
+                group = alike[terms.fused] if self.takes(terms) else others
             group.append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
         for vector in vectors:

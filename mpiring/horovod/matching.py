@@ -76,7 +76,7 @@ class Matcher:
         """Begin an operation, once all ranks have submitted one of its name; return at once.
 
         Raises:
-            ConfigError: One of that name is under way.
+            ConfigError: One of that name is under way, or an array cannot be sent.
         """
         kind, name = request.terms.kind, request.name
         if not name:
@@ -94,7 +94,7 @@ class Matcher:
                     f"same name as another tensor that is currently being processed: {name!r}. If "
                     f"you want to request another tensor, use a different tensor name; or "
                     f"synchronize the first one before")
-            self._names[name] = request
+            self._names[name] = self._prepared(request)
             self._open.append(request)
             self._open_bytes += request.terms.nbytes
             if self._open_bytes >= self._batch_bytes:
@@ -230,7 +230,8 @@ class Matcher:
             for request in ready:
                 request.started_s = time.monotonic()
         for request in self._fusion.start(ready, blocking=blocking):
-            request.start(self._comm, self._ranks)
+            if request.start is not None:
+                request.start()
 
     def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, since all ranks have called it; return the rest."""
@@ -290,7 +291,13 @@ class Matcher:
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
-        return NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
+        return self._prepared(NamedRequest(
+            arrays, name, terms, zeros, in_place=True, single=False))
+
+    def _prepared(self, request: NamedRequest) -> NamedRequest:
+        if not self._fusion.takes(request.terms) and request.terms.kind != JOIN:
+            request.prepare(self._comm, self._ranks)
+        return request
 
     def _join(self, ranks: Iterable[int]) -> None:
         """Note which ranks have called `join`, and since when."""

@@ -289,8 +289,8 @@ class Operations:
             name, process_set: As for `allreduce_async`.
 
         Returns:
-            A handle: `synchronize` returns the rows that have arrived, in the order of ranks, and
-            how many came from each.
+            The handle, for which `synchronize` returns the rows that have arrived, in the order of
+            ranks, and how many came from each.
 
         Raises:
             ValueError: The rows cannot be shared like that.

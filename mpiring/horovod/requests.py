@@ -193,6 +193,7 @@ class NamedRequest:
     Attributes: as the arguments, and
         handle: Of the operation under way; None before.
         error: What has ended it.
+        start: Begins it, once all ranks have submitted it, where it was prepared.
         settle: Called when the operation is complete: sets its results.
         results: What it returns.
         rows: Of each array of an allgather, how many rows came from each rank.
@@ -202,6 +203,7 @@ class NamedRequest:
 
     handle: Handle[Any] | None = None
     error: Exception | None = None
+    start: Callable[[], None] | None = None
     settle: Callable[[], None] | None = None
     results: Any = None
     rows: Sequence[Any] = ()
@@ -234,31 +236,36 @@ class NamedRequest:
         if self.settle is not None:
             self.settle()
         # They may live long: handles are kept in lists.
-        self.settle, self.handle, self.tensors = None, None, ()
+        self.start = self.settle = self.handle = None
+        self.tensors = ()
 
-    def start(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Begin, once all ranks of the set have submitted it.
+    def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
+        """Lend the arrays, as they are on the user's stream now; for what is not fused.
 
         Args:
             comm: The ranks.
             ranks: Their numbers among all ranks.
 
-        Collective: yes. Blocking: no.
+        Raises:
+            ConfigError: An array cannot be sent.
         """
         buffers = self.arrays.lend()
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
         stream = buffers.stream
-        self.handle = comm.submit(
-            call, lambda collectives: buffers.settled(build(collectives)),
-            **({} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}))
-        handle = self.handle
+        where = {} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}
 
-        def settle() -> None:
-            handle.wait()
-            self.results = results()
+        def start() -> None:
+            self.handle = handle = comm.submit(
+                call, lambda collectives: buffers.settled(build(collectives)), **where)
 
-        self.settle = settle
+            def settle() -> None:
+                handle.wait()
+                self.results = results()
+
+            self.settle = settle
+
+        self.start = start
 
     # Kinds of operations: each returns what builds the schedule, and what returns the results.
 

@@ -62,7 +62,8 @@ class HorovodWorld:
                 raise ValueError(f"Attempted to add a duplicate process set: {process_set}; use "
                                  f"{'global_process_set' if other is self._sets[0] else other}")
         color = 0 if self.comm.rank in ranks else None
-        comm, private = self.comm.split(color), self.comm.split(color)
+        comm = self.comm if len(ranks) == self.comm.size else self.comm.split(color)
+        private = self.comm.split(color)
         matcher = None if private is None else Matcher(private, ranks, self.settings.fusion_bytes)
         process_set.open(self._numbers, ranks, comm, matcher)
         self._numbers += 1

@@ -23,7 +23,7 @@ class Adasum:
 
     Two gradients a and b of a tensor become
 
-        (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
+        (1 - dot(a, b) / (2 * dot(a, a))) * a + (1 - dot(a, b) / (2 * dot(b, b))) * b
 
     which is their sum if they are orthogonal, and their mean if they are equal. Pairs of ranks are
     combined, then pairs of pairs, and so on. The result is not the mean over ranks.
