@@ -75,8 +75,8 @@ class ArrayPackage(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; whole numbers are rounded toward zero."""
 
-    def lend(self) -> RequestBuffers:
-        """Return what lends the arrays of one operation."""
+    def lend(self, *, staged: bool) -> RequestBuffers:
+        """Return what lends the arrays of one operation; if `staged`, copies in host memory."""
 
     def to_bytes(self, x: Any) -> Array:
         """Return an array's bytes, in host memory."""
@@ -249,10 +249,12 @@ class NamedRequest:
         Raises:
             ConfigError: An array cannot be sent.
         """
-        buffers = self.arrays.lend()
+        # Adasum works in host memory.
+        staged = self.terms.op == ADASUM
+        buffers = self.arrays.lend(staged=staged)
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
-        stream = buffers.stream
+        stream = None if staged else buffers.stream
         where = {} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}
 
         def start() -> None:
@@ -393,7 +395,7 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
     """Combine chunk r on rank r, into `out`."""
     rank = collectives.rank
     copy_to(out, chunks[rank])
-    return collectives.reduce_scatter_chunks(
+    yield from collectives.reduce_scatter_chunks(
         [*chunks[:rank], out, *chunks[rank + 1:]], op=op)
 
 

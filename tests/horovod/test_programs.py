@@ -20,12 +20,14 @@ def test_every_name(tmp_path):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("command", ["horovod_optimizer.py", "horovod_orders.py right"])
-def test_a_program(command):
+@pytest.mark.parametrize(("ranks", "command"), [
+    (3, "horovod_optimizer.py"), (3, "horovod_orders.py right"),
+    (2, "horovod_on_gpu.py simulated"), (2, "horovod_on_gpu.py accelerator")])
+def test_a_program(ranks, command):
     program, *words = command.split()
-    ended = run(3, PROGRAMS / program, *words)
+    ended = run(ranks, PROGRAMS / program, *words)
     assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 3
+    assert ended.output.count("all is well") == ranks
 
 
 @pytest.mark.any_mpi

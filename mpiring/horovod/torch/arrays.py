@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...gpu.arrays import is_gpu_tensor
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
 from ...torch.private import copy_all
@@ -34,7 +35,7 @@ class TensorArrays:
         if x.layout is not torch.strided:
             raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
                              f"embeddings there is sparse_allreduce_async")
-        return "" if x.is_cpu else x.device.type
+        return x.device.type if is_gpu_tensor(x) else ""
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor."""
@@ -50,7 +51,7 @@ class TensorArrays:
 
     def scale(self, x: torch.Tensor, factor: float, divisor: int = 1) -> None:
         """Multiply a tensor, in place, and divide it; whole numbers are rounded toward zero."""
-        if x.is_cpu and x.is_contiguous():
+        if not is_gpu_tensor(x) and x.is_contiguous():
             scale(array_of(x), factor, divisor)
             return
         with torch.no_grad():
