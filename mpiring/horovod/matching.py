@@ -21,11 +21,14 @@ from ..communicator import Communicator
 from ..errors import ConfigError, MpiringError
 from ..record.trace_file import TraceFile
 from ..text import first_few, ranks_text
+from .arrays import NumPyArrays
 from .fusion import FusedVectors
 from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
+# The name of the last operation.
+_LAST = "barrier.shutdown"
 # When nothing more was submitted for so long, the batch ends; a look every fifth of it.
 _QUIET_S = 5e-3
 # Pauses between two comparisons of what some ranks have not submitted yet.
@@ -68,6 +71,7 @@ class Matcher:
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
         self._work, self._is_awake, self._closed = threading.Event(), False, False
+        self._failure: BaseException | None = None
         self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
@@ -173,6 +177,10 @@ class Matcher:
         Raises:
             HorovodInternalError: They have not come in time, or one has died.
         """
+        if self._failure is not None:
+            raise HorovodInternalError(
+                f"rank {self._rank}: an earlier operation failed: {self._failure}"
+            ) from self._failure
         try:
             if not self._compared:
                 if not self._next():
@@ -188,9 +196,11 @@ class Matcher:
                     return False
             batch, self._compared, self._round = self._compared, [], None
             self._match(batch, same=self._words[0] == -self._words[1], blocking=blocking)
-        except HorovodInternalError:
-            raise
-        except MpiringError as error:
+        except BaseException as error:
+            # Nobody knows how far the ranks have come.
+            self._failure = error
+            if not isinstance(error, MpiringError):
+                raise
             raise HorovodInternalError(
                 f"rank {self._rank} waits for {_listed(self._compared)}: {error}") from error
         return True
@@ -198,7 +208,8 @@ class Matcher:
     def _next(self) -> bool:
         """Take the next batch, if there is one, or if what was left is to be compared again."""
         with self._lock:
-            if not self._batches and (not self._left or time.monotonic() < self._retry_s):
+            is_early = not self._left or time.monotonic() < self._retry_s
+            if self._closed or not self._batches and is_early:
                 return False
             self._compared = self._left + (self._batches.popleft() if self._batches else [])
             self._left = []
@@ -226,6 +237,9 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
+        # On all ranks at once: what one of them has left is never compared again.
+        if any(request.name == _LAST for request in ready):
+            self._closed = True
         if self._comm.recorder.trace is not None:
             for request in ready:
                 request.started_s = time.monotonic()
@@ -318,8 +332,8 @@ class Matcher:
             if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
                 request.error = HorovodInternalError(text)
                 self._left.remove(request)
-            elif missing and config.stall_warning_s and max(
-                    waited_s, 0) > config.stall_warning_s < now_s - self._warned_s:
+            elif missing and config.stall_warning_s and min(
+                    waited_s, now_s - self._warned_s) > config.stall_warning_s:
                 self._warned_s = now_s
                 _log.warning("%s", text)
 
@@ -360,12 +374,16 @@ class Matcher:
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def close(self) -> None:
-        """Wait for the ranks, and end.
+        """Wait for the ranks, and end; what a rank has not waited for may be lost.
 
         Collective: yes. Blocking: yes.
         """
-        self._closed = True
-        self._work.set()
+        kind, _, name = _LAST.partition(".")
+        try:
+            self.finish(self.submit(NamedRequest(NumPyArrays(), name, Terms(kind), ())))
+        finally:
+            self._closed = True
+            self._work.set()
         with self._driving:
             self._comm.close()
 

@@ -3,6 +3,7 @@
 Horovod's functions take no communicator, so this is the one place of the package that keeps one.
 """
 
+import atexit
 import contextlib
 import importlib.util
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..files import replacing
+from ..launch import forks
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
@@ -177,6 +179,8 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     if new.comm.rank == 0 and given.unheard:
         _log.warning("mpiring does not hear %s", "; ".join(given.unheard))
     _world = new
+    # Before communicators are closed, which wait for no name.
+    atexit.register(_shutdown_at_exit)
     try:
         for process_set in process_sets:
             new.add(process_set)
@@ -192,7 +196,14 @@ def shutdown() -> None:
     global _world
     if _world is not None:
         ended, _world = _world, None
-        ended.close()
+        if not forks.in_fork:
+            ended.close()
+
+
+def _shutdown_at_exit() -> None:
+    # The first error was reported; MPI may be finalized.
+    with contextlib.suppress(MpiringError):
+        shutdown()
 
 
 def abandon() -> None:

@@ -272,7 +272,9 @@ class TraceFile:
             _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
             _metadata(self._rank, "mpiring", {
                 "job": self._job, "rank": self._rank, "size": self._comm.size,
-                "node": self._node,
+                "node": self._node}),
+            # As Horovod has it.
+            _metadata(self._rank, "start", {
                 "start_time_since_epoch_in_micros": time.time_ns() // 1000}),
             self._clock("clock at start", self._start)]
 
