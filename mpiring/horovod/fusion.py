@@ -123,18 +123,20 @@ class FusedVectors:
     Args:
         comm: The ranks.
         most_bytes: Longest vector.
+
+    Attributes:
+        most_bytes: The same.
     """
 
     def __init__(self, comm: Communicator, most_bytes: int) -> None:
-        self._comm, self._most_bytes = comm, most_bytes
+        self._comm, self.most_bytes = comm, most_bytes
         self._memory = [np.empty(0, np.uint8)] * _VECTORS
         self._used: list[FusedVector | None] = [None] * _VECTORS
         self._views: dict[Any, Sequence[Any]] = {}
-        self._next = 0
 
     def takes(self, terms: Terms) -> bool:
         """Return whether an operation is to be fused."""
-        return terms.fused is not None and terms.nbytes <= self._most_bytes
+        return terms.fused is not None and terms.nbytes <= self.most_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
         """Begin operations that can be fused, the same in the same order on all ranks.
@@ -155,27 +157,28 @@ class FusedVectors:
                 group = alike[terms.fused] if self.takes(terms) else others
             group.append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
-        for vector in vectors:
-            self._combine(vector, blocking=blocking and len(vectors) == 1 and not others)
+        for number, vector in enumerate(vectors):
+            # The first one again in each batch: it is still in the cache.
+            self._combine(number % _VECTORS, vector,
+                          blocking=blocking and len(vectors) == 1 and not others)
         return others
 
     def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
-        if sum([request.terms.nbytes for request in requests]) <= self._most_bytes:
+        if sum([request.terms.nbytes for request in requests]) <= self.most_bytes:
             return [requests]
         vectors: list[list[NamedRequest]] = [[]]
         nbytes = 0
         for request in requests:
             nbytes += request.terms.nbytes
-            if nbytes > self._most_bytes and vectors[-1]:
+            if nbytes > self.most_bytes and vectors[-1]:
                 vectors.append([])
                 nbytes = request.terms.nbytes
             vectors[-1].append(request)
         return vectors
 
-    def _combine(self, requests: list[NamedRequest], *, blocking: bool) -> None:
+    def _combine(self, number: int, requests: list[NamedRequest], *, blocking: bool) -> None:
         nbytes = sum(request.terms.nbytes for request in requests)
-        number = self._next = (self._next + 1) % _VECTORS
         before = self._used[number]
         if before is not None:
             before.settle()

@@ -82,12 +82,15 @@ class Matcher:
         Raises:
             ConfigError: One of that name is under way, or an array cannot be sent.
         """
-        kind, name = request.terms.kind, request.name
+        terms, name = request.terms, request.name
+        kind = terms.kind
         if not name:
             number = self._unnamed[kind] = self._unnamed.get(kind, 0) + 1
             name = f"noname.{number}"
         name = request.name = f"{kind}.{name}"
         request.matcher = self
+        if not self._fusion.takes(terms) and kind != JOIN:
+            request.prepare(self._comm, self._ranks)
         # First: the thread ends a batch in which nothing has been submitted for a while.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
@@ -98,9 +101,9 @@ class Matcher:
                     f"same name as another tensor that is currently being processed: {name!r}. If "
                     f"you want to request another tensor, use a different tensor name; or "
                     f"synchronize the first one before")
-            self._names[name] = self._prepared(request)
+            self._names[name] = request
             self._open.append(request)
-            self._open_bytes += request.terms.nbytes
+            self._open_bytes += terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
         if not self._is_awake:
@@ -305,11 +308,8 @@ class Matcher:
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
-        return self._prepared(NamedRequest(
-            arrays, name, terms, zeros, in_place=True, single=False))
-
-    def _prepared(self, request: NamedRequest) -> NamedRequest:
-        if not self._fusion.takes(request.terms) and request.terms.kind != JOIN:
+        request = NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
+        if not self._fusion.takes(terms):
             request.prepare(self._comm, self._ranks)
         return request
 

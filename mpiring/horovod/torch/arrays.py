@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...gpu.arrays import is_gpu_tensor
+from ...gpu.arrays import OPENERS, is_gpu_tensor
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
 from ...torch.private import copy_all
@@ -35,7 +35,10 @@ class TensorArrays:
         if x.layout is not torch.strided:
             raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
                              f"embeddings there is sparse_allreduce_async")
-        return x.device.type if is_gpu_tensor(x) else ""
+        # As `is_gpu_tensor`, in a third of the time.
+        if x.is_cpu and "cpu" not in OPENERS:
+            return ""
+        return x.device.type
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor."""
