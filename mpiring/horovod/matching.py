@@ -159,6 +159,7 @@ class Matcher:
                     return
                 if time.monotonic() - self._last_s > _QUIET_S:
                     self._end_open()
+                self._warn(self._compared, "some ranks have submitted nothing since then")
                 try:
                     self._try_to_advance()
                 except MpiringError:
@@ -325,17 +326,24 @@ class Matcher:
             waited_s = now_s - request.submitted_s
             missing = [self._ranks[rank] for rank, names in enumerate(lists)
                        if request.name not in names]
-            text = (f"rank {self._rank} has waited {waited_s:.0f} s for {request.name!r}, "
-                    f"which {ranks_text(missing)} did not submit; they have "
+            text = (f"{ranks_text(missing)} did not submit {request.name!r}; they have "
                     f"{first_few(list(lists[self._ranks.index(missing[0])]), 3) or 'nothing'}. "
                     f"Every rank must submit the same names" if missing else "")
             if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
-                request.error = HorovodInternalError(text)
+                request.error = HorovodInternalError(
+                    f"rank {self._rank} has waited {waited_s:.0f} s: {text}")
                 self._left.remove(request)
-            elif missing and config.stall_warning_s and min(
-                    waited_s, now_s - self._warned_s) > config.stall_warning_s:
-                self._warned_s = now_s
-                _log.warning("%s", text)
+            elif missing:
+                self._warn([request], text)
+
+    def _warn(self, requests: Sequence[NamedRequest], text: str) -> None:
+        """Say now and then what this rank has waited for too long."""
+        now_s, limit_s = time.monotonic(), self._comm.config.stall_warning_s
+        since_s = max(self._warned_s, requests[0].submitted_s) if requests else now_s
+        if limit_s and now_s - since_s > limit_s:
+            self._warned_s = now_s
+            _log.warning("rank %d has waited %.0f s for %s: %s", self._rank,
+                         now_s - requests[0].submitted_s, _listed(requests), text)
 
     def finish(self, request: NamedRequest) -> Any:
         """Return the result of an operation, when it is complete.

@@ -1,5 +1,7 @@
 """Runs programs of Horovod's users on real ranks."""
 
+import re
+
 import pytest
 from jobs import run
 from launching import PROGRAMS, SOON_S, installed, launch
@@ -35,6 +37,16 @@ def test_a_name_that_one_rank_never_submits():
     ended = launch(3, PROGRAMS / "horovod_orders.py", "missing",
                    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2", HOROVOD_CYCLE_TIME="5")
     assert ended.status != 0 and ended.seconds < SOON_S
-    assert "for 'allreduce.wanted', which rank 1 did not submit; they have allreduce.other" in (
-        ended.output), ended.output
+    assert "rank 1 did not submit 'allreduce.wanted'; they have allreduce.other" in ended.output
     assert ended.output.count("does not hear HOROVOD_CYCLE_TIME=5 (there are no cycles)") == 1
+
+
+@pytest.mark.any_mpi
+def test_a_rank_that_submits_nothing():
+    ended = launch(2, PROGRAMS / "horovod_orders.py", "silent",
+                   HOROVOD_STALL_CHECK_TIME_SECONDS="1", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert re.search(r"rank 0 has waited \d s for 'allreduce.wanted': some ranks have submitted "
+                     r"nothing", ended.output), ended.output
+    assert "HorovodInternalError: rank 0 waits for 'allreduce.wanted': rank 0: Timed out" in (
+        ended.output), ended.output

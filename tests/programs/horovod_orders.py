@@ -1,6 +1,6 @@
 """Submits Horovod's operations in another order on each rank, and wrongly; run by mpirun.
 
-Modes: "right", of which all ranks come to the end; "missing", which ends with an error.
+Modes: "right", of which all ranks come to the end; "missing" and "silent", which end with errors.
 """
 
 import random
@@ -175,6 +175,10 @@ if sys.argv[1] == "missing":
     except hvd.HorovodInternalError as error:
         print(f"after {time.monotonic() - began:.0f} s: {error}", flush=True)
         raise
+if sys.argv[1] == "silent":
+    if RANK == 1:
+        time.sleep(30)
+    hvd.allreduce(torch.ones(3), name="wanted")
 for case in (another_order_on_each_rank, kinds_and_dtypes_mix,
              operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
              wrong_use_is_refused, batches_are_normalized_together):
