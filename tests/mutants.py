@@ -46,6 +46,8 @@ SIMULATED, AVERAGER = "tests/simulated/test_node_calls.py", "tests/mpi/test_aver
 AGREEMENT, BUCKET = "tests/operations/test_agreement.py", "tests/buckets/test_bucket.py"
 CLOCKS, OUTER = "tests/asynchronous/test_clocks.py", "tests/optim/test_outer.py"
 SLICED, STATE = "tests/sharding/test_sliced.py", "tests/sharding/test_state.py"
+EVERY_NAME, ORDERS = (f"tests/horovod/test_programs.py::test_{name}" for name in (
+    "every_name", "a_program"))
 WINDOWS, ARRAYS = "tests/mpi/test_communicator.py", "tests/memory/test_arrays.py"
 
 MUTANTS = [
@@ -129,6 +131,16 @@ MUTANTS = [
            "tests/mpi/test_optimizers.py tests/mpi/test_mixed_precision.py", 2),
     Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
            "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
+    # Horovod's interface.
+    Mutant("horovod/matching.py", "in lists[active[0]].items()",
+           "in lists[self._comm.rank].items()", ORDERS),
+    Mutant("horovod/matching.py", "same=self._words[0] == -self._words[1]", "same=True", ORDERS),
+    Mutant("horovod/matching.py", "        self._unnamed.clear()\n", "", ORDERS),
+    Mutant("horovod/fusion.py", "factors[1], self._divisor)", "factors[1])", EVERY_NAME),
+    Mutant("horovod/requests.py", "least + (rank < more)", "least + (rank <= more)", EVERY_NAME),
+    Mutant("horovod/torch/batch_norm.py", "total / (total - 1)", "total / total", ORDERS),
+    Mutant("reducers/adasum.py", "dots = dots + received", "dots = dots + 0 * received",
+           "tests/reducers/test_adasum.py"),
 ]
 
 

@@ -75,11 +75,14 @@ def operations_advance_while_the_program_computes():
 
 def ranks_join_early():
     for step in range(2 + RANK):
-        total = hvd.allreduce(torch.ones(3), name=f"step {step}", op=hvd.Sum)
+        total = hvd.allreduce(torch.ones(3), op=hvd.Sum)
         assert (total == sum(step < 2 + rank for rank in range(SIZE))).all()
     assert hvd.join() == SIZE - 1
     # Numbers of those without a name begin anew.
-    assert (hvd.allreduce(torch.ones(3), op=hvd.Sum) == SIZE).all()
+    handle, limit_s = hvd.allreduce_async(torch.ones(3), op=hvd.Sum), time.monotonic() + 20
+    while not hvd.poll(handle):
+        assert time.monotonic() < limit_s, "the others' has another number"
+    assert (hvd.synchronize(handle) == SIZE).all()
 
 
 def gradients_come_back():
