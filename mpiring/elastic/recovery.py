@@ -118,8 +118,8 @@ class _Run(Generic[T]):
         atexit.register(_leave, state, self._survivors)
         if state.comm.rank == 0:
             _log.warning(
-                "%d of %d ranks go on from step %d, as the others have died; this took %.2f s",
-                state.comm.size, before, state.step, time.monotonic() - noticed_s)
+                "%d of %d ranks go on from %s, as the others have died; this took %.2f s",
+                state.comm.size, before, state._place, time.monotonic() - noticed_s)
         return self._trained()
 
 

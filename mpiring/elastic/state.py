@@ -73,6 +73,10 @@ class State:
         return {name: value for name, value in vars(self).items()
                 if name != "comm" and not name.startswith("_")}
 
+    @property
+    def _place(self) -> str:
+        return f"step {self.step}"
+
     def _go_back(self, commits: "Commits") -> None:
         """Return to the newest commit that all ranks have.
 

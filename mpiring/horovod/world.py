@@ -3,12 +3,14 @@
 Horovod's functions take no communicator, so this is the one place of the package that keeps one.
 """
 
+import contextlib
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..communicator import Communicator
+from ..errors import MpiringError
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
@@ -87,11 +89,13 @@ class World:
             process_set.close()
         self.comm.close()
 
-    def abandon(self) -> "tuple[list[ProcessSet], Settings]":
-        """Forget all sets, since a rank has died; return those beside that of all ranks."""
+    def abandon(self) -> None:
+        """End and forget all sets, since a rank has died and `comm` was abandoned."""
         for process_set in self._sets:
+            # Ends the matcher's thread; the communicators raise, as nobody can be waited for.
+            with contextlib.suppress(MpiringError):
+                process_set.close()
             process_set.invalidate()
-        return self._sets[1:], self.settings
 
 
 global_process_set = ProcessSet([])
@@ -174,17 +178,12 @@ def shutdown() -> None:
         ended.close()
 
 
-def abandon() -> list[ProcessSet]:
-    """Forget all ranks without waiting for them, since one has died.
-
-    Returns:
-        The process sets beside that of all ranks.
-    """
+def abandon() -> None:
+    """Forget all ranks and process sets without waiting for them, since a rank has died."""
     global _world
-    if _world is None:
-        return []
-    (sets, _), _world = _world.abandon(), None
-    return sets
+    if _world is not None:
+        ended, _world = _world, None
+        ended.abandon()
 
 
 def is_initialized() -> bool:

@@ -1,0 +1,238 @@
+"""Horovod's elastic training: when a rank dies, the others return to the last commit and continue.
+
+`run`, `TorchState` and `ElasticSampler`, for `import mpiring.horovod.torch as hvd`.
+"""
+
+import copy
+import functools
+import itertools
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from ... import elastic
+from ...torch.states import broadcast_optimizer_state, broadcast_parameters
+from ..world import abandon, begin, global_process_set, is_initialized, rank, size, world
+
+T = TypeVar("T")
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Lets `run` call the function again, though no rank has died; all ranks must raise it.
+
+    Args:
+        skip_sync: All ranks have the same state already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(f"skip_sync={skip_sync}")
+        self.skip_sync = skip_sync
+
+
+class _Ranks(elastic.State):
+    """The ranks that live; the state from which training continues is kept by a TorchState."""
+
+    @property
+    def _place(self) -> str:
+        return "the last commit"
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls `func(state, ...)`, and calls it again when ranks die.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.epoch in range(state.epoch, epochs):
+                ...
+                state.commit()
+
+    Before each call, `state.sync()` copies the state of rank 0 to all ranks. When ranks die, the
+    others get new numbers, return to the last `state.commit()` or `state.save()` of the new rank 0,
+    and call the reset callbacks. Process sets other than that of all ranks end: `func` or a reset
+    callback adds them again, by the new numbers.
+
+    It takes Open MPI's `mpirun --with-ft ulfm`; elsewhere `func` is called once, and a rank that
+    dies ends the job. Any exception not due to a death is raised, also HorovodInternalError.
+
+    Args:
+        func: Function of a `TorchState` and other arguments. It makes no use of ranks before it
+            is called.
+
+    Collective: yes, the result. Blocking: yes.
+    """
+    @functools.wraps(func)
+    def wrapper(state: "TorchState", *args: Any, **kwargs: Any) -> T:
+        def train(ranks: elastic.State) -> T:
+            # The ranks of the world have died, if it was not yet made of the survivors.
+            if not is_initialized() or world().comm is not ranks.comm:
+                abandon()
+                begin(ranks.comm.survivors().comm, comm=ranks.comm)
+                state.restore()
+                state.on_reset()
+            skip_sync = False
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HostsUpdatedInterrupt as interrupt:
+                    skip_sync = interrupt.skip_sync
+                state.on_reset()
+
+        return elastic.run(train, _Ranks(world().comm))
+
+    return wrapper
+
+
+class ElasticSampler(Sampler[int]):
+    """Sampler that shares what is left of an epoch among the ranks that are left.
+
+    Pass it to `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of
+    each epoch, not at its beginning.
+
+    Args:
+        dataset: Dataset, of which only the length counts.
+        shuffle: Draw the indices of each epoch in another order.
+        seed: Seed of that order, the same on all ranks.
+
+    Attributes:
+        epoch: Number of the epoch.
+        processed_num: Number of samples of this epoch that all ranks together have processed.
+        num_replicas, rank: As of the last reset.
+        remaining_indices: Indices that were not processed then.
+        num_samples, total_size: Number of indices for each rank, and for all.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with all samples of another epoch; the order depends on its number."""
+        self.load_state_dict({"epoch": epoch, "processed_num": 0})
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count `batch_size` samples on each rank as processed; the sampler goes on as it is."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of its processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue where another sampler was, whatever its number of ranks."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Share the samples that were not processed among the present ranks."""
+        self.num_replicas, self.rank = size(), rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num:]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        # As many for each rank: the first ones come again.
+        self.indices = list(itertools.islice(itertools.cycle(self.remaining_indices), self.rank,
+                                             self.total_size, self.num_replicas))
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class TorchState:
+    """State of training that `run` synchronizes and restores: every argument is an attribute.
+
+    Of a module, an optimizer and an `ElasticSampler`, the `state_dict()` is kept; other objects
+    are pickled.
+
+    Args:
+        model: Module.
+        optimizer: Optimizer.
+        kwargs: Further attributes, in the same order on all ranks.
+    """
+
+    _handled: Sequence[str] = ()
+
+    def __init__(self, model: torch.nn.Module | None = None,
+                 optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        vars(self).update(values)
+        self._handled = [name for name, value in values.items() if isinstance(
+            value, torch.nn.Module | torch.optim.Optimizer | ElasticSampler)]
+        self._others = [name for name in values if name not in self._handled]
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # The saved state of another model does not fit.
+        if name in self._handled:
+            self._states[name] = copy.deepcopy(value.state_dict())
+
+    def save(self) -> None:
+        """Copy all attributes, in memory; also a rank alone may."""
+        objects = pickle.dumps({name: getattr(self, name) for name in self._others})
+        self._states, self._objects = {name: copy.deepcopy(getattr(self, name).state_dict())
+                                       for name in self._handled}, objects
+
+    def restore(self) -> None:
+        """Return to what was saved last; gradients are forgotten."""
+        for name, state in self._states.items():
+            value = getattr(self, name)
+            # A copy: an optimizer writes into what it is given.
+            value.load_state_dict(copy.deepcopy(state))
+            if not isinstance(value, ElasticSampler):
+                value.zero_grad()
+        vars(self).update(pickle.loads(self._objects))
+
+    def sync(self) -> None:
+        """Copy all attributes of rank 0 to all ranks, and save them.
+
+        Collective: yes. Blocking: yes.
+        """
+        comm = global_process_set.comm
+        for value in (getattr(self, name) for name in self._handled):
+            if isinstance(value, torch.nn.Module):
+                broadcast_parameters(value.state_dict().values(), comm)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, comm)
+            else:
+                value.load_state_dict(comm.broadcast_object(value.state_dict()))
+        vars(self).update(comm.broadcast_object(
+            {name: getattr(self, name) for name in self._others}))
+        # After all: whatever dies when, what is saved is of one moment.
+        self.save()
+
+    def commit(self) -> None:
+        """Save, and check whether hosts have come or gone."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Do nothing: no ranks are added to a job, and a death is noticed in any operation."""
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
+        """Call functions after a death, when the state is that of the last commit again.
+
+        For example, to scale the learning rate by the new number of ranks.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call `reset`, and what was registered."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """Do nothing; derived classes may, after a death and before `sync`."""
