@@ -567,6 +567,23 @@ class Communicator:
         """
         self.recorder.dump(whole_number("last", last, 0), file or sys.stderr)
 
+    def start_trace(self, folder: str) -> None:
+        """Write from now on what every rank does; a trace that is being written ends.
+
+        Args:
+            folder: As the setting `trace`, which begins earlier.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._group.start_trace(folder)
+
+    def stop_trace(self) -> str:
+        """End the trace, and return the name of this rank's file; "" where there is no trace.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._group.stop_trace()
+
     # Life
 
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":

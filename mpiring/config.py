@@ -110,6 +110,12 @@ class Config:
             object.__setattr__(self, entry.name, value)
 
 
+def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:
+    """Return the names of the fields of Config for which there is a variable."""
+    return {entry.name for entry in dataclasses.fields(Config)
+            if PREFIX + entry.name.upper() in environ}
+
+
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the MPIRING_* variables that are no setting, each with what may have been meant."""
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}

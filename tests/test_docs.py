@@ -74,9 +74,10 @@ def test_pictures_are_those_that_their_source_draws():
 
 
 @pytest.mark.parametrize("module", ["", ".asynchronous", ".data", ".elastic", ".numpy", ".optim",
-                                    ".reducers", ".resilience", ".torch"])
+                                    ".horovod", ".horovod.torch", ".reducers", ".resilience",
+                                    ".torch"])
 def test_the_reference_has_every_public_name(module):
-    if module == ".torch":
+    if module.endswith(".torch"):
         installed("torch")
     text = "".join(page.read_text() for page in REFERENCE.rglob("*.md"))
     for name in importlib.import_module(f"mpiring{module}").__all__:

@@ -17,8 +17,9 @@ LIST = Path(ROOT, "tests", "public_api.txt")
 REFERENCE = Path(ROOT, "docs", "reference", "api")
 DIRECTIVE = re.compile(
     r"^\.\. auto(?:class|function):: ([\w.]+)(\(\))?\n(?:   :members:( .*|\n))?", re.MULTILINE)
-MODULES = ["mpiring", "mpiring.asynchronous", "mpiring.data", "mpiring.elastic", "mpiring.numpy",
-           "mpiring.optim", "mpiring.reducers", "mpiring.resilience", "mpiring.torch"]
+MODULES = ["mpiring", "mpiring.asynchronous", "mpiring.data", "mpiring.elastic", "mpiring.horovod",
+           "mpiring.horovod.torch", "mpiring.numpy", "mpiring.optim", "mpiring.reducers",
+           "mpiring.resilience", "mpiring.torch"]
 
 
 def signature_of(item):

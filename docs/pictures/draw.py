@@ -80,7 +80,7 @@ BLOCKING_LANES = ("a call like an earlier one", "the ordinary way")
 # From the top: what a layer is, and its rooms. Imports go down.
 LAYERS = (
     ("commands", ["tools/"]),
-    ("adapters", ["torch/", "numpy/", "elastic/"]),
+    ("adapters", ["torch/", "numpy/", "elastic/", "horovod/"]),
     ("ways to train", ["training/", "optim/", "asynchronous/"]),
     ("what travels, and what lasts", ["reducers/", "data/", "resilience/"]),
     ("the public face", ["communicator", "persistent", "objects"]),

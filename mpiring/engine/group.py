@@ -23,6 +23,7 @@ from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..record.statistics import Statistics
+from ..record.trace_file import TraceFile
 from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
@@ -365,6 +366,37 @@ class Group:
     def threaded(self) -> bool:
         """Whether operations advance in the background."""
         return self.engine.threaded
+
+    def start_trace(self, folder: str) -> None:
+        """Trace from now on what this rank does, also in groups that were split from this one.
+
+        Args:
+            folder: As the setting `trace`.
+
+        Collective: yes. Blocking: yes.
+        """
+        self.stop_trace()
+        # Clocks are compared by messages of MPI, which would wait for ever.
+        self.run(Call("start trace"), lambda collectives: collectives.barrier())
+        self._trace = self.recorder.trace = TraceFile(
+            self._transport.comm, folder, self.sharing.topology.node_rank)
+        for counter in tuple(self.recorder.counters):
+            counter.close(GATE_TRACED)
+
+    def stop_trace(self) -> str:
+        """End the trace that this group has begun; return the name of its file, "" for none.
+
+        Collective: yes. Blocking: yes.
+        """
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return ""
+        self.run(Call("stop trace"), lambda collectives: collectives.barrier())
+        self.recorder.trace = None
+        for counter in tuple(self.recorder.counters):
+            counter.open(GATE_TRACED)
+        trace.close(together=True)
+        return trace.path
 
     def _leave_engine(self) -> None:
         self._counter.close(GATE_CLOSED)

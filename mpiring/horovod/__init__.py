@@ -2,6 +2,8 @@
 
 from .arrays import NumPyArrays
 from .compression import Compression
+from .functions import (
+    allgather_object, broadcast_object, broadcast_object_fn, broadcast_parameters)
 from .operations import Operations
 from .ops import Adasum, Average, Max, Min, Product, Sum
 from .process_sets import ProcessSet
@@ -31,10 +33,11 @@ grouped_reducescatter, grouped_reducescatter_async = (
 reducescatter, reducescatter_async = _numpy.reducescatter, _numpy.reducescatter_async
 
 __all__ = [
-    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "Product",
-    "ProcessSet", "Sum", "add_process_set", "allgather", "allgather_async", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank",
+    "Adasum", "Average", "Compression", "HorovodInternalError", "Max", "Min", "ProcessSet",
+    "Product", "Sum", "add_process_set", "allgather", "allgather_async", "allgather_object",
+    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_object_fn", "broadcast_parameters", "ccl_built", "cross_rank",
     "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
     "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
     "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",

@@ -27,9 +27,16 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
 
 
 class ArrayBuffers:
-    """Lends NumPy arrays to one operation as vectors."""
+    """Lends NumPy arrays to one operation as vectors.
+
+    Args:
+        staged: Ignored: they lie in host memory.
+    """
 
     stream = None
+
+    def __init__(self, *, staged: bool = False) -> None:
+        pass
 
     def numbers(self, x: Array, *, written: bool = False) -> Array:
         """Return an array's elements as a vector."""
@@ -45,7 +52,7 @@ class ArrayBuffers:
 
 
 class NumPyArrays:
-    """What operations need of NumPy; see requests.Arrays."""
+    """What operations need of NumPy; see requests.ArrayPackage."""
 
     lend = ArrayBuffers
     dtype_name = staticmethod(dtype_name)

@@ -1,10 +1,11 @@
 """Fuses what ranks combine into vectors in the memory of their node."""
 
 import itertools
-import math
+import operator
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..memory.arrays import Array, dtype_named
 from .arrays import scale
-from .requests import DTYPES, Arrays, Request, combined
+from .requests import DTYPES, ArrayPackage, NamedRequest, Terms, combined
 
 _SHORTEST_BYTES = 1 << 20
 # One is filled while the other one is combined.
@@ -24,17 +25,65 @@ _VECTORS = 2
 _MOST_VIEWS = 16
 
 
+@dataclass
+class _Run:
+    """Operations in a row, of one package of arrays, that all work in place or do not.
+
+    Attributes:
+        arrays, in_place: As above.
+        requests: The operations.
+        tensors: Their arrays.
+        part: Where these lie in the vector.
+        views: Of the vector, like them.
+    """
+
+    arrays: ArrayPackage
+    in_place: bool
+    requests: list[NamedRequest]
+    tensors: list[Any]
+    part: slice
+    views: Sequence[Any] = ()
+
+    def finish(self, flat: Array) -> None:
+        """Give the operations their results, which lie in the vector."""
+        results: Sequence[Any] = self.tensors
+        if self.in_place:
+            self.arrays.copy_all(results, self.views)
+        else:
+            # Views of one copy: as many small pieces of memory take three times as long.
+            results = self.arrays.views(flat[self.part].copy(), results)
+        start = 0
+        for request in self.requests:
+            stop = start + len(request.tensors)
+            request.results, start = results[start:stop], stop
+            request.settle = request.handle = None
+
+
+def _runs(requests: Sequence[NamedRequest]) -> list[_Run]:
+    runs: list[_Run] = []
+    itemsize = dtype_named(requests[0].terms.dtypes[0], DTYPES).itemsize
+    start = 0
+    for (arrays, in_place), group in itertools.groupby(
+            requests, operator.attrgetter("arrays", "in_place")):
+        row = list(group)
+        stop = start + sum([request.terms.nbytes for request in row]) // itemsize
+        runs.append(_Run(arrays, in_place, row, [x for request in row for x in request.tensors],
+                         slice(start, stop)))
+        start = stop
+    return runs
+
+
 class FusedVector:
     """Operations whose arrays lie one behind the other in a vector, which is combined.
 
     Args:
         requests: Of one dtype, op and pair of factors.
+        runs: The same.
         flat: Their vector.
-        views: Of it, like their arrays.
     """
 
-    def __init__(self, requests: Sequence[Request], flat: Array, views: Sequence[Any]) -> None:
-        self._requests, self._flat, self._views = requests, flat, views
+    def __init__(self, requests: Sequence[NamedRequest], runs: list[_Run], flat: Array) -> None:
+        self._requests, self._runs, self._flat = requests, runs, flat
         self._terms = requests[0].terms
         self._handle: Handle[Any] | None = None
         self._divisor = 1
@@ -46,8 +95,8 @@ class FusedVector:
         Collective: yes. Blocking: if so.
         """
         op, self._divisor = combined(self._terms, comm.size)
-        for arrays, views, _, group in self._alike():
-            arrays.copy_all(views, [x for request in group for x in request.tensors])
+        for run in self._runs:
+            run.arrays.copy_all(run.views, run.tensors)
         scale(self._flat, self._terms.factors[0])
         if blocking:
             comm.allreduce(self._flat, op=op)
@@ -61,35 +110,14 @@ class FusedVector:
         if self._handle is not None:
             self._handle.wait()
         with self._lock:
-            if self._is_settled:
-                return
-            self._is_settled = True
-            scale(self._flat, self._terms.factors[1], self._divisor)
-            for arrays, views, part, group in self._alike():
-                results = [x for request in group for x in request.tensors]
-                if group[0].in_place:
-                    arrays.copy_all(results, views)
-                else:
-                    # Views of one copy: as many small pieces of memory take three times as long.
-                    results = arrays.views(self._flat[part].copy(), results)
-                start = 0
-                for request in group:
-                    stop = start + len(request.tensors)
-                    request.results, start = results[start:stop], stop
-
-    def _alike(self) -> Iterator[tuple[Arrays, Sequence[Any], slice, list[Request]]]:
-        """Yield requests in a row of one package, and in place or not; their views, and where."""
-        first = start = 0
-        for (arrays, _), requests in itertools.groupby(
-                self._requests, lambda each: (each.arrays, each.in_place)):
-            group = list(requests)
-            last = first + sum([len(request.tensors) for request in group])
-            stop = start + sum([request.terms.nbytes for request in group]) // self._flat.itemsize
-            yield arrays, self._views[first:last], slice(start, stop), group
-            first, start = last, stop
+            if not self._is_settled:
+                self._is_settled = True
+                scale(self._flat, self._terms.factors[1], self._divisor)
+                for run in self._runs:
+                    run.finish(self._flat)
 
 
-class Fusion:
+class FusedVectors:
     """The vectors of a matcher.
 
     Args:
@@ -104,7 +132,11 @@ class Fusion:
         self._views: dict[Any, Sequence[Any]] = {}
         self._next = 0
 
-    def start(self, requests: Sequence[Request], *, blocking: bool) -> list[Request]:
+    def takes(self, terms: Terms) -> bool:
+        """Return whether an operation is to be fused."""
+        return terms.fused is not None and terms.nbytes <= self._most_bytes
+
+    def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
         """Begin operations that can be fused, the same in the same order on all ranks.
 
         Args:
@@ -115,23 +147,23 @@ class Fusion:
 
         Collective: yes. Blocking: yes, where more vectors are needed than there are; or if asked.
         """
-        alike, others = defaultdict[Any, list[Request]](list), []
+        alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
+        terms, group = None, others
         for request in requests:
-            terms = request.terms
-            if terms.fused is None or terms.nbytes > self._most_bytes:
-                others.append(request)
-            else:
-                alike[terms.fused].append(request)
+            if request.terms is not terms:
+                terms = request.terms
+                group = alike[terms.fused] if self.takes(terms) else others
+            group.append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
         for vector in vectors:
             self._combine(vector, blocking=blocking and len(vectors) == 1 and not others)
         return others
 
-    def _cut(self, requests: list[Request]) -> list[list[Request]]:
+    def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
         if sum([request.terms.nbytes for request in requests]) <= self._most_bytes:
             return [requests]
-        vectors: list[list[Request]] = [[]]
+        vectors: list[list[NamedRequest]] = [[]]
         nbytes = 0
         for request in requests:
             nbytes += request.terms.nbytes
@@ -141,7 +173,7 @@ class Fusion:
             vectors[-1].append(request)
         return vectors
 
-    def _combine(self, requests: list[Request], *, blocking: bool) -> None:
+    def _combine(self, requests: list[NamedRequest], *, blocking: bool) -> None:
         nbytes = sum(request.terms.nbytes for request in requests)
         number = self._next = (self._next + 1) % _VECTORS
         before = self._used[number]
@@ -151,24 +183,19 @@ class Fusion:
             capacity = max(_SHORTEST_BYTES, 1 << (nbytes - 1).bit_length())
             self._memory[number] = self._comm.empty(capacity, np.uint8)
             self._views.clear()
-        dtype = dtype_named(requests[0].terms.dtypes[0], DTYPES)
-        flat = self._memory[number][:nbytes].view(dtype)
-        vector = FusedVector(requests, flat, self._views_of(number, flat, requests))
-        self._used[number] = vector
+        flat = self._memory[number][:nbytes].view(dtype_named(requests[0].terms.dtypes[0], DTYPES))
+        runs = _runs(requests)
+        for index, run in enumerate(runs):
+            run.views = self._views_of((number, index), flat[run.part], run)
+        self._used[number] = vector = FusedVector(requests, runs, flat)
         vector.combine(self._comm, blocking=blocking)
 
-    def _views_of(self, number: int, flat: Array, requests: Sequence[Request]) -> Sequence[Any]:
-        """Return views like the arrays of requests; from a cache, since programs repeat."""
-        key = (number, *[(request.arrays, request.terms) for request in requests])
+    def _views_of(self, where: tuple[int, int], part: Array, run: _Run) -> Sequence[Any]:
+        """Return views of a vector like the arrays of a run; from a cache: programs repeat."""
+        key = (*where, run.arrays, *[request.terms for request in run.requests])
         views = self._views.get(key)
         if views is None:
-            views, start = [], 0
-            for arrays, group in itertools.groupby(requests, lambda each: each.arrays):
-                tensors = [x for request in group for x in request.tensors]
-                stop = start + sum(math.prod(x.shape) for x in tensors)
-                views += arrays.views(flat[start:stop], tensors)
-                start = stop
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            self._views[key] = views
+            views = self._views[key] = run.arrays.views(part, run.tensors)
         return views

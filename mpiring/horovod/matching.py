@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
-from ..errors import MpiringError
+from ..errors import ConfigError, MpiringError
+from ..record.trace_file import TraceFile
 from ..text import first_few, ranks_text
-from .fusion import Fusion
-from .requests import JOIN, HorovodInternalError, Request, Terms
+from .fusion import FusedVectors
+from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
@@ -39,62 +40,67 @@ class Matcher:
         ranks: Their numbers among all ranks.
         fusion_bytes: Tensors are fused into messages of at most so many bytes.
 
+    Attributes:
+        marks_rounds: Whether traces tell when ranks begin to compare.
+
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
         self._comm, self._ranks = comm, list(ranks)
         self._rank = self._ranks[comm.rank]
-        self._fusion = Fusion(comm, fusion_bytes)
+        self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
         # What was submitted since the last batch ended; batches that wait; what was not on all
         # ranks. Held to change these: `_lock`; to compare and to start: `_driving`.
-        self._open: list[Request] = []
+        self._open: list[NamedRequest] = []
         self._open_bytes = 0
-        self._batches: deque[list[Request]] = deque()
-        self._left: list[Request] = []
+        self._batches: deque[list[NamedRequest]] = deque()
+        self._left: list[NamedRequest] = []
         self._lock, self._driving = threading.Lock(), threading.RLock()
-        self._names: dict[str, Request] = {}
+        self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
         # The batch that is compared, its words, and their allreduce.
-        self._compared: list[Request] = []
+        self._compared: list[NamedRequest] = []
         self._words = np.zeros(2, np.int64)
         self._round: Any = None
         self._retry_s = self._pause_s = 0.0
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
-        self._work, self._closed = threading.Event(), False
+        self._work, self._is_awake, self._closed = threading.Event(), False, False
+        self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
 
-    def submit(self, request: Request) -> Request:
+    def submit(self, request: NamedRequest) -> NamedRequest:
         """Begin an operation, once all ranks have submitted one of its name; return at once.
 
         Raises:
-            HorovodInternalError: One of that name is under way.
+            ConfigError: One of that name is under way, or an array cannot be sent.
         """
-        kind = request.terms.kind
-        if not request.name:
+        kind, name = request.terms.kind, request.name
+        if not name:
             number = self._unnamed[kind] = self._unnamed.get(kind, 0) + 1
-            request.name = f"noname.{number}"
-        name = request.name = f"{kind}.{request.name}"
+            name = f"noname.{number}"
+        name = request.name = f"{kind}.{name}"
         request.matcher = self
         # First: the thread ends a batch in which nothing has been submitted for a while.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
             before = self._names.get(name)
             if before is not None and not before.ended:
-                raise HorovodInternalError(
+                raise ConfigError(
                     f"rank {self._rank}: Requested to {kind} a tensor with the "
                     f"same name as another tensor that is currently being processed: {name!r}. If "
                     f"you want to request another tensor, use a different tensor name; or "
                     f"synchronize the first one before")
-            self._names[name] = request
+            self._names[name] = self._prepared(request)
             self._open.append(request)
             self._open_bytes += request.terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
-        if not self._work.is_set():
+        if not self._is_awake:
+            self._is_awake = True
             self._work.set()
         return request
 
@@ -103,7 +109,7 @@ class Matcher:
         self._batches.append(self._open)
         self._open, self._open_bytes = [], 0
 
-    def start(self, request: Request) -> None:
+    def start(self, request: NamedRequest) -> None:
         """Return when an operation has started: all ranks have submitted it.
 
         Collective: yes. Blocking: yes.
@@ -115,7 +121,7 @@ class Matcher:
             if not moved:
                 time.sleep(_SHORTEST_S)
 
-    def poll(self, request: Request) -> bool:
+    def poll(self, request: NamedRequest) -> bool:
         """Return whether an operation is complete, after some progress."""
         if not request.started:
             self._end_open()
@@ -152,6 +158,7 @@ class Matcher:
                     # The program meets it, when it waits.
                     break
             self._work.clear()
+            self._is_awake = False
             if self._open or self._batches:
                 self._work.set()
 
@@ -200,9 +207,12 @@ class Matcher:
         self._words[0] = int.from_bytes(digest, "little") >> 2
         self._words[1] = -self._words[0]
         self._rounds += 1
+        trace = self._comm.recorder.trace
+        if trace is not None and self.marks_rounds:
+            trace.span("CYCLE_START", "cycle", time.monotonic(), time.monotonic())
         return True
 
-    def _match(self, batch: list[Request], *, same: bool, blocking: bool) -> None:
+    def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
         """Start of a batch what all ranks have; keep the rest.
 
         Collective: yes. Blocking: if batches differ.
@@ -216,10 +226,14 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
+        if self._comm.recorder.trace is not None:
+            for request in ready:
+                request.started_s = time.monotonic()
         for request in self._fusion.start(ready, blocking=blocking):
-            request.start(self._comm, self._ranks)
+            if request.start is not None:
+                request.start()
 
-    def _without_join(self, requests: Iterable[Request]) -> list[Request]:
+    def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, since all ranks have called it; return the rest."""
         last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
         for request in requests:
@@ -232,7 +246,7 @@ class Matcher:
         self._unnamed.clear()
         return rest
 
-    def _common(self, batch: list[Request]) -> list[Request]:
+    def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
         """Return what all ranks have submitted, in the order of the lowest; keep the rest."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
@@ -272,12 +286,18 @@ class Matcher:
                     f"time: {ranks_text(joined)} called join(), others submitted {name!r}")
         return ""
 
-    def _zeros(self, name: str, terms: Terms, batch: Sequence[Request]) -> Request:
+    def _zeros(self, name: str, terms: Terms, batch: Sequence[NamedRequest]) -> NamedRequest:
         """Return this rank's part, after `join`, in what the others have submitted."""
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
-        return Request(arrays, name, terms, zeros, in_place=True, single=False)
+        return self._prepared(NamedRequest(
+            arrays, name, terms, zeros, in_place=True, single=False))
+
+    def _prepared(self, request: NamedRequest) -> NamedRequest:
+        if not self._fusion.takes(request.terms) and request.terms.kind != JOIN:
+            request.prepare(self._comm, self._ranks)
+        return request
 
     def _join(self, ranks: Iterable[int]) -> None:
         """Note which ranks have called `join`, and since when."""
@@ -303,7 +323,7 @@ class Matcher:
                 self._warned_s = now_s
                 _log.warning("%s", text)
 
-    def finish(self, request: Request) -> Any:
+    def finish(self, request: NamedRequest) -> Any:
         """Return the result of an operation, when it is complete.
 
         Raises:
@@ -311,17 +331,33 @@ class Matcher:
 
         Collective: yes. Blocking: yes.
         """
+        if request.results is None:
+            self._complete(request)
+        if self._names.get(request.name) is request:
+            del self._names[request.name]
+        if self._comm.recorder.trace is not None:
+            self._trace(self._comm.recorder.trace, request)
+        return request.results[0] if request.single else request.results
+
+    def _complete(self, request: NamedRequest) -> None:
+        """Return when an operation has its results."""
         try:
             if not request.started:
                 self.start(request)
-            return request.finish()
-        except HorovodInternalError:
-            raise
+            request.complete()
         except MpiringError as error:
-            raise HorovodInternalError(f"{request.name}: {error}") from error
-        finally:
             if self._names.get(request.name) is request:
                 del self._names[request.name]
+            if isinstance(error, HorovodInternalError):
+                raise
+            raise HorovodInternalError(f"{request.name}: {error}") from error
+
+    def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
+        """Record an operation as Horovod does: how long ranks came, how long it took then."""
+        kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
+        trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
+                   tensor=request.name)
+        trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def close(self) -> None:
         """Wait for the ranks, and end.
@@ -334,5 +370,5 @@ class Matcher:
             self._comm.close()
 
 
-def _listed(requests: Sequence[Request]) -> str:
+def _listed(requests: Sequence[NamedRequest]) -> str:
     return first_few([repr(request.name) for request in requests], 3)

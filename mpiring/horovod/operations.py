@@ -6,7 +6,7 @@ from typing import Any
 from .compression import Compression
 from .ops import Average, op_named
 from .process_sets import ProcessSet
-from .requests import JOIN, Request, Terms, terms_of
+from .requests import JOIN, NamedRequest, Terms, terms_of
 from .world import global_process_set
 
 Arrays = Sequence[Any]
@@ -20,7 +20,7 @@ class Operations:
     place; `grouped_...` takes a list, as one operation. All ranks of the `process_set` call it.
 
     Args:
-        arrays: Of the package; see requests.Arrays.
+        arrays: Of the package; see requests.ArrayPackage.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -28,7 +28,7 @@ class Operations:
 
     def _submit(self, kind: str, tensors: Arrays, name: str | None, process_set: ProcessSet,
                 op: str = "", factors: tuple[float, float] = (1.0, 1.0), root: int = -1,
-                in_place: bool = False, single: bool = False, splits: Any = None) -> Request:
+                in_place: bool = False, single: bool = False, splits: Any = None) -> NamedRequest:
         matcher, arrays = process_set.matcher, self._arrays
         if len(tensors) == 1:
             (x,) = tensors
@@ -37,19 +37,19 @@ class Operations:
         else:
             devices = sorted({arrays.device(x) for x in tensors})
             if len(devices) != 1:
-                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at least "
-                                 f"one, all in host memory or all on GPUs")
+                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at "
+                                 f"least one, all in host memory or all on GPUs")
             terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
                              tuple([x.shape for x in tensors]), op, root, factors, devices[0])
         return matcher.submit(
-            Request(arrays, name or "", terms, tensors, in_place, single, splits))
+            NamedRequest(arrays, name or "", terms, tensors, in_place, single, splits))
 
     def poll(self, handle: Any) -> bool:
         """Return whether an operation is complete: then `synchronize` returns at once.
 
         Collective: no. Blocking: no.
         """
-        return True if callable(handle) else handle.matcher.poll(handle)
+        return not isinstance(handle, NamedRequest) or bool(handle.matcher.poll(handle))
 
     def synchronize(self, handle: Any) -> Any:
         """Return the result of an operation, when it is complete.
@@ -60,7 +60,7 @@ class Operations:
 
         Collective: yes. Blocking: yes.
         """
-        return handle() if callable(handle) else handle.matcher.finish(handle)
+        return handle.matcher.finish(handle) if isinstance(handle, NamedRequest) else handle()
 
     def _differentiable(self, run: Callable[[Arrays], Arrays],
                         backward: Callable[[Arrays], Arrays], tensors: Arrays) -> Arrays:
@@ -78,7 +78,7 @@ class Operations:
     def allreduce_async(self, tensor: Any, average: bool | None = None, name: str | None = None,
                         op: int | None = None, prescale_factor: float = 1.0,
                         postscale_factor: float = 1.0,
-                        process_set: ProcessSet = global_process_set) -> Request:
+                        process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to combine an array over all ranks, and return a handle of the new array.
 
         Args:
@@ -103,7 +103,7 @@ class Operations:
     def allreduce_async_(self, tensor: Any, average: bool | None = None, name: str | None = None,
                          op: int | None = None, prescale_factor: float = 1.0,
                          postscale_factor: float = 1.0,
-                         process_set: ProcessSet = global_process_set) -> Request:
+                         process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to combine an array over all ranks, in place; see `allreduce_async`."""
         return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor), -1, True,
@@ -134,7 +134,7 @@ class Operations:
     def grouped_allreduce_async(
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-            process_set: ProcessSet = global_process_set) -> Request:
+            process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to combine arrays over all ranks; see `allreduce_async`."""
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor))
@@ -142,7 +142,7 @@ class Operations:
     def grouped_allreduce_async_(
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
-            process_set: ProcessSet = global_process_set) -> Request:
+            process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to combine arrays over all ranks, in place; see `allreduce_async`."""
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor),
@@ -181,7 +181,7 @@ class Operations:
     # Allgather
 
     def allgather_async(self, tensor: Any, name: str | None = None,
-                        process_set: ProcessSet = global_process_set) -> Request:
+                        process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to put all ranks' arrays one behind the other; see `grouped_allgather_async`."""
         return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
                             single=True)
@@ -195,7 +195,7 @@ class Operations:
         return self.grouped_allgather([tensor], name, process_set)[0]
 
     def grouped_allgather_async(self, tensors: Arrays, name: str | None = None,
-                                process_set: ProcessSet = global_process_set) -> Request:
+                                process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to put all ranks' arrays one behind the other, and return a handle.
 
         Args:
@@ -231,13 +231,13 @@ class Operations:
     # Broadcast
 
     def _broadcast(self, tensor: Any, root_rank: int, name: str | None,
-                   process_set: ProcessSet, **how: bool) -> Request:
+                   process_set: ProcessSet, *, in_place: bool) -> NamedRequest:
         process_set.root(root_rank)
-        return self._submit("broadcast", [tensor], name, process_set, root=root_rank, single=True,
-                            **how)
+        return self._submit("broadcast", [self._arrays.array(tensor)], name, process_set,
+                            root=root_rank, in_place=in_place, single=True)
 
     def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
-                        process_set: ProcessSet = global_process_set) -> Request:
+                        process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to copy an array of one rank, and return a handle of the copy.
 
         Args:
@@ -247,10 +247,10 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(self._arrays.array(tensor), root_rank, name, process_set)
+        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
-                         process_set: ProcessSet = global_process_set) -> Request:
+                         process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to copy an array of one rank to those of all; see `broadcast_async`."""
         return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
 
@@ -280,7 +280,7 @@ class Operations:
     # Alltoall
 
     def alltoall_async(self, tensor: Any, splits: Any = None, name: str | None = None,
-                       process_set: ProcessSet = global_process_set) -> Request:
+                       process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Begin to send some rows of an array to each rank.
 
         Args:
@@ -289,8 +289,8 @@ class Operations:
             name, process_set: As for `allreduce_async`.
 
         Returns:
-            A handle: `synchronize` returns the rows that have arrived, in the order of ranks, and
-            how many came from each.
+            The handle, for which `synchronize` returns the rows that have arrived, in the order of
+            ranks, and how many came from each.
 
         Raises:
             ValueError: The rows cannot be shared like that.
@@ -335,8 +335,9 @@ class Operations:
 
     def reducescatter_async(self, tensor: Any, name: str | None = None, op: int = Average,
                             process_set: ProcessSet = global_process_set,
-                            prescale_factor: float = 1.0, postscale_factor: float = 1.0) -> Request:
-        """Begin to combine an array; each rank gets some rows. See `grouped_reducescatter_async`.
+                            prescale_factor: float = 1.0,
+                            postscale_factor: float = 1.0) -> NamedRequest:
+        """Begin to combine an array; each rank gets some rows; see `grouped_reducescatter_async`.
         """
         return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, None), (prescale_factor, postscale_factor), single=True)
@@ -356,7 +357,7 @@ class Operations:
                                     op: int = Average,
                                     process_set: ProcessSet = global_process_set,
                                     prescale_factor: float = 1.0,
-                                    postscale_factor: float = 1.0) -> Request:
+                                    postscale_factor: float = 1.0) -> NamedRequest:
         """Begin to combine arrays over all ranks, of which each rank gets some rows.
 
         Args:
@@ -415,5 +416,5 @@ class Operations:
         return int(self._bare(JOIN, global_process_set))
 
     def _bare(self, kind: str, process_set: ProcessSet) -> Any:
-        request = Request(self._arrays, "", Terms(kind), ())
+        request = NamedRequest(self._arrays, "", Terms(kind), ())
         return self.synchronize(process_set.matcher.submit(request))

@@ -15,6 +15,8 @@ def op_named(op: int | None, average: bool | None) -> str:
     Raises:
         ValueError: Both were passed, or there is no such op.
     """
+    if average is None and op in OP_NAMES:
+        return OP_NAMES[op]
     if average is not None:
         if op is not None:
             raise ValueError(f"op={op!r} and average={average!r}: the op parameter supersedes "
@@ -22,6 +24,4 @@ def op_named(op: int | None, average: bool | None) -> str:
         return MEAN if average else OP_NAMES[Sum]
     if op is None:
         return MEAN
-    if op not in OP_NAMES:
-        raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")
-    return OP_NAMES[op]
+    raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")

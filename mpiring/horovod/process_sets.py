@@ -1,15 +1,12 @@
 """Sets of ranks that run collectives among themselves, as Horovod's users know them."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..operations.consistency import same_on_all
 from .matching import Matcher
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -33,18 +30,18 @@ class ProcessSet:
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
-    mpi_comm: "MPI.Comm | None" = None
+    mpi_comm: Any = None
 
-    def __init__(self, ranks_or_comm: "Iterable[int] | MPI.Comm") -> None:
+    def __init__(self, ranks_or_comm: Any) -> None:
         self._comm: Communicator | None = None
         self._matcher: Matcher | None = None
-        if hasattr(ranks_or_comm, "Get_group"):
+        if not isinstance(ranks_or_comm, Iterable) and hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
-        ranks = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
+        ranks: list[Any] = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [None]
         if not all(isinstance(rank, int) for rank in ranks):
-            raise ValueError(f"ProcessSet({ranks_or_comm!r}): ProcessSet should be initialized with "
-                             f"a list of process ranks or an mpi4py Comm object")
+            raise ValueError(f"ProcessSet({ranks_or_comm!r}): ProcessSet should be initialized "
+                             f"with a list of process ranks or an mpi4py Comm object")
         self.ranks = sorted(ranks)
 
     def __repr__(self) -> str:
@@ -108,6 +105,11 @@ class ProcessSet:
         """Give the set its number and its ranks; `comm` is None on ranks outside of it."""
         self.process_set_id, self.ranks = number, list(ranks)
         self._comm, self._matcher = comm, matcher
+
+    def mark_rounds(self, marks: bool) -> None:
+        """Record in traces when ranks begin to compare what they have submitted, or do not."""
+        if self._matcher is not None:
+            self._matcher.marks_rounds = marks
 
     def close(self) -> None:
         """Wait for the set's operations and ranks, and forget its number.

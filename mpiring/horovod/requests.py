@@ -17,7 +17,7 @@ from ..memory.arrays import (
 from ..memory.reduction import reduction
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-adasum: Any = None
+from ..reducers.adasum import adasum
 from ..transport.base import Schedule
 from .ops import ADASUM, MEAN
 
@@ -32,7 +32,7 @@ class HorovodInternalError(MpiringError, RuntimeError):
     """An operation failed: ranks submitted different things under one name, or one has died."""
 
 
-class Buffers(Protocol):
+class RequestBuffers(Protocol):
     """Lends arrays to one operation as vectors; see torch.vectors.TensorBuffers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Buffers(Protocol):
         """Run a schedule, and bring results to where the user expects them."""
 
 
-class Arrays(Protocol):
+class ArrayPackage(Protocol):
     """What operations need of a package of arrays: NumPy, or PyTorch."""
 
     def array(self, x: Any) -> Any:
@@ -75,8 +75,8 @@ class Arrays(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; whole numbers are rounded toward zero."""
 
-    def lend(self) -> Buffers:
-        """Return what lends the arrays of one operation."""
+    def lend(self, *, staged: bool) -> RequestBuffers:
+        """Return what lends the arrays of one operation; if `staged`, copies in host memory."""
 
     def to_bytes(self, x: Any) -> Array:
         """Return an array's bytes, in host memory."""
@@ -141,26 +141,23 @@ class Terms:
 
     def difference(self, other: "Terms") -> str:
         """Return in Horovod's words how the terms of another rank differ."""
-        for one, two in zip(self.dtypes, other.dtypes):
-            if one != two:
-                return (f"Mismatched data types: One rank had type {one}, but another rank had "
-                        f"type {two}.")
-        if self.shapes != other.shapes:
-            one, two = next((pair for pair in zip(self.shapes, other.shapes) if pair[0] != pair[1]),
-                            (self.shapes, other.shapes))
-            return (f"Mismatched {self.kind} tensor shapes: One rank sent a tensor of shape "
-                    f"{list(one)}, but another rank sent a tensor of shape {list(two)}.")
-        pairs = [("reduction operation", "sent reduction op", self.op, other.op),
-                 ("prescale and/or postscale factors", "sent factors", self.factors, other.factors),
-                 (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
-                 (f"{self.kind} CPU/GPU device selection", "specified device",
-                  self.device or "CPU", other.device or "CPU")]
-        title, verb, one, two = next(pair for pair in pairs if pair[2] != pair[3])
+        pairs: list[tuple[str, str, Any, Any]] = [
+            ("data types", "had type", a, b) for a, b in zip(self.dtypes, other.dtypes)]
+        pairs += [(f"{self.kind} tensor shapes", "sent a tensor of shape", list(a), list(b))
+                  for a, b in zip(self.shapes, other.shapes)]
+        pairs += [("numbers of tensors", "sent", len(self.shapes), len(other.shapes)),
+                  ("reduction operation", "sent reduction op", self.op, other.op),
+                  ("prescale and/or postscale factors", "sent factors", self.factors,
+                   other.factors),
+                  (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
+                  (f"{self.kind} CPU/GPU device selection", "specified device",
+                   self.device or "CPU", other.device or "CPU")]
+        title, verb, one, two = next(each for each in pairs if each[2] != each[3])
         return f"Mismatched {title}: One rank {verb} {one}, but another rank {verb} {two}."
 
 
 @functools.lru_cache(maxsize=4096)
-def terms_of(arrays: Arrays, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
+def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
              op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
     """Return the terms of an operation; from a cache, since programs repeat themselves."""
     names = tuple(map(arrays.dtype_name, dtypes))
@@ -172,13 +169,16 @@ def terms_of(arrays: Arrays, kind: str, dtypes: tuple[Any, ...], shapes: tuple[A
     if kind in _BY_ROWS and not all(shapes):
         raise HorovodInternalError(f"One rank tried to {kind} a rank-zero tensor, which has no "
                                    f"rows: pass one with a dimension, as x.reshape(1)")
+    if kind == "reducescatter" and op == ADASUM:
+        raise HorovodInternalError("reducescatter with op=Adasum: use allreduce, of which each "
+                                   "rank takes its rows")
     if op == ADASUM and not all(name in FLOATING for name in names):
         raise ValueError(f"Adasum of {names}: expected floating-point numbers")
     return Terms(kind, names, tuple(tuple(shape)[first:] for shape in shapes), op, root, factors,
                  device, nbytes)
 
 
-class Request:
+class NamedRequest:
     """An operation that a rank has submitted; Horovod's handle.
 
     Args:
@@ -193,21 +193,23 @@ class Request:
     Attributes: as the arguments, and
         handle: Of the operation under way; None before.
         error: What has ended it.
+        start: Begins it, once all ranks have submitted it, where it was prepared.
         settle: Called when the operation is complete: sets its results.
         results: What it returns.
         rows: Of each array of an allgather, how many rows came from each rank.
-        submitted_s: When; in `time.monotonic`.
+        submitted_s, started_s: When; in `time.monotonic`. The latter only for traces.
         matcher: Where it was submitted.
     """
 
     handle: Handle[Any] | None = None
     error: Exception | None = None
+    start: Callable[[], None] | None = None
     settle: Callable[[], None] | None = None
     results: Any = None
     rows: Sequence[Any] = ()
-    submitted_s = 0.0
+    submitted_s = started_s = 0.0
 
-    def __init__(self, arrays: Arrays, name: str, terms: Terms, tensors: Sequence[Any],
+    def __init__(self, arrays: ArrayPackage, name: str, terms: Terms, tensors: Sequence[Any],
                  in_place: bool = False, single: bool = True, splits: Any = None) -> None:
         self.arrays, self.name, self.terms, self.tensors = arrays, name, terms, tensors
         self.in_place, self.single, self.splits = in_place, single, splits
@@ -223,46 +225,53 @@ class Request:
         """Whether it is complete, or has failed."""
         return self.started and (self.handle is None or self.handle.done)
 
-    def finish(self) -> Any:
-        """Return the result of an operation that has started, when it is complete.
+    def complete(self) -> None:
+        """Return when an operation that has started has its results.
 
         Raises:
             HorovodInternalError: It has failed.
         """
         if self.error is not None:
             raise self.error
-        if self.results is None and self.settle is not None:
+        if self.settle is not None:
             self.settle()
-            self.settle, self.tensors = None, ()
-        return self.results[0] if self.single else self.results
+        # They may live long: handles are kept in lists.
+        self.start = self.settle = self.handle = None
+        self.tensors = ()
 
-    def start(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Begin, once all ranks of the set have submitted it.
+    def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
+        """Lend the arrays, as they are on the user's stream now; for what is not fused.
 
         Args:
             comm: The ranks.
             ranks: Their numbers among all ranks.
 
-        Collective: yes. Blocking: no.
+        Raises:
+            ConfigError: An array cannot be sent.
         """
-        buffers = self.arrays.lend()
+        # Adasum works in host memory.
+        staged = self.terms.op == ADASUM
+        buffers = self.arrays.lend(staged=staged)
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
-        stream = buffers.stream
-        self.handle = comm.submit(
-            call, lambda collectives: buffers.settled(build(collectives)),
-            **({} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}))
-        handle = self.handle
+        stream = None if staged else buffers.stream
+        where = {} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}
 
-        def settle() -> None:
-            handle.wait()
-            self.results = results()
+        def start() -> None:
+            self.handle = handle = comm.submit(
+                call, lambda collectives: buffers.settled(build(collectives)), **where)
 
-        self.settle = settle
+            def settle() -> None:
+                handle.wait()
+                self.results = results()
+
+            self.settle = settle
+
+        self.start = start
 
     # Kinds of operations: each returns what builds the schedule, and what returns the results.
 
-    def _allreduce(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+    def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, terms = self._outputs(), self.terms
         vectors = [buffers.numbers(out, written=True) for out in outs]
         op, divisor = combined(terms, comm.size)
@@ -272,13 +281,13 @@ class Request:
         return lambda collectives: _in_turn(
             [collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
-    def _broadcast(self, buffers: Buffers, comm: Communicator, ranks: Sequence[int]) -> Any:
+    def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
         outs, root = self._outputs(), ranks.index(self.terms.root)
         vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
         return lambda collectives: _in_turn(
             [collectives.broadcast(x, root) for x in vectors]), lambda: outs
 
-    def _reducescatter(self, buffers: Buffers, comm: Communicator, _: Any) -> Any:
+    def _reducescatter(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, rows = [], []
         for x in self._scaled(self.tensors):
             least, more = divmod(x.shape[0], comm.size)
@@ -293,7 +302,7 @@ class Request:
             [_scattered(collectives, out, chunks, op) for out, chunks in rows]), self._after(
                 outs, divisor)
 
-    def _allgather(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+    def _allgather(self, _: RequestBuffers, comm: Communicator, __: Any) -> Any:
         parts = [self.arrays.to_bytes(x) for x in self.tensors]
         gathered: list[tuple[int, Array]] = []
         self.rows = counts = []
@@ -315,7 +324,7 @@ class Request:
 
         return build, results
 
-    def _alltoall(self, _: Buffers, comm: Communicator, __: Any) -> Any:
+    def _alltoall(self, _: RequestBuffers, comm: Communicator, __: Any) -> Any:
         (x,), (splits, given) = self.tensors, self.splits
         rows, received = np.empty(comm.size, np.int64), np.empty(0, np.uint8)
         sends = cut(self.arrays.to_bytes(x), _bounds(splits, x))
@@ -363,9 +372,9 @@ class Request:
         return results
 
 
-_KINDS = {"allreduce": Request._allreduce, "broadcast": Request._broadcast,
-          "reducescatter": Request._reducescatter, "allgather": Request._allgather,
-          "alltoall": Request._alltoall, "barrier": Request._barrier}
+_KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broadcast,
+          "reducescatter": NamedRequest._reducescatter, "allgather": NamedRequest._allgather,
+          "alltoall": NamedRequest._alltoall, "barrier": NamedRequest._barrier}
 
 
 def combined(terms: Terms, size: int) -> tuple[str, int]:
@@ -386,7 +395,7 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
     """Combine chunk r on rank r, into `out`."""
     rank = collectives.rank
     copy_to(out, chunks[rank])
-    return collectives.reduce_scatter_chunks(
+    yield from collectives.reduce_scatter_chunks(
         [*chunks[:rank], out, *chunks[rank + 1:]], op=op)
 
 

@@ -1,10 +1,9 @@
 """Heard and unheard HOROVOD_* variables."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Config
+from ..config import Config, given_variables
 from ..errors import ConfigError
 from ..launch.environment import horovod_variables
 
@@ -12,25 +11,25 @@ from ..launch.environment import horovod_variables
 _FUSION_BYTES = 8 << 20
 # Those that change nothing here, and why.
 _UNHEARD = {
-    "HOROVOD_CYCLE_TIME": "there are no cycles",
-    "HOROVOD_AUTOTUNE": "algorithms are measured without it; `python -m mpiring tune` does it now",
+    "HOROVOD_AUTOTUNE": "algorithms are measured without it, once per cluster",
     "HOROVOD_AUTOTUNE_LOG": "`python -m mpiring tune` prints what it measures",
     "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "set MPIRING_ALGORITHM=hierarchical",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks of a node share memory without it",
-    "HOROVOD_CPU_OPERATIONS": "MPI carries all",
     "HOROVOD_CONTROLLER": "MPI carries all",
+    "HOROVOD_CPU_OPERATIONS": "MPI carries all",
+    "HOROVOD_CYCLE_TIME": "there are no cycles",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks of a node share memory without it",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "set MPIRING_ALGORITHM=hierarchical",
+    "HOROVOD_THREAD_AFFINITY": "bind ranks by the launcher",
     "HOROVOD_TIMELINE_MARK_CYCLES": "there are no cycles",
-    "HOROVOD_THREAD_AFFINITY": "bind by the launcher",
 }
-# Those that say what is so anyway, or are set by horovodrun for its own processes.
-_SILENT = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_WITHOUT", "HOROVOD_GPU",
-           "HOROVOD_LOG_", "HOROVOD_ELASTIC")
+# These ask for what is so anyway, or are of a build, or of horovodrun.
+_NEEDLESS = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_LOG_",
+             "HOROVOD_ELASTIC", "HOROVOD_STALL_CHECK_DISABLE")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a program that calls Horovod's functions.
+class HorovodSettings:
+    """HorovodSettings of a program that calls Horovod's functions.
 
     Attributes:
         config: Of the communicators.
@@ -45,39 +44,34 @@ class Settings:
     unheard: list[str]
 
 
-def settings() -> Settings:
-    """Return the settings by the HOROVOD_* variables, where no MPIRING_* variable says more.
+def settings() -> HorovodSettings:
+    """Return the settings by the HOROVOD_* variables; MPIRING_* variables come before them.
 
     Raises:
         ConfigError: A variable is no number.
     """
-    given = dict(horovod_variables())
+    given = horovod_variables()
     fields: dict[str, Any] = {}
+    threshold = _number(given, "HOROVOD_FUSION_THRESHOLD")
     warning = _number(given, "HOROVOD_STALL_CHECK_TIME_SECONDS")
-    if given.pop("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+    if given.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         warning = 0.0
     timeout = _number(given, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    return _settings(given, fields, warning, timeout)
-
-
-def _settings(given: dict[str, str], fields: dict[str, Any], warning: float | None,
-              timeout: float | None) -> Settings:
-    if warning is not None:
-        fields["stall_warning_s"] = warning
-    if timeout:
-        fields["stall_timeout_s"] = timeout
     timeline = given.pop("HOROVOD_TIMELINE", "")
-    if timeline and timeline.upper() != "DYNAMIC":
-        fields["trace"] = timeline
-    threshold = _number(given, "HOROVOD_FUSION_THRESHOLD")
-    unheard = [f"{name}={value} ({_UNHEARD.get(name, 'unknown here')})"
-               for name, value in given.items() if not name.startswith(_SILENT)]
-    return Settings(Config(**fields), _FUSION_BYTES if threshold is None else int(threshold),
-                    int(threshold) if threshold else None, unheard)
+    for name, value in {"stall_warning_s": warning, "stall_timeout_s": timeout or None,
+                        "trace": timeline if timeline.upper() != "DYNAMIC" else None}.items():
+        if value is not None and name not in given_variables():
+            fields[name] = value
+    unheard = [f"{name}={value} ({_UNHEARD.get(name, 'unknown')})" for name, value in given.items()
+               if not name.startswith(_NEEDLESS)]
+    return HorovodSettings(
+        Config(**fields), _FUSION_BYTES if threshold is None else int(threshold),
+        int(threshold) if threshold else None, unheard)
 
 
-def _number(given: Mapping[str, str], name: str) -> float | None:
-    text = given.pop(name, "")  # type: ignore[attr-defined]
+def _number(given: dict[str, str], name: str) -> float | None:
+    """Take a variable out of those that are given, as a number."""
+    text = given.pop(name, "")
     try:
         return float(text) if text else None
     except ValueError:

@@ -6,24 +6,24 @@ Horovod's functions take no communicator, so this is the one place of the packag
 import contextlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ..communicator import Communicator
 from ..errors import MpiringError
+from ..files import replacing
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
 from .matching import Matcher
 from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
-from .settings import Settings, settings
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .settings import HorovodSettings, settings
 
 _log = logging.getLogger("mpiring")
 
 
-class World:
+class HorovodWorld:
     """All ranks, and the sets of them that have operations.
 
     Args:
@@ -38,13 +38,13 @@ class World:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, comm: Communicator, mpi_comm: Any, settings: Settings) -> None:
+    def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
         # Results are as long in each step.
         keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
-        self._numbers = 0
+        self._numbers, self._timeline = 0, ""
         self.add(global_process_set, range(comm.size))
 
     def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
@@ -62,7 +62,8 @@ class World:
                 raise ValueError(f"Attempted to add a duplicate process set: {process_set}; use "
                                  f"{'global_process_set' if other is self._sets[0] else other}")
         color = 0 if self.comm.rank in ranks else None
-        comm, private = self.comm.split(color), self.comm.split(color)
+        comm = self.comm if len(ranks) == self.comm.size else self.comm.split(color)
+        private = self.comm.split(color)
         matcher = None if private is None else Matcher(private, ranks, self.settings.fusion_bytes)
         process_set.open(self._numbers, ranks, comm, matcher)
         self._numbers += 1
@@ -80,11 +81,27 @@ class World:
         self._sets.remove(process_set)
         return True
 
+    def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
+        """Begin a trace; see the function."""
+        self.stop_timeline()
+        self._timeline = os.path.abspath(path)
+        self.comm.start_trace(f"{self._timeline}.ranks")
+        for process_set in self._sets:
+            process_set.mark_rounds(mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End a trace; see the function."""
+        trace, path, self._timeline = self.comm.stop_trace(), self._timeline, ""
+        if trace and path and self.comm.rank == 0:
+            with replacing(Path(path)) as new:
+                new.file.write(Path(trace).read_bytes())
+
     def close(self) -> None:
         """Wait for all operations of all sets, and for all ranks.
 
         Collective: yes. Blocking: yes.
         """
+        self.stop_timeline()
         for process_set in reversed(self._sets):
             process_set.close()
         self.comm.close()
@@ -99,10 +116,10 @@ class World:
 
 
 global_process_set = ProcessSet([])
-_world: World | None = None
+_world: HorovodWorld | None = None
 
 
-def world() -> World:
+def world() -> HorovodWorld:
     """Return what `init` has made.
 
     Raises:
@@ -113,7 +130,7 @@ def world() -> World:
     return _world
 
 
-def init(comm: "Sequence[int] | MPI.Comm | None" = None,
+def init(comm: Any = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Start MPI unless it runs, and begin with all its ranks; a second call changes nothing.
 
@@ -131,7 +148,7 @@ def init(comm: "Sequence[int] | MPI.Comm | None" = None,
         begin(_communicator_of(comm), [] if isinstance(process_sets, str) else process_sets or [])
 
 
-def _communicator_of(comm: "Sequence[int] | MPI.Comm | None") -> Any:
+def _communicator_of(comm: Any) -> Any:
     if comm is not None and hasattr(comm, "Get_group"):
         return comm
     everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
@@ -156,7 +173,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     """
     global _world
     given = settings()
-    new = World(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
+    new = HorovodWorld(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
     if new.comm.rank == 0 and given.unheard:
         _log.warning("mpiring does not hear %s", "; ".join(given.unheard))
     _world = new
@@ -303,18 +320,20 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what every rank does from now on to a folder, for `python -m mpiring trace`.
+    """Record what all ranks do from now on, until `stop_timeline`.
 
     Args:
-        file_path: The folder.
-        mark_cycles: Ignored: there are no cycles.
+        file_path: Where rank 0's record is written, as JSON that Chrome's viewer and Perfetto read.
+            Those of all ranks are in the folder of this name and `.ranks`, for
+            `python -m mpiring trace`.
+        mark_cycles: Record when ranks begin to compare what they have submitted.
 
     Raises:
         ValueError: `init` was not called.
 
     Collective: yes. Blocking: yes.
     """
-    world().comm.start_trace(file_path)
+    world().start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -322,4 +341,4 @@ def stop_timeline() -> None:
 
     Collective: yes. Blocking: yes.
     """
-    world().comm.stop_trace()
+    world().stop_timeline()

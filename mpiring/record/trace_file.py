@@ -98,6 +98,9 @@ class TraceFile:
         folder: Where the files are written; made if there is none.
         node: This rank's.
 
+    Attributes:
+        path: Of the file.
+
     Collective: yes. Blocking: yes.
     """
 
@@ -119,6 +122,7 @@ class TraceFile:
         self._zero_s: float
         self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
         self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
+        self.path = self._path("trace", "json")
         self._file = self._open()
         self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
                      *_named(self._rank, PROGRAM, "program")])
@@ -130,7 +134,7 @@ class TraceFile:
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = regular(self._path("trace", "json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            file = regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
         problems = [*filter(None, self._comm.allgather(problem))]
@@ -160,6 +164,10 @@ class TraceFile:
              ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
         self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
+
+    def span(self, name: str, category: str, began_s: float, ended_s: float, **about: Any) -> None:
+        """Record anything else that a rank did."""
+        self._add(self._span, name, category, began_s, ended_s, about, threading.get_ident())
 
     def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
         """Write the last operations to a file beside the trace, and return its name.
@@ -248,7 +256,7 @@ class TraceFile:
     def _end_file(self, problem: str = "") -> None:
         if problem:
             _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
-                         self._rank, self._path("trace", "json"), problem)
+                         self._rank, self.path, problem)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -264,7 +272,8 @@ class TraceFile:
             _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
             _metadata(self._rank, "mpiring", {
                 "job": self._job, "rank": self._rank, "size": self._comm.size,
-                "node": self._node}),
+                "node": self._node,
+                "start_time_since_epoch_in_micros": time.time_ns() // 1000}),
             self._clock("clock at start", self._start)]
 
     def _clock(self, name: str, reading: ClockReading) -> Event:
@@ -311,6 +320,11 @@ class TraceFile:
     def _data(self, began_s: float, ended_s: float, thread: int) -> list[Event]:
         lane, events = self._thread_lane(thread)
         return [*events, self._slice(lane, "wait for data", "data", began_s, ended_s)]
+
+    def _span(self, name: str, category: str, began_s: float, ended_s: float,
+              about: dict[str, Any], thread: int) -> list[Event]:
+        lane, events = self._thread_lane(thread)
+        return [*events, self._slice(lane, name, category, began_s, ended_s, **about)]
 
     def _thread_lane(self, thread: int) -> tuple[int, list[Event]]:
         """Return the lane of a thread of the program, and the events that name a new one."""

@@ -1,10 +1,11 @@
-"""How gradients become their mean: plainly, or with less to send between nodes."""
+"""How gradients become their mean: plainly, or with less to send between nodes; or their Adasum."""
 
+from .adasum import Adasum
 from .compressor import Compressor, ErrorFeedback
 from .encoded import Cast, Int8, OneBit
 from .powersgd import PowerSGD
 from .reducer import Mean, Reducer
 from .topk import TopK
 
-__all__ = ["Cast", "Compressor", "ErrorFeedback", "Int8", "Mean", "OneBit", "PowerSGD", "Reducer",
-           "TopK"]
+__all__ = ["Adasum", "Cast", "Compressor", "ErrorFeedback", "Int8", "Mean", "OneBit", "PowerSGD",
+           "Reducer", "TopK"]

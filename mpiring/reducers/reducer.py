@@ -14,6 +14,9 @@ from .compressor import Compressor
 class Reducer(Protocol):
     """Leaves the mean over ranks in a bucket.
 
+    If it has an attribute `on_gpus` that is False, gradients on a GPU are copied to host memory for
+    it, and their means back.
+
     One with state from step to step builds on `compressor.Compressor`. One that can leave each
     rank its own slice only, for less, has a method `scatter` besides; see `scatter_of`.
     """

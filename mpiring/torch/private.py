@@ -88,11 +88,6 @@ def values_of(sparse: torch.Tensor) -> torch.Tensor:
     return sparse._values()
 
 
-def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return views of a vector in the shapes of tensors, one behind the other."""
-    return torch._C._nn.unflatten_dense_tensors(flat, tensors)  # type: ignore[no-any-return]
-
-
 def copy_all(outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors into others, in one call."""
     with torch.no_grad():
@@ -105,6 +100,10 @@ def without_subclasses() -> AbstractContextManager[None]:
 
 
 # Modules and optimizers
+
+# What batch normalization of any number of dimensions is made of.
+AnyBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
+
 
 def parameters_of(module: torch.nn.Module) -> Any:
     """Return the mapping in which a module keeps its own parameters by name.

@@ -295,8 +295,9 @@ class FusedTensors:
 
     def _reduction_of(self, bucket: Bucket) -> BucketReduction:
         reducer = self._reducers[bucket.plan.tensors[0].name]
-        if self._device is not None and isinstance(reducer, Compressor) and not (
-                reducer.on_gpus and self._device.gpu.programmable):
+        if self._device is not None and (
+                not getattr(reducer, "on_gpus", True)
+                or isinstance(reducer, Compressor) and not self._device.gpu.programmable):
             return _on_host(bucket, self._device, self._comm, reducer)
         reduce, scatter = (functools.partial(build, reducer, bucket=bucket)
                            for build in (reduce_of, scatter_of))

@@ -45,6 +45,20 @@ def test_a_pytorch_model_goes_on(survives):
     assert ended.output.count("4 ranks at first, 2 at last") == 2, ended.output
 
 
+def test_a_script_of_horovod_goes_on(survives):
+    installed("torch")
+    ended = launch(3, PROGRAMS / "horovod_elastic.py", "die", options=SURVIVES)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("3 ranks at first, 2 at last") == 2, ended.output
+
+
+def test_a_script_of_horovod_elsewhere():
+    installed("torch")
+    ended = run(2, PROGRAMS / "horovod_elastic.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("2 ranks at first, 2 at last") == 2, ended.output
+
+
 def test_an_exception_ends_the_job_also_after_a_death(survives, tmp_path):
     ended = launch(3, TRAINING, tmp_path, STEPS, "raise", "0:compute:20", options=SURVIVES)
     assert ended.status != 0 and ended.seconds < SOON_S

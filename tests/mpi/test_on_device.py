@@ -93,7 +93,8 @@ def test_what_cannot_work_is_told(comm, gpu):
 SHAPES = {"w1": (20, 30), "b1": (30,), "w2": (30, 10), "b2": (10,), "scale": ()}
 # tests/reducers tries more of them.
 REDUCERS = {"mean": lambda: None, "onebit": lambda: reducers.OneBit(warmup_steps=2),
-            "some": lambda: {"w*": reducers.PowerSGD(start_step=1)}}
+            "some": lambda: {"w*": reducers.PowerSGD(start_step=1)},
+            "adasum": reducers.Adasum}
 
 
 def trained(comm, put, get, reducer, steps=6):
@@ -120,7 +121,8 @@ def trained(comm, put, get, reducer, steps=6):
 
 @pytest.mark.parametrize(("nodes", "reducer"), [
     # On one node nothing is compressed.
-    ("one", "mean"), ("one", "some"), *(("each", reducer) for reducer in REDUCERS)])
+    ("one", "mean"), ("one", "some"), ("one", "adasum"),
+    *(("each", reducer) for reducer in REDUCERS)])
 def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes):
     if nodes == "each":
         if comm.size > 2 and isinstance(gpu, simulated_gpu.SimulatedDevice):

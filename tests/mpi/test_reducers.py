@@ -5,7 +5,7 @@ import pytest
 
 import mpiring
 from mpiring.numpy import DataParallel, LossScaler
-from mpiring.reducers import Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
+from mpiring.reducers import Adasum, Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
 
 pytestmark = pytest.mark.mpi
 
@@ -131,6 +131,26 @@ def test_on_one_node_nothing_is_compressed(comm):
             assert (grad == (comm.size - 1) / 2 + number).all()
     if comm.num_nodes == 1:
         assert dp.statistics.dense_bytes == 0 and dp.statistics.compression_ratio == 1
+
+
+@pytest.mark.parametrize("nodes", ["one", "each"])
+def test_replicas_that_adasum_trains_are_equal_and_learn(comm, apart, nodes):
+    """With buckets of several tensors, which are built anew after the first step."""
+    comm = apart if nodes == "each" else comm
+    params = {name: np.full(shape, 2, np.float32) for name, shape in SHAPES.items()}
+    dp = DataParallel(params, comm, bucket_bytes=20000, reducer=Adasum())
+    for number in range(20):
+        random = np.random.default_rng([number, comm.rank])
+        for name in ODD_ORDER:
+            # Of |x|² / 2, seen through noise.
+            dp.grads[name][...] = params[name] + random.normal(0, 0.1, SHAPES[name])
+            dp.ready(name)
+        dp.wait()
+        assert dp.finite
+        for name, x in params.items():
+            x -= 0.2 * dp.grads[name]
+    dp.compare_replicas()
+    assert all(np.abs(x).mean() < 0.2 for x in params.values())
 
 
 class NoSchedule:

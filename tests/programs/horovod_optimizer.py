@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpiring.errors import BufferMismatchError, ConfigError, GradientError
+from mpiring.errors import BufferMismatchError, GradientError
 from mpiring.horovod.compression import Compression
 from mpiring.horovod.ops import Adasum, Max, Min, Product, Sum
 from mpiring.horovod.process_sets import ProcessSet

@@ -12,7 +12,7 @@ from torch import nn
 from whereabouts import CUDA, WHERE, without_compiling
 
 import mpiring
-from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
+from mpiring.reducers import Adasum, Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.torch import Checkpoints, DataParallel
 
 without_compiling()
@@ -108,7 +108,7 @@ def replicas_learn_and_skip_a_nan_of_one_rank(name, make):
     run.train(12)
     assert run.loss() < 0.9 * first, f"{name} does not learn"
     assert len(set(comm.allgather_object(run.weights()))) == 1
-    assert comm.size == 1 or run.model.statistics.compression_ratio > 1.4
+    assert comm.size == 1 or name == "adasum" or run.model.statistics.compression_ratio > 1.4
 
 
 def a_run_goes_on_bit_by_bit(name, make):
@@ -166,6 +166,8 @@ def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
     assert kept[0].items() <= kept[1].items(), "the step counted"
 
 
+# Which has no state, and compresses nothing.
+replicas_learn_and_skip_a_nan_of_one_rank("adasum", Adasum)
 for what in (replicas_learn_and_skip_a_nan_of_one_rank, a_nan_in_a_sparse_gradient_is_skipped_too,
              a_run_goes_on_bit_by_bit, frozen_layers_come_back,
              tokens_are_weighed_before_they_are_compressed):

@@ -7,7 +7,7 @@ from reducing import SHAPES, Model, count
 
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.errors import ConfigError
-from mpiring.reducers import Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
+from mpiring.reducers import Adasum, Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
 
 # With small blocks, so that a few numbers make several.
 MAKERS = {
@@ -29,7 +29,9 @@ MAKERS = {
 }
 FEEDING_BACK = [name for name, make in MAKERS.items() if getattr(make(), "feeds_back", False)]
 MOMENTUM = {"topk, momentum": lambda: TopK(0.02, momentum=0.9, clip_norm=5.0)}
-ALL = MAKERS | MOMENTUM
+# Means of another kind.
+ALL = MAKERS | MOMENTUM | {"adasum": Adasum}
+STATELESS = "mean", "adasum"
 CLUSTERS = {
     **{f"p={p}": list(range(p)) for p in (1, 2, 3, 5, 8)},
     "one node": [0, 0, 0], "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
@@ -140,7 +142,7 @@ def test_a_step_that_is_not_finite_is_seen_by_all_and_leaves_no_trace(name, node
         assert model.step(rows)[0].tobytes() == undisturbed.step(rows)[0].tobytes()
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "mean"])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in STATELESS])
 @pytest.mark.parametrize("node_of", [[0], [0, 1, 2], [0, 0, 1, 1, 1]])
 def test_a_run_that_is_resumed_is_equal_to_one_that_was_not(name, node_of):
     def rows(step):

@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
+from ...gpu.arrays import is_gpu_tensor
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
-from ...torch.private import copy_all, views_like
+from ...torch.private import copy_all
 from ...torch.tensors import tensor_of
 from ...torch.vectors import TensorBuffers
 from ..arrays import scale
 
 
 class TensorArrays:
-    """What operations need of PyTorch; see requests.Arrays."""
+    """What operations need of PyTorch; see requests.ArrayPackage."""
 
     lend = TensorBuffers
 
@@ -34,7 +35,7 @@ class TensorArrays:
         if x.layout is not torch.strided:
             raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
                              f"embeddings there is sparse_allreduce_async")
-        return "" if x.is_cpu else x.device.type
+        return x.device.type if is_gpu_tensor(x) else ""
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor."""
@@ -50,7 +51,7 @@ class TensorArrays:
 
     def scale(self, x: torch.Tensor, factor: float, divisor: int = 1) -> None:
         """Multiply a tensor, in place, and divide it; whole numbers are rounded toward zero."""
-        if x.is_cpu and x.is_contiguous():
+        if not is_gpu_tensor(x) and x.is_contiguous():
             scale(array_of(x), factor, divisor)
             return
         with torch.no_grad():
@@ -84,7 +85,8 @@ class TensorArrays:
 
     def views(self, vector: Array, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return views of a vector in the shapes of tensors, one behind the other."""
-        return views_like(tensor_of(vector), tensors)
+        parts = tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
+        return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors)]
 
     def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
         """Copy tensors into others."""

@@ -16,7 +16,10 @@ from torch.utils.data import Sampler
 
 from ... import elastic
 from ...torch.states import broadcast_optimizer_state, broadcast_parameters
+from ..requests import HorovodInternalError
 from ..world import abandon, begin, global_process_set, is_initialized, rank, size, world
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "TorchState", "run"]
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ class TensorOperations(Operations):
     def _differentiable(self, run: Callable[[Tensors], Tensors],
                         backward: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return _Operation.apply(run, backward, *tensors)  # type: ignore[no-any-return]
+            return _Operation.apply(run, backward, *tensors)
         return run(tensors)
 
     def sparse_allreduce_async(self, tensor: torch.Tensor, name: str, op: int = Average,
@@ -62,7 +62,8 @@ class TensorOperations(Operations):
 
         def result() -> torch.Tensor:
             total = torch.sparse_coo_tensor(
-                self.synchronize(indices).t(), self.synchronize(values), tensor.shape).coalesce()
+                self.synchronize(indices).t(), self.synchronize(values), tensor.shape,
+                check_invariants=False).coalesce()
             return total / process_set.comm.size if op == Average else total
 
         return result

@@ -31,7 +31,7 @@ DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
 # whose limit they show.
 REFERENCES = (NATIVE, NAIVE)
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
-KINDS = ("mpiring", "mpi", *peers.NAMES, "nccl")
+KINDS = ("mpiring", "mpi", "hvd", *peers.NAMES, "nccl")
 ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
 # Ways to take training steps.
 ALONE = "compute only"

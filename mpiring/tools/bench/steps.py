@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
-TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
+TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", "hvd", *peers.NAMES), ("mpiring", "gloo")
 
 
 def declare(parser: ArgumentParser) -> None:

@@ -290,8 +290,16 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     if peers.takes_part("gloo", kinds, world):
         group = _gloo(world, options.interface, is_second=has_back_end)
         contenders += _over(group, GLOO, "Gloo", options)
-    if device.type == "cpu" and peers.takes_part("horovod", kinds, world):
-        contenders.append(_horovod())
+    by_horovod = device.type == "cpu" and peers.takes_part("horovod", kinds, world)
+    if by_horovod:
+        call = horovod().blocking
+        import horovod.torch as hvd
+        contenders.append(_by_optimizer("Horovod", call, hvd.DistributedOptimizer))
+    if "hvd" in (kinds or ()) or by_horovod and kinds is None:
+        from ...horovod.torch import DistributedOptimizer, init
+        init()
+        contenders.append(_by_optimizer(
+            "mpiring.horovod", contenders[1].blocking, DistributedOptimizer))
     return contenders
 
 
@@ -380,16 +388,13 @@ def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
     return dist.group.WORLD
 
 
-def _horovod() -> Contender:
-    """Return Horovod's wrapper of optimizers."""
-    call = horovod().blocking
-    import horovod.torch as hvd
-
+def _by_optimizer(name: str, call: Callable[[Array], Call], wrapper: Any) -> Contender:
+    """Return a way to train by a wrapper of optimizers: Horovod's, or ours of that name."""
     def join(module: nn.Module, recipe: Recipe) -> Joined:
-        return module, hvd.DistributedOptimizer(
+        return module, wrapper(
             recipe(module.parameters()), named_parameters=module.named_parameters())
 
-    return Contender("Horovod", call, join=join)
+    return Contender(name, call, join=join)
 
 
 def close() -> None:

@@ -1,0 +1,84 @@
+"""Copies objects and arrays from one rank to all, and collects those of all ranks."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .process_sets import ProcessSet
+from .world import global_process_set
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """Return the object that rank `root_rank` has passed.
+
+    Args:
+        obj: Anything that pickles; ignored on other ranks.
+        root_rank: Among all ranks.
+        name: Ignored.
+        process_set: The ranks.
+
+    Raises:
+        ConfigError: It does not pickle; raised on all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    return process_set.comm.broadcast_object(obj, root=process_set.root(root_rank))
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
+    """Return `broadcast_object` as a function of the object alone."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(obj: Any, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects that all ranks have passed, in rank order.
+
+    Args, raises: as `broadcast_object`.
+
+    Collective: yes. Blocking: yes.
+    """
+    return process_set.comm.allgather_object(obj)
+
+
+def named(params: Any, kind: type) -> list[tuple[str, Any]]:
+    """Return arrays by name, sorted where they come in a mapping.
+
+    Args:
+        params: A mapping, or an iterable of arrays or of pairs of name and array.
+        kind: Class of the arrays.
+
+    Raises:
+        ValueError: Something else.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, str | kind):
+        pairs = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}; pass model.state_dict(), or a "
+                         f"list")
+    for name, value in pairs:
+        if not isinstance(value, kind):
+            raise ValueError(f"params[{name!r}] is a {type(value).__name__}: expected a "
+                             f"{kind.__name__}; send it by broadcast_object")
+    return pairs
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Copy arrays of one rank to those of all ranks.
+
+    Args:
+        params: A mapping from names to arrays, or a list of arrays; the same on all ranks.
+        root_rank: The rank whose arrays are copied.
+
+    Raises:
+        ValueError: Something else; or the arrays differ between ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    for _, x in named(params, np.ndarray):
+        global_process_set.comm.broadcast(x, root=root_rank)

@@ -1,0 +1,108 @@
+"""Batch normalization over the batches of all ranks, on any device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...communicator import Communicator
+from ...torch.private import AnyBatchNorm
+from ..world import global_process_set
+
+
+class SyncBatchNorm(AnyBatchNorm):
+    """Normalizes each channel by mean and variance of all ranks' batches.
+
+    For PyTorch's `BatchNorm1d`, `2d` and `3d`, where a rank's batch is too short for statistics of
+    its own. Batches may differ in length. In evaluation it is like those.
+
+    Args:
+        num_features: Number of channels C of inputs of shape (N, C, ...).
+        eps, momentum, affine, track_running_stats: As for `torch.nn.BatchNorm2d`.
+
+    Collective: in training. Blocking: in training.
+    Source: Ioffe and Szegedy 2015, section 3; means and variances of parts are combined as by
+    Chan, Golub and LeVeque 1979.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized input, of the same shape."""
+        comm = global_process_set.comm
+        if not (self.training or self.running_mean is None) or comm.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        factor = self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        stats = (self.running_mean, self.running_var) if self.training else (None, None)
+        return _Normalize.apply(
+            input, self.weight, self.bias, comm, self.eps, factor, *stats)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalizes by the statistics of all ranks; sums are in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+                comm: Communicator, eps: float, factor: float | None, running_mean: Tensor | None,
+                running_var: Tensor | None) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rows = x.to(wide).transpose(0, 1).flatten(1)
+        count = rows.shape[1]
+        # Of an empty batch, the mean would be NaN.
+        mean = rows.sum(1) / max(count, 1)
+        deviation = (rows - mean[:, None]).square().sum(1)
+        own = torch.stack([torch.full_like(mean, count), mean, deviation])
+        counts, means, deviations = _gathered(own, comm).unbind(1)
+        total = counts.sum(0)
+        if float(total[0]) <= 1:
+            raise ValueError(f"rank {comm.rank}: expected more than 1 value per channel over all "
+                             f"ranks when training, got input size {tuple(x.shape)}")
+        mean = (counts * means).sum(0) / total
+        variance = (deviations + counts * (means - mean).square()).sum(0) / total
+        inverse = (variance + eps).rsqrt()
+        if running_mean is not None and running_var is not None and factor is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), factor)
+            unbiased = variance * total / (total - 1)
+            running_var.lerp_(unbiased.to(running_var.dtype), factor)
+        ctx.save_for_backward(x, weight, mean, inverse, total)
+        ctx.comm = comm
+        y = (x.to(wide) - _as(mean, x)) * _as(inverse, x)
+        if weight is not None:
+            y = y * _as(weight.to(wide), x)
+        if bias is not None:
+            y = y + _as(bias.to(wide), x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, mean, inverse, total = ctx.saved_tensors
+        dy_wide, deviation = dy.to(mean.dtype), x.to(mean.dtype) - _as(mean, x)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        own = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
+        dw, db = own[1] * inverse, own[0]
+        sums = own.clone()
+        ctx.comm.allreduce(sums)
+        sum_dy, sum_dy_deviation = sums / total
+        dx = dy_wide - _as(sum_dy, x) - deviation * _as(sum_dy_deviation * inverse.square(), x)
+        dx = dx * _as(inverse if weight is None else inverse * weight.to(inverse.dtype), x)
+        return (dx.to(x.dtype), None if weight is None else dw.to(weight.dtype),
+                None if weight is None else db.to(weight.dtype), *[None] * 5)
+
+
+def _gathered(x: Tensor, comm: Communicator) -> Tensor:
+    """Return all ranks' tensors, stacked."""
+    gathered = x.new_empty(comm.size, *x.shape)
+    gathered[comm.rank] = x
+    return comm.allgather(gathered)
+
+
+def _as(channels: Tensor, like: Tensor) -> Tensor:
+    """Return a value per channel in a shape that combines with (N, C, ...)."""
+    return channels.view(1, -1, *[1] * (like.dim() - 2))

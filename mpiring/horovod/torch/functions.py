@@ -1,0 +1,50 @@
+"""Copies parameters and optimizers' state from one rank to all."""
+
+from typing import Any
+
+import torch
+
+from ...torch import states
+from ..functions import named
+from ..world import global_process_set
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Copy tensors of one rank to those of all ranks.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
+        root_rank: The rank whose tensors are copied.
+
+    Raises:
+        ValueError: Something else; or the tensors differ between ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    states.broadcast_parameters([x for _, x in named(params, torch.Tensor)],
+                                global_process_set.comm, root=root_rank)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
+                              model: torch.nn.Module | None = None) -> None:
+    """Copy the state and the settings of one rank's optimizer to those of all ranks.
+
+    Parameters without a gradient get zeros for one, as from Horovod.
+
+    Args:
+        optimizer: Plain, or made by `DistributedOptimizer`; of the same parameters on all ranks.
+        root_rank: The rank whose state is copied.
+        model: Ignored: sparse parameters need no mention.
+
+    Raises:
+        ValueError: The optimizer is LBFGS.
+        ConfigError: Optimizers differ between ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    states.broadcast_optimizer_state(optimizer, global_process_set.comm, root=root_rank)
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)

@@ -1,0 +1,40 @@
+"""Runs programs of Horovod's users on real ranks."""
+
+import pytest
+from jobs import run
+from launching import PROGRAMS, SOON_S, installed, launch
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture(autouse=True)
+def _torch():
+    installed("torch")
+
+
+def test_every_name(tmp_path):
+    """Under each MPI library."""
+    ended = run(3, PROGRAMS / "horovod_names.py", tmp_path)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 3
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("ranks", "command"), [
+    (3, "horovod_optimizer.py"), (3, "horovod_orders.py right"),
+    (2, "horovod_on_gpu.py simulated"), (2, "horovod_on_gpu.py accelerator")])
+def test_a_program(ranks, command):
+    program, *words = command.split()
+    ended = run(ranks, PROGRAMS / program, *words)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == ranks
+
+
+@pytest.mark.any_mpi
+def test_a_name_that_one_rank_never_submits():
+    ended = launch(3, PROGRAMS / "horovod_orders.py", "missing",
+                   HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2", HOROVOD_CYCLE_TIME="5")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "for 'allreduce.wanted', which rank 1 did not submit; they have allreduce.other" in (
+        ended.output), ended.output
+    assert ended.output.count("does not hear HOROVOD_CYCLE_TIME=5 (there are no cycles)") == 1

@@ -1,0 +1,185 @@
+"""Submits Horovod's operations in another order on each rank, and wrongly; run by mpirun.
+
+Modes: "right", of which all ranks come to the end; "missing", which ends with an error.
+"""
+
+import random
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+import mpiring.horovod.torch as hvd
+from mpiring import ConfigError
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+SUM = sum(range(1, SIZE + 1))
+
+
+def refused(error, words, call):
+    """Check an error of all ranks, and that they go on."""
+    try:
+        call()
+    except error as exc:
+        assert all(word in str(exc) for word in words), exc
+    else:
+        raise AssertionError(f"nobody refused {words}")
+    assert float(hvd.allreduce(torch.tensor(RANK + 1.0), op=hvd.Sum)) == SUM
+
+
+def another_order_on_each_rank():
+    dice = random.Random(RANK)
+    names = [f"tensor {i}" for i in range(40)]
+    for together in (40, 7, 1):
+        # One of them is too long to be fused.
+        tensors = {name: torch.full((3_000_000 if i == 5 else 30 * i,), i + RANK + 0.0)
+                   for i, name in enumerate(names)}
+        handles, left = {}, dice.sample(names, len(names))
+        while left:
+            for name in left[:together]:
+                handles[name] = hvd.allreduce_async_(tensors[name], name=name, op=hvd.Sum)
+            left = left[together:]
+        for name in dice.sample(names, len(names)):
+            hvd.synchronize(handles[name])
+        for i, name in enumerate(names):
+            assert (tensors[name] == SIZE * i + SUM - SIZE).all(), name
+
+
+def kinds_and_dtypes_mix():
+    order = list(range(6))
+    random.Random(RANK).shuffle(order)
+    calls = [lambda: hvd.allreduce_async(torch.ones(5), name="a", op=hvd.Sum),
+             lambda: hvd.allreduce_async(torch.ones(5, dtype=torch.int64), name="b", op=hvd.Sum),
+             lambda: hvd.allgather_async(torch.ones(RANK, 2), name="c"),
+             lambda: hvd.broadcast_async(torch.full((4,), RANK + 0.0), 1, name="d"),
+             lambda: hvd.reducescatter_async(torch.ones(SIZE), name="e", op=hvd.Sum),
+             lambda: hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3).half()], name="f")]
+    handles = {number: calls[number]() for number in order}
+    a, b, c, d, e, f = (hvd.synchronize(handles[number]) for number in range(6))
+    assert (a == SIZE).all() and (b == SIZE).all() and c.shape == (SUM - SIZE, 2)
+    assert (d == 1).all() and e.tolist() == [SIZE] and [x.tolist() for x in f] == [[1, 1], [1] * 3]
+
+
+def operations_advance_while_the_program_computes():
+    """Nobody waits; the batch ends by itself."""
+    handle = hvd.allreduce_async(torch.ones(10), name="overlapped", op=hvd.Sum)
+    done = threading.Event()
+    while not (handle.started or done.wait(0.01)) and hvd.global_process_set.comm.threaded:
+        pass
+    assert (hvd.synchronize(handle) == SIZE).all()
+
+
+def ranks_join_early():
+    for step in range(2 + RANK):
+        total = hvd.allreduce(torch.ones(3), name=f"step {step}", op=hvd.Sum)
+        assert (total == sum(step < 2 + rank for rank in range(SIZE))).all()
+    assert hvd.join() == SIZE - 1
+    # Numbers of those without a name begin anew.
+    assert (hvd.allreduce(torch.ones(3), op=hvd.Sum) == SIZE).all()
+
+
+def gradients_come_back():
+    x = torch.full((2, 2), RANK + 1.0, requires_grad=True)
+    (hvd.allgather(x[:RANK + 1]) * (RANK + 1)).sum().backward()
+    assert (x.grad[:RANK + 1] == SUM / SIZE).all() and (x.grad[RANK + 1:] == 0).all()
+    x.grad = None
+    hvd.broadcast(x, 1).sum().backward()
+    assert (x.grad == (RANK == 1)).all()
+    y = torch.arange(2.0 * SIZE, requires_grad=True)
+    (hvd.alltoall(y) * (RANK + 1)).sum().backward()
+    assert y.grad.tolist() == np.repeat(np.arange(1.0, SIZE + 1), 2).tolist()
+    y.grad = None
+    (hvd.reducescatter(y, op=hvd.Sum) * (RANK + 1)).sum().backward()
+    assert y.grad.tolist() == (SIZE * np.repeat(np.arange(1.0, SIZE + 1), 2)).tolist()
+
+
+def wrong_use_is_refused():
+    first, mismatch = RANK == 0, (hvd.HorovodInternalError, RuntimeError)
+    both = ["Ranks 0 and", "'{}'", "submit the same on every rank"]
+
+    def differ(name, words, call):
+        refused(mismatch, [words, *[each.format(name) for each in both]], call)
+
+    differ("allreduce.shapes", "allreduce tensor shapes: One rank sent a tensor of shape [3]",
+           lambda: hvd.allreduce(torch.ones(3 if first else 4), name="shapes"))
+    differ("allreduce.dtypes", "Mismatched data types: One rank had type float32",
+           lambda: hvd.allreduce(torch.ones(3) if first else torch.ones(3).int(), name="dtypes"))
+    differ("allreduce.ops", "reduction operation",
+           lambda: hvd.allreduce(torch.ones(3), name="ops", op=hvd.Sum if first else hvd.Max))
+    differ("allreduce.factors", "prescale and/or postscale factors",
+           lambda: hvd.allreduce(torch.ones(3), name="factors", prescale_factor=1.0 + RANK))
+    differ("broadcast.roots", "broadcast root ranks: One rank specified root rank 0",
+           lambda: hvd.broadcast(torch.ones(3), 0 if first else 1, name="roots"))
+    differ("allgather.rows", "allgather tensor shapes",
+           lambda: hvd.allgather(torch.ones(3, 3 if first else 4), name="rows"))
+    refused(mismatch, ["rank-zero tensor", "reshape(1)"], lambda: hvd.allgather(torch.tensor(1.0)))
+    refused(ValueError, [f"rank {RANK}: alltoall of 5 rows"],
+            lambda: hvd.alltoall(torch.ones(5), splits=[1] * SIZE))
+    refused(ValueError, ["root_rank=9"], lambda: hvd.broadcast(torch.ones(3), 9))
+    refused(ValueError, ["op=17", "hvd.Average"], lambda: hvd.allreduce(torch.ones(3), op=17))
+    refused(ValueError, ["a list: expected a torch.Tensor"], lambda: hvd.allreduce([1.0]))
+    refused(ValueError, ["sparse", "sparse_allreduce_async"],
+            lambda: hvd.allreduce(torch.eye(2).to_sparse()))
+    refused(ValueError, ["invalid params"], lambda: hvd.broadcast_parameters(3, 0))
+    refused(ValueError, ["duplicate process set", "global_process_set"],
+            lambda: hvd.add_process_set(range(SIZE)))
+    refused(ValueError, ["0 to"], lambda: hvd.add_process_set([0, 99]))
+    refused(ValueError, ["on rank 0 it is"], lambda: hvd.add_process_set([RANK]))
+    twice = hvd.allreduce_async(torch.ones(3), name="twice")
+    refused(ConfigError, [f"rank {RANK}", "same name as another tensor", "'allreduce.twice'"],
+            lambda: hvd.allreduce_async(torch.ones(3), name="twice"))
+    hvd.synchronize(twice)
+    outside = hvd.add_process_set([0])
+    if RANK:
+        refused_here = "Process is not part of provided process set"
+        try:
+            hvd.allreduce(torch.ones(1), process_set=outside)
+        except ValueError as error:
+            assert refused_here in str(error)
+    hvd.remove_process_set(outside)
+
+
+def batches_are_normalized_together():
+    for shape in ((3 + RANK, 4), (0 if RANK == 1 else 2, 4, 5, 5)):
+        torch.manual_seed(3)
+        of_ranks = [torch.randn(3 + rank if len(shape) == 2 else 2 * (rank != 1), *shape[1:])
+                    for rank in range(SIZE)]
+        for momentum in (0.1, None):
+            kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
+            whole, shared = kind(4, momentum=momentum), hvd.SyncBatchNorm(4, momentum=momentum)
+            x = torch.cat(of_ranks).requires_grad_()
+            own = of_ranks[RANK].clone().requires_grad_()
+            start = sum(map(len, of_ranks[:RANK]))
+            for _ in range(2):
+                right, result = whole(x), shared(own)
+            right.square().sum().backward()
+            result.square().sum().backward()
+            mine = slice(start, start + len(own))
+            torch.testing.assert_close(result, right[mine])
+            torch.testing.assert_close(own.grad, x.grad[mine], atol=1e-4, rtol=1e-4)
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                torch.testing.assert_close(getattr(shared, name), getattr(whole, name))
+            torch.testing.assert_close(
+                hvd.allreduce(shared.weight.grad, op=hvd.Sum), whole.weight.grad)
+
+
+if sys.argv[1] == "missing":
+    began = time.monotonic()
+    try:
+        # Rank 1 submits something else, and never this.
+        hvd.allreduce(torch.ones(3), name="wanted" if RANK != 1 else "other")
+    except hvd.HorovodInternalError as error:
+        print(f"after {time.monotonic() - began:.0f} s: {error}", flush=True)
+        raise
+for case in (another_order_on_each_rank, kinds_and_dtypes_mix,
+             operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
+             wrong_use_is_refused, batches_are_normalized_together):
+    case()
+    if RANK == 0:
+        print(f"holds: {case.__name__}", flush=True)
+hvd.shutdown()
+print("all is well", flush=True)
