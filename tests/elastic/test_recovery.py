@@ -47,9 +47,9 @@ def test_a_pytorch_model_goes_on(survives):
 
 def test_a_script_of_horovod_goes_on(survives):
     installed("torch")
-    ended = launch(3, PROGRAMS / "horovod_elastic.py", "die", options=SURVIVES)
+    ended = launch(4, PROGRAMS / "horovod_elastic.py", "die", options=SURVIVES)
     assert ended.status == 0, ended.output
-    assert ended.output.count("3 ranks at first, 2 at last") == 2, ended.output
+    assert ended.output.count("4 ranks at first, 2 at last") == 2, ended.output
 
 
 def test_a_script_of_horovod_elsewhere():
