@@ -21,12 +21,9 @@ Dots = NDArray[np.float64]
 class Adasum:
     """Combines gradients so that the learning rate need not depend on the number of ranks.
 
-    Two gradients a and b of a tensor become
-
-        (1 - dot(a, b) / (2 * dot(a, a))) * a + (1 - dot(a, b) / (2 * dot(b, b))) * b
-
-    which is their sum if they are orthogonal, and their mean if they are equal. Pairs of ranks are
-    combined, then pairs of pairs, and so on. The result is not the mean over ranks.
+    Two gradients a and b of a tensor become `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`: their sum
+    if they are orthogonal, their mean if they are parallel. A factor is 1 if its norm is 0. Pairs
+    of ranks are combined, then pairs of pairs, and so on. The result is not the mean over ranks.
 
     Any number of ranks p may take part. With p' the largest power of two up to p, each rank
     r ≥ p' first sends its gradients to rank r - p', which combines the pair, and receives the
@@ -38,7 +35,7 @@ class Adasum:
     copy in host memory.
 
     Source: Maleki et al., "Scaling distributed training with adaptive summation", 2020,
-    arXiv 2006.02924, section 3 and algorithm 1.
+    arXiv 2006.02924.
     """
 
     on_gpus = False
@@ -75,7 +72,7 @@ def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedul
         ConfigError: `x` is not floating.
 
     Collective: yes. Blocking: no (a schedule).
-    Source: Maleki et al. 2020, algorithm 1.
+    Source: Maleki et al. 2020, recursive vector halving with distance doubling.
     """
     if dtype_name(x.dtype) not in FLOATING:
         raise ConfigError(
