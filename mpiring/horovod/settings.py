@@ -1,4 +1,4 @@
-"""Heard and unheard HOROVOD_* variables."""
+"""Settings by the HOROVOD_* variables, and which of these are ignored."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from ..launch.environment import horovod_variables
 # Results of what is fused are views of one copy: whoever keeps one, keeps it whole.
 _FUSION_BYTES = 8 << 20
 # Those that change nothing here, and why.
-_UNHEARD = {
+_IGNORED = {
     "HOROVOD_AUTOTUNE": "algorithms are measured without it, once per cluster",
     "HOROVOD_AUTOTUNE_LOG": "`python -m mpiring tune` prints what it measures",
     "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
@@ -22,7 +22,7 @@ _UNHEARD = {
     "HOROVOD_THREAD_AFFINITY": "bind ranks by the launcher",
     "HOROVOD_TIMELINE_MARK_CYCLES": "there are no cycles",
 }
-# These ask for what is so anyway, or are of a build, or of horovodrun.
+# These ask for what is so anyway; or they are for a build, or for horovodrun.
 _NEEDLESS = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_LOG_",
              "HOROVOD_ELASTIC", "HOROVOD_STALL_CHECK_DISABLE")
 
@@ -35,13 +35,13 @@ class HorovodSettings:
         config: Of the communicators.
         fusion_bytes: Tensors are fused into messages of at most so many bytes.
         bucket_bytes: The same for gradients; None where no variable says so.
-        unheard: Variables that change nothing, each with why.
+        ignored: Variables that change nothing, each with why.
     """
 
     config: Config
     fusion_bytes: int
     bucket_bytes: int | None
-    unheard: list[str]
+    ignored: list[str]
 
 
 def settings() -> HorovodSettings:
@@ -62,11 +62,11 @@ def settings() -> HorovodSettings:
                         "trace": timeline if timeline.upper() != "DYNAMIC" else None}.items():
         if value is not None and name not in given_variables():
             fields[name] = value
-    unheard = [f"{name}={value} ({_UNHEARD.get(name, 'unknown')})" for name, value in given.items()
+    ignored = [f"{name}={value} ({_IGNORED.get(name, 'unknown')})" for name, value in given.items()
                if not name.startswith(_NEEDLESS)]
     return HorovodSettings(
         Config(**fields), _FUSION_BYTES if threshold is None else int(threshold),
-        int(threshold) if threshold else None, unheard)
+        int(threshold) if threshold else None, ignored)
 
 
 def _number(given: dict[str, str], name: str) -> float | None:

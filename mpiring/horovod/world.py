@@ -176,8 +176,8 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     global _world
     given = settings()
     new = HorovodWorld(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)
-    if new.comm.rank == 0 and given.unheard:
-        _log.warning("mpiring does not hear %s", "; ".join(given.unheard))
+    if new.comm.rank == 0 and given.ignored:
+        _log.warning("mpiring ignores %s", "; ".join(given.ignored))
     _world = new
     # Before communicators are closed, which wait for no name.
     atexit.register(_shutdown_at_exit)

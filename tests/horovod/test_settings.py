@@ -18,25 +18,25 @@ def given(monkeypatch):
 
 def test_without_any_all_is_as_usual(given):
     plain = given()
-    assert (plain.bucket_bytes, plain.unheard, plain.config.trace) == (None, [], "")
+    assert (plain.bucket_bytes, plain.ignored, plain.config.trace) == (None, [], "")
     assert plain.fusion_bytes > 0
 
 
-def test_those_that_are_heard(given):
-    heard = given(HOROVOD_FUSION_THRESHOLD="4096", HOROVOD_TIMELINE="/tmp/t",
+def test_those_that_have_an_effect(given):
+    used = given(HOROVOD_FUSION_THRESHOLD="4096", HOROVOD_TIMELINE="/tmp/t",
                   HOROVOD_STALL_CHECK_TIME_SECONDS="5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="7",
                   HOROVOD_DYNAMIC_PROCESS_SETS="1")
-    assert (heard.fusion_bytes, heard.bucket_bytes) == (4096, 4096)
-    config = heard.config
+    assert (used.fusion_bytes, used.bucket_bytes) == (4096, 4096)
+    config = used.config
     assert (config.trace, config.stall_warning_s, config.stall_timeout_s) == ("/tmp/t", 5, 7)
-    assert heard.unheard == []
+    assert used.ignored == []
 
 
 def test_stalls_are_not_reported_on_request(given):
     quiet = given(HOROVOD_STALL_CHECK_DISABLE="1", HOROVOD_STALL_CHECK_TIME_SECONDS="5",
                   HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0", HOROVOD_TIMELINE="DYNAMIC")
     assert quiet.config.stall_warning_s == 0 and quiet.config.stall_timeout_s == 600
-    assert quiet.config.trace == "" and quiet.unheard == []
+    assert quiet.config.trace == "" and quiet.ignored == []
 
 
 def test_fusion_can_be_switched_off(given):
@@ -49,9 +49,9 @@ def test_those_of_mpiring_come_first(given):
     assert both.config.stall_warning_s == 9
 
 
-def test_others_are_named(given):
-    unheard = given(HOROVOD_AUTOTUNE="1", HOROVOD_ADASUM_MPI_CHUNK_SIZE="3").unheard
-    assert unheard == [
+def test_others_are_ignored_and_named(given):
+    ignored = given(HOROVOD_AUTOTUNE="1", HOROVOD_ADASUM_MPI_CHUNK_SIZE="3").ignored
+    assert ignored == [
         "HOROVOD_ADASUM_MPI_CHUNK_SIZE=3 (unknown)",
         "HOROVOD_AUTOTUNE=1 (algorithms are measured without it, once per cluster)"]
 
