@@ -29,7 +29,7 @@ _NEEDLESS = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_GPU", "HOR
 
 @dataclass(frozen=True)
 class HorovodSettings:
-    """HorovodSettings of a program that calls Horovod's functions.
+    """Settings of a program that calls Horovod's functions.
 
     Attributes:
         config: Of the communicators.

@@ -24,8 +24,8 @@ def test_without_any_all_is_as_usual(given):
 
 def test_those_that_have_an_effect(given):
     used = given(HOROVOD_FUSION_THRESHOLD="4096", HOROVOD_TIMELINE="/tmp/t",
-                  HOROVOD_STALL_CHECK_TIME_SECONDS="5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="7",
-                  HOROVOD_DYNAMIC_PROCESS_SETS="1")
+                 HOROVOD_STALL_CHECK_TIME_SECONDS="5", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="7",
+                 HOROVOD_DYNAMIC_PROCESS_SETS="1")
     assert (used.fusion_bytes, used.bucket_bytes) == (4096, 4096)
     config = used.config
     assert (config.trace, config.stall_warning_s, config.stall_timeout_s) == ("/tmp/t", 5, 7)
