@@ -155,8 +155,8 @@ class ElasticSampler(Sampler[int]):
 class TorchState:
     """State of training that `run` synchronizes and restores: every argument is an attribute.
 
-    Of a module, an optimizer and an `ElasticSampler`, the `state_dict()` is kept; other objects
-    are pickled.
+    Of an object that has one, such as a module, an optimizer, a scheduler or an `ElasticSampler`,
+    the `state_dict()` is kept; other objects are pickled.
 
     Args:
         model: Module.
@@ -170,8 +170,9 @@ class TorchState:
                  optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         vars(self).update(values)
-        self._handled = [name for name, value in values.items() if isinstance(
-            value, torch.nn.Module | torch.optim.Optimizer | ElasticSampler)]
+        # Also schedulers: unpickled, one would change the settings of another optimizer.
+        self._handled = [name for name, value in values.items()
+                         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")]
         self._others = [name for name in values if name not in self._handled]
         self._reset_callbacks: list[Callable[[], Any]] = []
         self.save()
@@ -194,7 +195,7 @@ class TorchState:
             value = getattr(self, name)
             # A copy: an optimizer writes into what it is given.
             value.load_state_dict(copy.deepcopy(state))
-            if not isinstance(value, ElasticSampler):
+            if hasattr(value, "zero_grad"):
                 value.zero_grad()
         vars(self).update(pickle.loads(self._objects))
 
