@@ -15,6 +15,8 @@ from torch import nn
 import mpiring.horovod.torch as hvd
 from mpiring import ConfigError
 
+# In evaluation, no ranks are needed.
+hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 SUM = sum(range(1, SIZE + 1))
@@ -144,30 +146,70 @@ def wrong_use_is_refused():
         except ValueError as error:
             assert refused_here in str(error)
     hvd.remove_process_set(outside)
+    for x in (torch.ones(4, 1), torch.ones(4, 3, dtype=torch.int64)):
+        refused(ValueError, ["floating input of 3 channels"], lambda: hvd.SyncBatchNorm(3)(x))
 
 
 def batches_are_normalized_together():
     for shape in ((3 + RANK, 4), (0 if RANK == 1 else 2, 4, 5, 5)):
         torch.manual_seed(3)
-        of_ranks = [torch.randn(3 + rank if len(shape) == 2 else 2 * (rank != 1), *shape[1:])
-                    for rank in range(SIZE)]
+        of_ranks = [torch.randn(3 + rank if len(shape) == 2 else 2 * (rank != 1), *shape[1:],
+                                dtype=torch.float64) for rank in range(SIZE)]
         for momentum in (0.1, None):
             kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
-            whole, shared = kind(4, momentum=momentum), hvd.SyncBatchNorm(4, momentum=momentum)
+            whole, shared = (norm(4, momentum=momentum).double()
+                             for norm in (kind, hvd.SyncBatchNorm))
+            shared.weight.data.copy_(torch.arange(1.0, 5.0))
+            whole.load_state_dict(shared.state_dict())
             x = torch.cat(of_ranks).requires_grad_()
             own = of_ranks[RANK].clone().requires_grad_()
             start = sum(map(len, of_ranks[:RANK]))
             for _ in range(2):
                 right, result = whole(x), shared(own)
-            right.square().sum().backward()
-            result.square().sum().backward()
+            # The sum of squares hardly depends on x: a wrong factor would not show.
+            right.pow(3).sum().backward()
+            result.pow(3).sum().backward()
             mine = slice(start, start + len(own))
             torch.testing.assert_close(result, right[mine])
-            torch.testing.assert_close(own.grad, x.grad[mine], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(own.grad, x.grad[mine])
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 torch.testing.assert_close(getattr(shared, name), getattr(whole, name))
-            torch.testing.assert_close(
-                hvd.allreduce(shared.weight.grad, op=hvd.Sum), whole.weight.grad)
+            for p, q in zip(shared.parameters(), whole.parameters()):
+                torch.testing.assert_close(hvd.allreduce(p.grad, op=hvd.Sum), q.grad)
+            shared.bias = None
+            shared(own).sum().backward()
+
+
+def only_rank_1_has_state():
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop,
+                 torch.optim.SparseAdam):
+        module = nn.Embedding(4, 3, sparse=kind is torch.optim.SparseAdam)
+        optimizer = kind(module.parameters(), lr=0.1 * (RANK + 1))
+
+        def step():
+            module(torch.arange(RANK + 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        if RANK == 1:
+            step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        states = hvd.allgather_object(optimizer.state_dict())
+        assert str(states) == str(SIZE * states[1:2]) and states[0]["param_groups"][0]["lr"] == 0.2
+        step()
+
+
+def a_scheduler_stays_that_of_its_optimizer():
+    module = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=1.0 + RANK))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + RANK)
+    state = hvd.elastic.TorchState(module, optimizer, scheduler=scheduler, count=RANK)
+    state.sync()
+    scheduler.last_epoch = state.count = 9
+    state.restore()
+    assert state.scheduler is scheduler and scheduler.optimizer is optimizer
+    assert (scheduler.last_epoch, scheduler.step_size, state.count) == (0, 1, 0)
+    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 if sys.argv[1] == "missing":
@@ -184,7 +226,8 @@ if sys.argv[1] == "silent":
     hvd.allreduce(torch.ones(3), name="wanted")
 for case in (another_order_on_each_rank, kinds_and_dtypes_mix,
              operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
-             wrong_use_is_refused, batches_are_normalized_together):
+             wrong_use_is_refused, batches_are_normalized_together, only_rank_1_has_state,
+             a_scheduler_stays_that_of_its_optimizer):
     case()
     if RANK == 0:
         print(f"holds: {case.__name__}", flush=True)

@@ -28,11 +28,17 @@ class SyncBatchNorm(AnyBatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.shape[1] != self.num_features or not input.is_floating_point():
+            raise ValueError(f"expected floating input of {self.num_features} channels, got "
+                             f"{input.dtype} of shape {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input, of the same shape."""
+        # A trained model also runs where nobody has called `init`.
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
         comm = global_process_set.comm
-        if not (self.training or self.running_mean is None) or comm.size == 1:
+        if comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         factor = self.momentum
@@ -92,8 +98,9 @@ class _Normalize(torch.autograd.Function):
         sum_dy, sum_dy_deviation = sums / total
         dx = dy_wide - _as(sum_dy, x) - deviation * _as(sum_dy_deviation * inverse.square(), x)
         dx = dx * _as(inverse if weight is None else inverse * weight.to(inverse.dtype), x)
-        return (dx.to(x.dtype), None if weight is None else dw.to(weight.dtype),
-                None if weight is None else db.to(weight.dtype), *[None] * 5)
+        _, wants_dw, wants_db, *_ = ctx.needs_input_grad
+        return (dx.to(x.dtype), dw.to(weight.dtype) if wants_dw else None,
+                db if wants_db else None, *[None] * 5)
 
 
 def _gathered(x: Tensor, comm: Communicator) -> Tensor:

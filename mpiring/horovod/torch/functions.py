@@ -29,7 +29,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
                               model: torch.nn.Module | None = None) -> None:
     """Copy the state and the settings of one rank's optimizer to those of all ranks.
 
-    Parameters without a gradient get zeros for one, as from Horovod.
+    Parameters without a gradient get zeros for one, as from Horovod; but SparseAdam refuses those.
 
     Args:
         optimizer: Plain, or made by `DistributedOptimizer`; of the same parameters on all ranks.
@@ -45,6 +45,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     states.broadcast_optimizer_state(optimizer, global_process_set.comm, root=root_rank)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
