@@ -162,8 +162,8 @@ class Operations:
                 xs, average, name, op, prescale_factor, postscale_factor, process_set))
 
         def backward(grads: Arrays) -> Arrays:
-            return self.synchronize(self.grouped_allreduce_async(  # type: ignore[no-any-return]
-                grads, average, None, op, prescale_factor, postscale_factor, process_set))
+            return self.grouped_allreduce(grads, average, None, Compression.none, op,
+                                          prescale_factor, postscale_factor, process_set)
 
         return self._compressed(run, backward, tensors, compression)
 
@@ -325,8 +325,8 @@ class Operations:
             return [rows]
 
         def backward(grads: Arrays) -> Arrays:
-            return self.synchronize(self.alltoall_async(  # type: ignore[no-any-return]
-                grads[0], received[0], process_set=process_set))[:1]
+            return self.alltoall(grads[0], received[0],  # type: ignore[no-any-return]
+                                 process_set=process_set)[:1]
 
         (rows,) = self._differentiable(run, backward, [self._arrays.array(tensor)])
         return rows if splits is None else (rows, received[0])

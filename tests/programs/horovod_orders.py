@@ -102,6 +102,20 @@ def gradients_come_back():
     assert y.grad.tolist() == (SIZE * np.repeat(np.arange(1.0, SIZE + 1), 2)).tolist()
 
 
+def gradients_have_gradients():
+    x = torch.full((2 * SIZE,), RANK + 2.0, requires_grad=True)
+    for call, weight in ((lambda x: hvd.allreduce(x, op=hvd.Sum), SIZE), (hvd.alltoall, 1)):
+        # The sum over ranks of y³ / 3, whose first derivative is differentiated.
+        y = call(x)
+        (dx,) = torch.autograd.grad((y ** 3 / 3).sum(), x, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.sum(), x)
+        torch.testing.assert_close(ddx, 2 * weight ** 2 * y.detach() if weight > 1 else 2 * x)
+    batch = torch.randn(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(hvd.SyncBatchNorm(3)(batch).square().sum(), batch,
+                                create_graph=True)
+    refused(RuntimeError, ["twice"], dx.sum().backward)
+
+
 def wrong_use_is_refused():
     first, mismatch = RANK == 0, (hvd.HorovodInternalError, RuntimeError)
     both = ["Ranks 0 and", "'{}'", "submit the same on every rank"]
@@ -226,6 +240,7 @@ if sys.argv[1] == "silent":
     hvd.allreduce(torch.ones(3), name="wanted")
 for case in (another_order_on_each_rank, kinds_and_dtypes_mix,
              operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
+             gradients_have_gradients,
              wrong_use_is_refused, batches_are_normalized_together, only_rank_1_has_state,
              a_scheduler_stays_that_of_its_optimizer):
     case()

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...communicator import Communicator
 from ...torch.private import AnyBatchNorm
@@ -87,6 +88,8 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    # The sum over ranks is not recorded, nor how the mean depends on x.
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse, total = ctx.saved_tensors
         dy_wide, deviation = dy.to(mean.dtype), x.to(mean.dtype) - _as(mean, x)
