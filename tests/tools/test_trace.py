@@ -11,7 +11,7 @@ from launching import PROGRAMS, launch, needed
 from mpiring.__main__ import main
 from mpiring.tools.trace.budget import (
     Activity, LastCall, Step, TracedOperation, Wait, budgets_of, last_calls, mean, typical, union)
-from mpiring.tools.trace.job import open_job
+from mpiring.tools.traces import open_job
 from mpiring.tools.trace.lateness import Lateness
 
 TRACED = PROGRAMS / "traced.py"

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ...record.trace_file import OPERATIONS
-from .job import JobTrace, RankTrace
+from ..traces import JobTrace, RankTrace
 
 # A step of so many times the median length contains something else, as a validation.
 _LONG = 2.0

@@ -9,7 +9,7 @@ from ...files import regular
 from ...record.trace_file import PROGRAM
 from ..output import opened
 from . import report
-from .job import Event, RankTrace, open_job
+from ..traces import Event, RankTrace, open_job
 
 _DESCRIPTION = """\
 Looks at what the ranks of a job did. The job wrote it to a folder:

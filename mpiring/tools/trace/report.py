@@ -14,7 +14,7 @@ from . import picture
 from .budget import (
     Activity, Key, LastCall, Step, StepBudget, activity_of, budgets_of, idle_part, last_calls, mean,
     step_at, typical)
-from .job import open_job
+from ..traces import open_job
 from .lateness import Lateness
 
 _BUDGET = [

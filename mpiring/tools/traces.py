@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-from ...files import regular
-from ...text import ranks_on_nodes
+from ..errors import ConfigError
+from ..files import regular
+from ..text import ranks_on_nodes
 
 Event = dict[str, Any]
 
