@@ -204,7 +204,8 @@ class Optimizer:
             if self.sharded:
                 self._sent[index] = self._slices.send(index, made_with)
 
-        self._apply(now, scale, send)
+        with self._comm.recorder.phase("optimizer"):
+            self._apply(now, scale, send)
         return True
 
     def end_step(self) -> None:

@@ -34,6 +34,9 @@ _PERIOD_S = 0.25
 _MOST_EVENTS = 1 << 16
 # And so does the disk: at 5 kB per step, some 50,000 steps.
 _MOST_BYTES = 256 << 20
+# Of so many steps, the times at which each gradient became ready are written as well: enough to
+# learn how they vary, and a few megabytes for a large model.
+_DETAILED_STEPS = 500
 # The fastest of this many answers counts: disturbances only make them slower.
 _ANSWERS = 20
 
@@ -161,9 +164,15 @@ class TraceFile:
         self._add(self._data, began_s, ended_s, threading.get_ident())
 
     def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-             ended_s: float, tokens: float | None) -> None:
+             ended_s: float, tokens: float | None, each_s: Sequence[float]) -> None:
         """Record a training step; see Recorder.end_step."""
-        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
+        if number > _DETAILED_STEPS:
+            each_s = ()
+        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens, each_s)
+
+    def model(self, **about: Any) -> None:
+        """Record what is trained from now on."""
+        self._add(lambda: [_metadata(self._rank, "model", about)])
 
     def span(self, name: str, category: str, began_s: float, ended_s: float, **about: Any) -> None:
         """Record anything else that a rank did."""
@@ -335,14 +344,16 @@ class TraceFile:
         self._threads[thread] = lane = PROGRAM + len(self._threads)
         return lane, _named(self._rank, lane, f"waits of thread {lane}")
 
-    def _step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-              ended_s: float, tokens: float | None) -> list[Event]:
+    def _step(self, number: int, began_s: float, ready_s: float, waited_s: float, ended_s: float,
+              tokens: float | None, each_s: Sequence[float]) -> list[Event]:
         weighed = {} if tokens is None else {"tokens": tokens}
         step = self._slice(
             STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
         if not began_s < ready_s < waited_s:
             return [step]
-        return [step, self._slice(STEPS, "gradients become ready", "ready", ready_s, waited_s)]
+        return [step, self._slice(
+            STEPS, "gradients become ready", "ready", ready_s, waited_s,
+            at_us=[round((at_s - ready_s) * 1e6) for at_s in each_s])]
 
 
 def _short(flight: Flight) -> str:

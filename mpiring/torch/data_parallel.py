@@ -1,6 +1,7 @@
 """Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
 
 import functools
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook, register_optimizer_step_pre_hook)
 
 from ..arguments import truth
 from ..communicator import Communicator, refuse_other_than_communicators
@@ -197,7 +199,7 @@ class DataParallel(Wrapper):
         self._weighing = Weighing(comm)
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
-        self._syncs = True
+        self._syncs, self._updating_s = True, 0.0
         self._owner: GradientOwner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
@@ -206,6 +208,7 @@ class DataParallel(Wrapper):
         self._follow_freezing()
         # For good: a hook that is removed while others run breaks PyTorch's loop over them.
         register_optimizer_step_pre_hook(weakly(self.before_step))
+        register_optimizer_step_post_hook(weakly(self.after_step))
         self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +219,8 @@ class DataParallel(Wrapper):
         if self._uneven is not None:
             self._uneven.arrive(args, kwargs, syncs=self._syncs)
             self._shared_buffers.root = self._uneven.root
-        outputs = self.module(*args, **kwargs)
+        with self._comm.recorder.phase("forward"):
+            outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.active = self._syncs
             self._averaging.watch(outputs)
@@ -409,6 +413,13 @@ class DataParallel(Wrapper):
         # Set by GradScaler on fused optimizers, which skip such a step by themselves.
         if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
             averaging.gradients.nonfinite.report()
+        self._updating_s = time.monotonic()
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Record how long an optimizer took; called by a hook."""
+        trace = self._comm.recorder.trace
+        if trace is not None and self._averaging is not None and self._averaging.is_for(optimizer):
+            trace.span("optimizer", "phase", self._updating_s, time.monotonic())
 
     def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
         """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.

@@ -17,6 +17,7 @@ from ..engine.group import Build
 from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
 from ..gpu.device import Device, Event
+from ..memory.arrays import dtype_name
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.flight import Flight
@@ -93,6 +94,9 @@ class Averager(FusedTensors):
         self._ready: list[str] = []
         self._began_s = 0.0
         self._handles: list[Handle[None] | None] = []
+        # For a trace: when each became ready; and the trace that knows these tensors.
+        self._ready_s: dict[str, float] = {}
+        self._described_in: object = None
         # By what tensors are scaled otherwise than in the step before.
         self._rescaled = 1.0
         self._optimizer: weakref.ref[object] | None = None
@@ -139,6 +143,8 @@ class Averager(FusedTensors):
         if self.mark is not None:
             bucket.written.append(self.mark())
         self._ready.append(name)
+        if self._comm.recorder.trace is not None:
+            self._ready_s[name] = time.monotonic()
         while self._overlaps and len(self._handles) < len(self.buckets):
             bucket = self.buckets[len(self._handles)]
             if bucket.missing:
@@ -204,7 +210,7 @@ class Averager(FusedTensors):
         self._ready.clear()
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
         self.compared.pop("rescale", None)
-        self._comm.recorder.end_step(self._began_s, waited_s, self.weighing.end_step())
+        self._record_step(waited_s)
 
     def _await_means(self) -> tuple[bool, list[str]]:
         """Return whether the means are finite, on all ranks, and names of some that are not."""
@@ -233,6 +239,20 @@ class Averager(FusedTensors):
             for bucket in self.buckets:
                 bucket.poison()
         return finite, bad_means
+
+    def _record_step(self, waited_s: float) -> None:
+        """End a step in the trace, which is told once what is trained."""
+        recorder = self._comm.recorder
+        if recorder.trace is not None and recorder.trace is not self._described_in:
+            self._described_in = recorder.trace
+            recorder.trace.model(
+                tensors=[[spec.name, list(spec.shape), dtype_name(spec.dtype)]
+                         for spec in self.tensors.values()], overlap=self._overlaps)
+        # A trace that has begun amid the step does not know all.
+        each_s = ([self._ready_s[name] for name in self.tensors]
+                  if len(self._ready_s) == len(self.tensors) else [])
+        self._ready_s.clear()
+        recorder.end_step(self._began_s, waited_s, self.weighing.end_step(), each_s)
 
     # Between two steps
 
