@@ -11,6 +11,7 @@ from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpu.device import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
+from mpiring.record.recorder import Recorder
 
 _DEADLINE_S = 30
 
@@ -75,7 +76,7 @@ class TrainingComm(ThreadComm):
     def __init__(self, rank, meeting):
         super().__init__(rank, meeting)
         self.memory_groups = [tuple(range(self.size))]
-        self.recorder = SimpleNamespace(end_step=lambda *times: None)
+        self.recorder = Recorder(rank)
 
     def empty(self, n, dtype, *, device):
         if device == "cpu":
