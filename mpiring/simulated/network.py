@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError, StallError
-from ..transport.base import LANES, Array, Channel, Schedule, Task
+from ..transport.base import LANES, Array, Channel, Request, Schedule, Task
 from .prices import Computing, Cores, Link
 
 
@@ -330,11 +330,23 @@ class SimulatedNetwork:
         self._count += 1
         heapq.heappush(self._events, (time_s, 0.0, self._count, None, action))
 
-    def work(self, rank: int, seconds: float) -> None:
-        """Keep a rank busy: what it posts from now on leaves later, and it goes on later."""
+    def work(self, rank: int, seconds: float, *, on_own_core: bool = False) -> None:
+        """Keep a rank busy: what it posts from now on leaves later, and it goes on later.
+
+        Args:
+            on_own_core: Where ranks share cores, this work waits for the one that is the rank's,
+                as what computes for long stays where it is.
+        """
         now_s = self.clock_s(rank)
         self._busy_until_s[rank] = (
-            self._cores.take(now_s, seconds) if self._cores and seconds else now_s + seconds)
+            self._cores.take(now_s, seconds, rank if on_own_core else None)
+            if self._cores and seconds else now_s + seconds)
+
+    def worked(self, rank: int) -> Request:
+        """Return a request that is complete when a rank has done the work that it has so far."""
+        request = _Pending("the end of its own work")
+        self._complete(request, rank, self.clock_s(rank))
+        return request
 
     def clock_s(self, rank: int) -> float:
         """Return the virtual time of a rank, which is ahead of the others' while it computes."""

@@ -48,13 +48,18 @@ class Cores:
     def __init__(self, count: int) -> None:
         self._free_s = [-math.inf] * count
 
-    def take(self, now_s: float, seconds: float) -> float:
-        """Return when work is done that can begin at `now_s`."""
-        # The core that fell idle last is most often where this rank has been.
-        idle = [free_s for free_s in self._free_s if free_s <= now_s]
-        free_s = max(idle) if idle else min(self._free_s)
-        done_s = max(now_s, free_s) + seconds
-        self._free_s[self._free_s.index(free_s)] = done_s
+    def take(self, now_s: float, seconds: float, number: int | None = None) -> float:
+        """Return when work is done that can begin at `now_s`.
+
+        Args:
+            number: Of the core, modulo their number; None for the first that is free.
+        """
+        if number is None:
+            # The core that fell idle last is most often where this rank has been.
+            idle = [free_s for free_s in self._free_s if free_s <= now_s]
+            number = self._free_s.index(max(idle) if idle else min(self._free_s))
+        number %= len(self._free_s)
+        self._free_s[number] = done_s = max(now_s, self._free_s[number]) + seconds
         return done_s
 
 

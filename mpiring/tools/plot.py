@@ -198,14 +198,19 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     axes[1].set_ylim(0, 105)
+    over_nodes(axes, list(limits))
+    axes[0].set_ylabel("time of an allreduce (ms)")
+    axes[1].set_ylabel("byte limit / time (%)")
+
+
+def over_nodes(axes: "Sequence[Axes]", nodes: Sequence[int]) -> None:
+    """Let panels have numbers of nodes from left to right, some of which are written."""
+    shown = nodes[::-1][::max(1, -(-len(nodes) // 7))]
     for panel in axes:
         panel.set_xscale("log", base=2)
         panel.set_xlabel("nodes")
-        shown = list(limits)[::-1][::max(1, -(-len(limits) // 7))]
-        panel.set_xticks(shown, [str(nodes) for nodes in shown])
+        panel.set_xticks(shown, [str(number) for number in shown])
         panel.set_xticks([], minor=True)
-    axes[0].set_ylabel("time of an allreduce (ms)")
-    axes[1].set_ylabel("byte limit / time (%)")
 
 
 def _title_by(key: str) -> Callable[[Row, Sequence[Row]], str]:

@@ -7,6 +7,7 @@ import re
 import pytest
 from jobs import run
 from launching import PROGRAMS, launch, needed
+from traces import metadata, piece, written
 
 from mpiring.__main__ import main
 from mpiring.tools.trace.budget import (
@@ -15,28 +16,6 @@ from mpiring.tools.traces import open_job
 from mpiring.tools.trace.lateness import Lateness
 
 TRACED = PROGRAMS / "traced.py"
-
-
-def metadata(pid, name, **about):
-    return {"name": name, "ph": "M", "pid": pid, "args": about}
-
-
-def piece(category, began, ended, *, tid=1, name="x", **about):
-    return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": tid, "ts": began,
-            "dur": ended - began, "args": about}
-
-
-def written(folder, *events, job="20260101-000000-aaaa", rank=0, size=1, offset=0.0, drift=None):
-    """Write the trace of a rank whose clock goes wrong by `drift` microseconds in a second."""
-    clock = {"offset_us": offset, "error_us": 2.0}
-    lines = [metadata(rank, "mpiring", job=job, rank=rank, size=size, node=0),
-             metadata(rank, "clock at start", at_us=0.0, **clock), *events]
-    if drift is not None:
-        clock = {"offset_us": offset + drift, "error_us": 5.0}
-        lines.append(metadata(rank, "clock at end", at_us=1e6, **clock))
-    path = folder / f"trace-{job}-rank{rank:05d}.json"
-    path.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n" * (drift is not None))
-    return path
 
 
 def test_the_drift_of_a_clock_is_taken_out(tmp_path):

@@ -15,7 +15,7 @@ from ...collectives.operation import Tuning
 from ...memory.arrays import Array, bounds_of, slice_of
 from ...memory.reduction import Combine
 from ...memory.scratch import Scratch
-from ...operations.algorithms import NAMES, Case, choose, choose_halves, named
+from ...operations.algorithms import NAMES, Case, Halves, choose, choose_halves, named
 from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
@@ -45,8 +45,12 @@ class SimulatedTime(NamedTuple):
     how: str
 
 
-class _Transport:
-    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py."""
+class SimulatedTransport:
+    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py.
+
+    Args:
+        net: The operation's channel.
+    """
 
     def __init__(self, net: Channel) -> None:
         self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
@@ -69,28 +73,41 @@ class _Windows(Windows):
         return [x[:] for _ in positions]
 
 
-class _Operation(Collectives):
-    """One rank's operation on vectors without memory: copying and combining only take time."""
+class SimulatedOperation(Collectives):
+    """One rank's operation on vectors without memory: copying and combining only take time.
+
+    Args:
+        cluster: Its prices.
+        nodes: The ranks of each node.
+        network, memory: Those of the cluster.
+        net: The operation's channel.
+        number: Of the operation.
+
+    Attributes:
+        work: Keeps the rank busy for so many seconds.
+    """
+
+    __slots__ = ("_cluster", "work")
 
     def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
                  network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
                  number: int) -> None:
-        transport = cast(Transport, _Transport(net))
+        transport = cast(Transport, SimulatedTransport(net))
         super().__init__(
             Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
             memory.node(net.rank, number), number)
-        self._cluster, self._work = cluster, partial(network.work, net.rank)
+        self._cluster, self.work = cluster, partial(network.work, net.rank)
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
         rate = self._cluster.node_bandwidth
-        return ghost(n, dtype, lambda nbytes: self._work(nbytes / rate))
+        return ghost(n, dtype, lambda nbytes: self.work(nbytes / rate))
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        return PricedCombine(self._work, self._cluster.reduction_rate)
+        return PricedCombine(self.work, self._cluster.reduction_rate)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
@@ -148,7 +165,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
         began_s = network.time_s = network.time_s + cluster.pause_s
 
         def program(net: Channel, number: int = operation) -> Schedule[None]:
-            call = _Operation(cluster, nodes, network, memory, net, number)
+            call = SimulatedOperation(cluster, nodes, network, memory, net, number)
             return schedule(call, call.vector(n))
 
         network.run(program)
@@ -156,14 +173,15 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     return SimulatedTime(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
 
 
-def _schedule(name: str, case: Case) -> Callable[[_Operation, Array], Schedule[None]] | None:
+def _schedule(name: str, case: Case,
+              ) -> Callable[[SimulatedOperation, Array], Schedule[None]] | None:
     """Return what builds the schedule of a row of the table, or of a sharded step's exchange.
 
     Returns:
         None where it cannot run.
     """
     if name in SHARDED:
-        return lambda call, x: call.announced(_exchange(call, x, case, name == "once per node"))
+        return lambda call, x: call.announced(_exchange(call, x, once=name == "once per node"))
     row = named(name)
     if row is None or row.refusal(case):
         return None
@@ -176,12 +194,30 @@ def _schedule(name: str, case: Case) -> Callable[[_Operation, Array], Schedule[N
         variant.allreduce(call, x, "sum", call.combiner("sum", DTYPE, call.size)))
 
 
-def _exchange(call: _Operation, x: Array, case: Case, once: bool) -> Schedule[None]:
-    """Run the reduce-scatter of gradients, and the allgather of weights."""
-    halves, bounds = choose_halves(case), bounds_of(x.size, call.size)
-    yield from halves.reduce_scatter(call, x, bounds, "sum", call.combiner("sum", DTYPE, call.size))
-    yield from (call.allgather_once(x, bounds=bounds) if once else
-                halves.allgather(call, x, bounds))
+def _exchange(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
+    yield from scatter(call, x)
+    yield from gather(call, x, once=once)
+
+
+def scatter(call: SimulatedOperation, x: Array) -> Schedule[None]:
+    """Run the reduce-scatter of gradients of a sharded step."""
+    return _halves(call, x).reduce_scatter(call, x, bounds_of(x.size, call.size), "sum",
+                                           call.combiner("sum", x.dtype, call.size))
+
+
+def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
+    """Run the allgather of weights of a sharded step.
+
+    Args:
+        once: They lie once in the memory of each node.
+    """
+    bounds = bounds_of(x.size, call.size)
+    return (call.allgather_once(x, bounds=bounds) if once else
+            _halves(call, x).allgather(call, x, bounds))
+
+
+def _halves(call: SimulatedOperation, x: Array) -> Halves:
+    return choose_halves(Case(x.nbytes, x.dtype, "sum", call.size, len(call.nodes), call.tuning))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

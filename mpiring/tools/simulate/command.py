@@ -1,20 +1,19 @@
 """The command `python -m mpiring simulate`; works without any MPI library."""
 
 import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ... import __version__
 from ...errors import ConfigError
 from .. import table
-from ..arguments import above_zero, checked, positive
+from ..arguments import checked
 from ..results import check_files, command, declare_files, now, read_json, write_files
 from ..table import Column, Environment, Row
-from ..units import parse_rate, parse_size, parse_time, size_text
+from ..units import parse_size, size_text
+from . import step_command
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
+from .options import caption_of, caveat_of, cluster_of, declare_cluster
 
 _DESCRIPTION = """\
 Predicts the time of an allreduce on a cluster that is not here, by running the real
@@ -48,60 +47,21 @@ _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
 
 
-# Options: the field of Cluster that each sets, how it is read, and its help.
-_BETWEEN_NODES: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
-    ("--latency", "latency_s", parse_time, "default: 2us"),
-    ("--bandwidth", "bandwidth", parse_rate, "of a node's interface, each way; default: 100gbit"),
-    ("--goodput", "goodput", above_zero,
-     "share of it that is data; default: 0.97; TCP on Ethernet: 0.956"),
-    ("--burst", "burst_bytes", partial(parse_size, least=0),
-     "what passes at once after a pause, where the rate is limited on average only: 128KiB in the "
-     "lab; default: 0"))
-_OF_RANKS: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
-    ("--reduction-rate", "reduction_rate", parse_rate,
-     "of what combining reads and writes; default: 20GB/s"),
-    ("--message-overhead", "overhead_s", parse_time,
-     "computing per message of our schedules in Python, at either end; default: 5us"),
-    ("--mpi-overhead", "mpi_overhead_s", parse_time,
-     "computing per message in MPI and the system, at either end: where it is not in the latency, "
-     "because ranks share cores; default: 0us"),
-    ("--node-latency", "node_latency_s", parse_time,
-     "of a message within a node; default: 500ns"),
-    ("--node-bandwidth", "node_bandwidth", parse_rate,
-     "of copies within a node; default: 10GB/s"),
-    ("--barrier", "barrier_s", parse_time, "of a barrier in a node's memory; default: 3us"))
-
-
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=run)
-    parser.add_argument("--nodes", type=_counts, default=_counts("64"), metavar="N or A,B,C",
-                        help="powers of two up to N, and N; or these; default: 64")
-    parser.add_argument("--ranks-per-node", type=positive, default=8, help="default: 8")
+    step_command.declare(parser.add_subparsers(title="commands", metavar="").add_parser(
+        "step", help="predict training steps instead, from the trace of a job"))
+    declare_cluster(parser)
     parser.add_argument("--size", type=checked(parse_size), default=100_000_000,
                         help="default: 100MB")
-    for title, prices in (("between nodes", _BETWEEN_NODES),
-                          ("of each rank, while all are at work", _OF_RANKS)):
-        group = parser.add_argument_group(title)
-        for option, field, parse, text in prices:
-            group.add_argument(option, dest=field, type=checked(parse), help=text,
-                               metavar=option[2:].upper(), default=getattr(Cluster, field))
     parser.add_argument("--sharded", action="store_true",
                         help="predict reduce-scatter + allgather, too")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
     declare_files(parser, "the predictions")
-
-
-def _counts(text: str) -> list[int]:
-    """Return the numbers in a list, or the powers of two up to a number, and the number."""
-    parts = [positive(part.strip()) for part in text.split(",")]
-    if len(parts) > 1:
-        return sorted(set(parts))
-    powers = [1 << power for power in range(parts[0].bit_length())]
-    return sorted({*powers, parts[0]})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,8 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and options.against:
         raise ConfigError("--plot draws node counts; leave out --against")
     check_files(options)
-    cluster = Cluster(ranks_per_node=options.ranks_per_node, **{
-        field: getattr(options, field) for _, field, *_ in (*_BETWEEN_NODES, *_OF_RANKS)})
+    cluster = cluster_of(options)
     if options.against:
         rows, columns = _against(options.against, cluster), _AGAINST
     else:
@@ -130,6 +89,10 @@ def run(options: argparse.Namespace) -> int:
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))
+    clusters = [replace(cluster.of(row["nodes"], row["ranks"] // row["nodes"]),
+                        cores=row.get("cores", cluster.cores)) for row in rows]
+    if caveat := caveat_of(clusters):
+        print(caveat)
     write_files("against" if options.against else "simulate", about, rows, options)
     return 0
 
@@ -141,9 +104,7 @@ def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
     return {
         "date": now(), "command": command(),
         "mpiring": __version__,
-        "cluster": f"{text}{cluster.bandwidth * 8 / 1e9:g} Gbit/s × {cluster.goodput:g}, "
-                   f"{cluster.latency_s * 1e6:g} µs; "
-                   f"combining at {cluster.reduction_rate / 1e9:g} GB/s",
+        "cluster": f"{text}{caption_of(cluster)}",
         **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
 
 
@@ -192,8 +153,8 @@ def _against(path: str, usual: Cluster) -> list[Row]:
         predicted = predict(name, cluster, row["bytes"])
         if predicted is not None:
             rows.append({
-                "nodes": cluster.nodes, "ranks": cluster.ranks, "bytes": row["bytes"],
-                "size": size_text(row["bytes"]), "contender": row["contender"],
-                "ms": predicted.seconds * 1e3, "measured_ms": median_ms,
-                "ratio": predicted.seconds * 1e3 / median_ms})
+                "nodes": cluster.nodes, "ranks": cluster.ranks, "cores": cluster.cores,
+                "bytes": row["bytes"], "size": size_text(row["bytes"]),
+                "contender": row["contender"], "ms": predicted.seconds * 1e3,
+                "measured_ms": median_ms, "ratio": predicted.seconds * 1e3 / median_ms})
     return rows

@@ -9,9 +9,7 @@ import numpy as np
 from ...communicator import Communicator, init
 from ...errors import ConfigError
 from ...operations.model import Model
-from ..arguments import above_zero, checked
-from ..units import parse_size, size_text
-from .advice import Workload, advise, parse_matrix
+from ..units import size_text
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 
@@ -22,49 +20,32 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "Measures what each algorithm costs on the ranks that it is started on, as the first "
         "allreduce between nodes does: mpirun -n 8 python -m mpiring tune")
     parser.set_defaults(action=run)
-    advice = parser.add_argument_group("to predict which Reducer pays, for a model")
-    advice.add_argument("--model-bytes", type=checked(parse_size), metavar="SIZE",
-                        help="of all its gradients in float32, as 52M")
-    advice.add_argument("--compute-ms", type=above_zero, metavar="MS",
-                        help="what a step takes without communication, as bench steps measures it")
-    advice.add_argument("--largest-matrix", type=checked(parse_matrix), default=(512, 2048),
-                        metavar="NxM", help="all gradients are taken to be such matrices, on which "
-                                            "TopK and PowerSGD depend; default: 512x2048")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep the result for later jobs, and print it on rank 0.
 
     Raises:
-        ConfigError: There is one rank only, or options do not go together.
+        ConfigError: There is one rank only.
     """
-    if options.compute_ms is not None and options.model_bytes is None:
-        raise ConfigError("--compute-ms says nothing without --model-bytes; give both")
     with init() as comm:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
-        model = _report(comm, f"{comm.size} ranks, nodes: {comm.num_nodes}", comm.rank == 0)
+        _report(comm, f"{comm.size} ranks, nodes: {comm.num_nodes}", comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
             inside = comm.split(comm.node_rank)
             if inside is not None:
                 _report(inside, f"Within a node: {inside.size} ranks", comm.rank == 0)
                 inside.close()
-        if options.model_bytes is not None:
-            compute_s = None if options.compute_ms is None else options.compute_ms / 1e3
-            text = advise(
-                comm, model, Workload(options.model_bytes, options.largest_matrix, compute_s))
-            if comm.rank == 0:
-                print(text)
     return 0
 
 
-def _report(comm: Communicator, title: str, shown: bool) -> Model:
+def _report(comm: Communicator, title: str, shown: bool) -> None:
     model = comm.tune(fresh=True)
     rate = _reduction_rate()
     if shown:
         _print(model, title, rate)
-    return model
 
 
 def _print(model: Model, title: str, rate: float) -> None:

@@ -1,0 +1,202 @@
+"""The command `python -m mpiring simulate step`: predicts training steps from a trace."""
+
+import argparse
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ... import __version__
+from ...errors import ConfigError
+from ...text import ranks_on_nodes
+from .. import table
+from ..arguments import checked
+from ..picture import curve_style
+from ..plot import Drawing, over_nodes
+from ..results import check_files, command, declare_files, now, write_files
+from ..table import Column, Environment, Row
+from ..units import parse_size, size_text
+from .cluster import Cluster
+from .options import caption_of, caveat_of, cluster_of, declare_cluster
+from .profile import Profile, read_profile
+from .step import Workload, predict_step
+from .strategies import DATA_PARALLEL, Strategy, averaged, strategies
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DESCRIPTION = """\
+Predicts the training steps of a job on a cluster that is not here, from the trace of a short
+run: what each step computed, and when each gradient was ready. Record it with a DataParallel
+and a plain optimizer, on one rank or several:
+
+    MPIRING_TRACE=FOLDER mpirun -n 1 python train.py
+
+The real schedules then run on a simulated cluster, while its ranks compute as in steps that are
+drawn at random from the trace. Each rank has as much to do as in the trace, however many there
+are: the efficiency is the time of a step without communication over that of a step.
+
+With --compare, it also predicts steps of Sharded, of Reducers, whose codecs it measures here on
+tensors of the model, and of DiLoCo, and says which to take. With --against, it predicts the
+steps of other traces, on as many nodes and ranks as these have, and prints the deviation."""
+
+_COLUMNS = [
+    Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 10, 4),
+    Column("compute_ms", 11, 4), Column("exposed_ms", 11, 3),
+    Column("efficiency_percent", 12, 3, "efficiency %"), Column("how", -8)]
+_AGAINST = [
+    Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
+    Column("step_ms", 12, 4, "predicted ms"), Column("measured_ms", 12, 4),
+    Column("ratio", 9, 3, "pred/meas")]
+# Predictions are no more precise than this: smaller savings are not recommended.
+_WORTHWHILE = 0.1
+_WIDTH = 100
+_LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
+           "approximates gradients, and sends the errors with later ones",
+           "averages weights after local steps, not gradients")
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(action=run)
+    parser.add_argument("--trace", required=True, metavar="FOLDER", help="of the recorded job")
+    parser.add_argument("--job", help="its name, or how that begins; where there are several")
+    parser.add_argument("--bucket-bytes", type=checked(parse_size), metavar="SIZE",
+                        help="as of DataParallel, whose default it is")
+    parser.add_argument("--compare", action="store_true", help="predict other strategies, too")
+    parser.add_argument("--against", nargs="+", metavar="FOLDER", default=[],
+                        help="compare with the steps that other traces have measured")
+    declare_cluster(parser)
+    declare_files(parser, "the predictions")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict, print, and write files; return the exit status.
+
+    Args:
+        options: As `declare` has declared them.
+
+    Raises:
+        ConfigError: The trace does not say what a step computes, or options do not go together.
+    """
+    if options.against and (options.plot or options.compare):
+        raise ConfigError("--against compares one prediction for each trace; leave out "
+                          "--compare and --plot")
+    check_files(options)
+    profile, cluster = read_profile(options.trace, options.job), cluster_of(options)
+    about = _about(options, profile, cluster)
+    columns = _AGAINST if options.against else _COLUMNS
+    print(f"# mpiring {__version__} simulate step: {about['cluster']}")
+    print(f"# {about['recorded']}")
+    print(table.head(columns), flush=True)
+    rows = []
+    for row in (_against if options.against else _scaling)(options, profile, cluster):
+        print(table.line(row, columns), flush=True)
+        rows.append(row)
+    for line in _notes(options, rows, cluster):
+        print(line)
+    write_files("steps against" if options.against else "predicted steps", about, rows, options,
+                DRAWINGS)
+    return 0
+
+
+def _about(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Environment:
+    return {
+        "date": now(), "command": command(), "mpiring": __version__,
+        "cluster": f"{cluster.ranks_per_node} ranks per node, {caption_of(cluster)}",
+        "recorded": f"recorded: {profile.caption}; {size_text(profile.nbytes)} of gradients in "
+                    f"{len(profile.tensors)} tensors, {1e3 * profile.compute_s:.4g} ms of compute",
+        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
+
+
+def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
+    """Yield the predictions, strategy by strategy for each number of nodes."""
+    compared = strategies(profile) if options.compare else [DATA_PARALLEL]
+    for nodes in options.nodes:
+        workload = Workload(profile, cluster.of(nodes, cluster.ranks_per_node),
+                            options.bucket_bytes)
+        for strategy in compared:
+            yield from _rows(strategy, workload)
+
+
+def _rows(strategy: Strategy, workload: Workload) -> Iterator[Row]:
+    predicted, cluster = strategy.predict(workload), workload.cluster
+    if predicted is not None:
+        yield {
+            "nodes": cluster.nodes, "ranks": cluster.ranks, "strategy": strategy.name,
+            "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
+            "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
+            "efficiency_percent": 100 * workload.profile.compute_s / predicted.seconds,
+            "how": predicted.how, "loss": strategy.loss}
+
+
+def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> Iterator[Row]:
+    """Yield a prediction beside the measured step of each trace."""
+    for folder in options.against:
+        other = read_profile(folder, None)
+        if other.ranks % other.nodes:
+            raise ConfigError(f"{folder}: {other.caption}; expected equally many ranks on each")
+        cluster = usual.of(other.nodes, other.ranks // other.nodes)
+        seconds = predict_step(Workload(profile, cluster, options.bucket_bytes), averaged).seconds
+        yield {"nodes": cluster.nodes, "ranks": cluster.ranks, "trace": folder,
+               "step_ms": 1e3 * seconds, "measured_ms": 1e3 * other.step_s,
+               "ratio": seconds / other.step_s}
+
+
+def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
+    """Yield the lines behind the table."""
+    clusters = [cluster.of(row["nodes"], row["ranks"] // row["nodes"]) for row in rows]
+    if caveat := caveat_of(clusters):
+        yield caveat
+    if options.compare:
+        last = rows[-1]["nodes"]
+        for text in verdict([row for row in rows if row["nodes"] == last]):
+            yield "\n" + textwrap.fill(text, _WIDTH)
+
+
+def verdict(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which strategy to take, of those predicted for one cluster.
+
+    Args:
+        rows: The first is DataParallel's.
+    """
+    dense = rows[0]
+    where = f"{ranks_on_nodes(dense['ranks'], dense['nodes'])}:"
+    paying = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]
+    if not paying:
+        yield (f"{where} take DataParallel: no other strategy is predicted to save "
+               f"{100 * _WORTHWHILE:.0f} % of its step.")
+        return
+    least = min(row["loss"] for row in paying)
+    gentle = min((row for row in paying if row["loss"] == least),
+                 key=lambda row: row["step_ms"])
+    text = f"{where} take {gentle['strategy']}, predicted to take {_share(gentle, dense)}"
+    yield text + (f". It {_LOSSES[least]}." if least else ", with the same training.")
+    fastest = min(rows, key=lambda row: row["step_ms"])
+    if fastest["step_ms"] <= (1 - _WORTHWHILE) * gentle["step_ms"]:
+        yield (f"{fastest['strategy']} is predicted to take {_share(fastest, dense)}. It "
+               f"{_LOSSES[fastest['loss']]}: only training can tell what that costs in accuracy.")
+
+
+def _share(row: Row, dense: Row) -> str:
+    return f"{row['step_ms'] / dense['step_ms']:.2f} of the time of DataParallel's step"
+
+
+def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw time and efficiency over the number of nodes, a curve per strategy."""
+    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
+        members = [row for row in rows if row["strategy"] == name]
+        look = {**curve_style(i), "label": name, "linewidth": 1.2}
+        for panel, key in zip(axes, ("step_ms", "efficiency_percent")):
+            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
+    axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes[0].yaxis.set_minor_formatter(lambda value, _: "")
+    axes[0].set_ylabel("time of a step (ms)")
+    axes[1].set_ylim(0, 105)
+    axes[1].set_ylabel("compute alone / step (%)")
+    over_nodes(axes, list(dict.fromkeys(row["nodes"] for row in rows)))
+
+
+DRAWINGS = {"predicted steps": Drawing(_curves)}

@@ -1,0 +1,227 @@
+"""What ranks do in a step: gradients averaged, compressed, or left in slices; or local steps."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ...collectives import ring
+from ...memory.arrays import Array, bounds_of
+from ...operations.algorithms import Algorithm, Case, candidates, choose, named
+from ...transport.base import Channel, Schedule
+from .algorithms import SimulatedOperation, gather, scatter
+from .codecs import REDUCERS, Codec, measured
+from .profile import Profile, StepCompute
+from .step import Compute, Flag, RankStep, StepTime, TrainedBucket, Workload, predict_step
+
+# DiLoCo's steps between two synchronizations, and draws of what the slowest rank computes in them.
+_LOCAL_STEPS, _DRAWS = 16, 8
+_BYTES = np.dtype(np.uint8)
+
+BucketSchedule = Callable[[SimulatedOperation, Array], Schedule[None]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train on several ranks.
+
+    Attributes:
+        name: As programs write it.
+        loss: How far it changes the training: 0 not at all, 1 by rounding gradients to 16 bits, 2
+            to 8 bits, 3 by approximating them, 4 by local steps.
+        predict: Returns the time of a step; None where it does nothing that others do not.
+    """
+
+    name: str
+    loss: int
+    predict: Callable[[Workload], StepTime | None]
+
+
+DATA_PARALLEL = Strategy("DataParallel", 0, lambda work: predict_step(work, averaged))
+
+
+def strategies(profile: Profile) -> list[Strategy]:
+    """Return the strategies to compare; measures Reducers on this machine.
+
+    Args:
+        profile: Whose gradients are compressed.
+    """
+    return [DATA_PARALLEL,
+            Strategy("Sharded", 0, lambda work: predict_step(work, sharded)),
+            Strategy("Sharded(overlap=True)", 0, _overlapped),
+            Strategy('Sharded(weights="node")', 0, _once_per_node),
+            *(Strategy(f"reducer={name}", loss, partial(_compressed, codec))
+              for (name, loss, _), codec in zip(REDUCERS, measured(profile))),
+            Strategy(f"DiLoCo(every={_LOCAL_STEPS})", 4, _local)]
+
+
+# Gradients averaged
+
+def averaged(workload: Workload, step: StepCompute) -> RankStep:
+    """Return a step of DataParallel: buckets are averaged as soon as they are full."""
+    return _reduced(workload, step, _allreduce)
+
+
+def _reduced(workload: Workload, step: StepCompute, reduce: BucketSchedule) -> RankStep:
+    planned = RankStep()
+    full, last = _backward(planned, workload, step, 0.0)
+    if workload.cluster.ranks > 1:
+        for bucket, flag in zip(workload.buckets, full):
+            # Without overlap they leave at the end, one after the other.
+            flag = flag if workload.overlaps else last
+            last = planned.submit([flag], _of_bucket(reduce, bucket))
+    return planned
+
+
+def _backward(planned: RankStep, workload: Workload, step: StepCompute,
+              before_s: float) -> tuple[list[Flag], Flag]:
+    """Compute the rest of a step; return what is set when each bucket is full, and at the end.
+
+    Args:
+        before_s: So much of the step is computed before.
+    """
+    flags = [Flag() for _ in (*workload.buckets, None)]
+    for at_s, flag in zip([*workload.full_s(step), step.compute_s], flags):
+        planned.computes.append(Compute(max(0.0, at_s - before_s), then=flag))
+        before_s = max(before_s, at_s)
+    return flags[:-1], flags[-1]
+
+
+def _of_bucket(run: BucketSchedule, bucket: TrainedBucket,
+               ) -> Callable[[SimulatedOperation], Schedule[None]]:
+    return lambda call: run(call, call.vector(bucket.size, bucket.dtype))
+
+
+def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
+    return _algorithm(call, x).allreduce(call, x, "mean", call.combiner("mean", x.dtype, call.size))
+
+
+def _algorithm(call: SimulatedOperation, x: Array) -> Algorithm:
+    """Return what "auto" takes where nothing was measured, of mpiring's own algorithms.
+
+    MPI's own call between nodes is a model of another kind, see mpich.py.
+    """
+    nodes = len(call.nodes)
+    case = Case(x.nbytes, x.dtype, "mean", call.size, nodes, call.tuning)
+    row = choose(case)
+    if row.name == "native":
+        last = named([name for name in candidates(call.size, nodes) if name != "native"][-1])
+        return row if last is None else last.variant(case)
+    return row
+
+
+# Gradients compressed between nodes
+
+def _compressed(codec: Codec, workload: Workload) -> StepTime | None:
+    if workload.cluster.nodes == 1:
+        return None
+
+    def reduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
+        yield from call.between_nodes(
+            x, bounds_of(x.size, call.slices),
+            lambda net, part, _: _exchange(call, net, part, codec))
+
+    return predict_step(workload, lambda work, step: _reduced(work, step, reduce))
+
+
+def _exchange(call: SimulatedOperation, net: Channel, part: Array,
+              codec: Codec) -> Schedule[bool]:
+    """Take the time of a slice's exchange: encode, reduce or gather what is sent, decode."""
+    piece_bytes = call.tuning.ring_bytes
+    call.work(codec.encode_s * part.nbytes)
+    reduced = call.vector(int(codec.reduced * part.nbytes), _BYTES)
+    if reduced.size:
+        inbox = call.vector(ring.inbox_size(reduced.size, net.size, 1, piece_bytes), _BYTES)
+        yield from ring.allreduce(
+            net, reduced, inbox, call.combiner("sum", _BYTES, net.size), piece_bytes)
+    gathered = int(codec.gathered * part.nbytes)
+    if gathered:
+        yield from ring.allgather(
+            net, [call.vector(gathered, _BYTES) for _ in range(net.size)], piece_bytes)
+    call.work(codec.decode_s * part.nbytes)
+    return True
+
+
+# Gradients and updates in slices
+
+def sharded(workload: Workload, step: StepCompute, *, once: bool = False) -> RankStep:
+    """Return a step of Sharded: gradients are scattered, and updated weights gathered.
+
+    Args:
+        once: Weights lie once in the memory of each node.
+    """
+    planned, buckets = RankStep(), workload.buckets
+    # Updates come at the end, of slices.
+    full, _ = _backward(planned, workload, step, step.update_s)
+    scattered = [planned.submit([flag], _of_bucket(scatter, bucket))
+                 for bucket, flag in zip(buckets, full)]
+    _update(planned, workload, step, range(len(buckets)), scattered, once=once)
+    return planned
+
+
+def _update(planned: RankStep, workload: Workload, step: StepCompute, order: Iterable[int],
+            after: Sequence[Flag], *, once: bool = False) -> dict[int, Flag]:
+    """Update slices of the buckets, and gather each one's weights; return what is set then."""
+    buckets, arrived = workload.buckets, {}
+    update_s = step.update_s / workload.cluster.ranks / sum(bucket.size for bucket in buckets)
+    for index in order:
+        updated = Flag()
+        planned.computes.append(Compute(update_s * buckets[index].size, after, updated))
+        arrived[index] = planned.submit(
+            [updated], _of_bucket(partial(gather, once=once), buckets[index]))
+    return arrived
+
+
+def _once_per_node(workload: Workload) -> StepTime | None:
+    if workload.cluster.ranks_per_node == 1:
+        return None
+    return predict_step(workload, partial(sharded, once=True))
+
+
+def _overlapped(workload: Workload) -> StepTime | None:
+    began_s, ended_s = workload.profile.steps[0].forward_s
+    # Without a forward pass of its own there is nothing that weights could wait for.
+    return predict_step(workload, _sharded_with_overlap) if began_s < ended_s else None
+
+
+def _sharded_with_overlap(workload: Workload, step: StepCompute) -> RankStep:
+    """Return a step that begins with the updates, whose weights arrive while forward needs them.
+
+    The forward pass takes the buckets from the last to the first, each as long in proportion as
+    the backward pass takes for it.
+    """
+    planned, buckets, full_s = RankStep(), workload.buckets, workload.full_s(step)
+    arrived = _update(planned, workload, step, reversed(range(len(buckets))), ())
+    began_s, ended_s = step.forward_s
+    planned.computes.append(Compute(max(0.0, began_s - step.update_s)))
+    spans_s = [max(0.0, at_s - before_s) for before_s, at_s in zip([ended_s, *full_s], full_s)]
+    for index in reversed(range(len(buckets))):
+        share = spans_s[index] / (sum(spans_s) or 1.0)
+        planned.computes.append(Compute((ended_s - began_s) * share, [arrived[index]]))
+    full, _ = _backward(planned, workload, step, ended_s)
+    for bucket, flag in zip(buckets, full):
+        planned.submit([flag], _of_bucket(scatter, bucket))
+    return planned
+
+
+# Local steps
+
+def _local(workload: Workload) -> StepTime | None:
+    """Return the mean step of DiLoCo: local steps, and in one of so many an average of weights."""
+    if workload.cluster.ranks == 1:
+        return None
+
+    def synchronized(work: Workload, step: StepCompute) -> RankStep:
+        planned, last = RankStep(), list[Flag]()
+        for bucket in work.buckets:
+            last = [planned.submit(last, _of_bucket(_allreduce, bucket))]
+        return planned
+
+    communication = predict_step(workload, synchronized, steps=1)
+    times = np.array([step.compute_s for step in workload.profile.steps])
+    drawn = np.random.default_rng(0).choice(
+        times, (_DRAWS, workload.cluster.ranks, _LOCAL_STEPS))
+    compute_s = float(drawn.mean(axis=2).max(axis=1).mean())
+    return StepTime(compute_s + communication.seconds / _LOCAL_STEPS, compute_s,
+                    communication.how)
