@@ -49,6 +49,7 @@ SLICED, STATE = "tests/sharding/test_sliced.py", "tests/sharding/test_state.py"
 EVERY_NAME, ORDERS = (f"tests/horovod/test_programs.py::test_{name}" for name in (
     "every_name", "a_program"))
 WINDOWS, ARRAYS = "tests/mpi/test_communicator.py", "tests/memory/test_arrays.py"
+STEP = "tests/tools/test_step.py"
 
 MUTANTS = [
     # Schedules.
@@ -141,6 +142,17 @@ MUTANTS = [
     Mutant("horovod/torch/batch_norm.py", "total / (total - 1)", "total / total", ORDERS),
     Mutant("reducers/adasum.py", "dots = dots + received", "dots = dots + 0 * received",
            "tests/reducers/test_adasum.py"),
+    # The twin of a training step.
+    Mutant("tools/simulate/profile.py", "return max(0.0, at - began - waited) / 1e6",
+           "return max(0.0, at - began) / 1e6", STEP),
+    Mutant("tools/simulate/step.py", "tuple(np.max([", "tuple(np.min([", STEP),
+    Mutant("tools/simulate/step.py", "min(left_s, _SLICE_S), on_own_core=True",
+           "min(left_s, _SLICE_S)", STEP),
+    Mutant("tools/simulate/strategies.py", "flag = flag if workload.overlaps else last",
+           "flag = flag", STEP),
+    Mutant("tools/simulate/codecs.py", "1.5 * sent[1] - 2 * sent[0]", "sent[1] - sent[0]", STEP),
+    Mutant("simulated/prices.py", "self._free_s[number] = done_s = max(now_s, self._free_s[number])",
+           "self._free_s[number] = done_s = now_s", STEP),
 ]
 
 

@@ -21,9 +21,9 @@ _LATENCY_SHARE = 0.1
 # MPI may change its algorithm. (MPICH between 4 hosts was as fast as a ring at 2 MiB, and
 # took twice its time at 16 MiB.)
 _UNMEASURED = 1.25
-# Beyond this many times the largest measured size only bytes count. (Where 64 KiB was the longest
-# that a link of 100 Mbit/s left time for, the curves promised MPI's call for buckets of 1 MiB, which
-# took 1.1 times as long a step as the ring.)
+# Beyond this many times the largest measured size only bytes count. (A link of 100 Mbit/s left time
+# for 64 KiB only; from there, the curves promised that MPI's call is the fastest for buckets of
+# 1 MiB, and a step took 1.1 times as long as by rings.)
 _FAR = 4
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
 # An object of lists of pairs.

@@ -57,6 +57,7 @@ class SimulatedTransport:
         self._net: Any = net
 
     def channel(self, sequence: int) -> OperationChannel:
+        """Return the operation's channel, whatever its number."""
         return self._net  # type: ignore[no-any-return]
 
 
@@ -104,9 +105,11 @@ class SimulatedOperation(Collectives):
         return ghost(n, dtype, lambda nbytes: self.work(nbytes / rate))
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        """Lend a vector without memory."""
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+        """Return what takes the time of combining."""
         return PricedCombine(self.work, self._cluster.reduction_rate)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:

@@ -34,7 +34,7 @@ _CALLS = 3
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecPrices:
     """What a Reducer costs and sends, for each byte of a slice of gradients.
 
     Attributes:
@@ -49,7 +49,7 @@ class Codec:
     gathered: float
 
 
-def measured(profile: Profile) -> list[Codec]:
+def measured(profile: Profile) -> list[CodecPrices]:
     """Return what each of REDUCERS costs on this machine.
 
     Args:
@@ -72,13 +72,13 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
             nbytes += dtype.itemsize * cut.size
 
 
-def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> Codec:
+def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> CodecPrices:
     two, three = (_Nodes(make, tensors, count) for count in (2, 3))
     encode_s, decode_s = two.seconds()
     # A node sends `reduced + gathered` to one other, and 4/3 and 2 times as much to two.
     sent = [nodes.sent() / two.nbytes for nodes in (two, three)]
     gathered = max(0.0, min(sent[0], 1.5 * sent[1] - 2 * sent[0]))
-    return Codec(encode_s / two.nbytes, decode_s / two.nbytes, sent[0] - gathered, gathered)
+    return CodecPrices(encode_s / two.nbytes, decode_s / two.nbytes, sent[0] - gathered, gathered)
 
 
 class _Nodes:

@@ -54,7 +54,7 @@ class Compute(NamedTuple):
     then: Flag | None = None
 
 
-class Operation(NamedTuple):
+class BucketOperation(NamedTuple):
     """An operation that a rank has under way while it computes.
 
     Attributes:
@@ -78,7 +78,7 @@ class RankStep:
     """
 
     computes: list[Compute] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[BucketOperation] = field(default_factory=list)
 
     def submit(self, after: Sequence[Flag],
                build: Callable[[SimulatedOperation], Schedule[None]]) -> Flag:
@@ -86,7 +86,7 @@ class RankStep:
         in_flight = Config().operations_in_flight
         earlier = [operation.done for operation in self.operations[-in_flight:][:1]
                    if len(self.operations) >= in_flight]
-        self.operations.append(Operation([*after, *earlier], build, done := Flag()))
+        self.operations.append(BucketOperation([*after, *earlier], build, done := Flag()))
         return done
 
 
@@ -242,7 +242,7 @@ class _Run:
         return network.time_s - began_s
 
 
-def _operated(call: SimulatedOperation, operation: Operation) -> Schedule[None]:
+def _operated(call: SimulatedOperation, operation: BucketOperation) -> Schedule[None]:
     yield operation.after
     yield from call.announced(operation.build(call))
     operation.done.is_set = True

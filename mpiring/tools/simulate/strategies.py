@@ -11,7 +11,7 @@ from ...memory.arrays import Array, bounds_of
 from ...operations.algorithms import Algorithm, Case, candidates, choose, named
 from ...transport.base import Channel, Schedule
 from .algorithms import SimulatedOperation, gather, scatter
-from .codecs import REDUCERS, Codec, measured
+from .codecs import REDUCERS, CodecPrices, measured
 from .profile import Profile, StepCompute
 from .step import Compute, Flag, RankStep, StepTime, TrainedBucket, Workload, predict_step
 
@@ -113,7 +113,7 @@ def _algorithm(call: SimulatedOperation, x: Array) -> Algorithm:
 
 # Gradients compressed between nodes
 
-def _compressed(codec: Codec, workload: Workload) -> StepTime | None:
+def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
     if workload.cluster.nodes == 1:
         return None
 
@@ -126,7 +126,7 @@ def _compressed(codec: Codec, workload: Workload) -> StepTime | None:
 
 
 def _exchange(call: SimulatedOperation, net: Channel, part: Array,
-              codec: Codec) -> Schedule[bool]:
+              codec: CodecPrices) -> Schedule[bool]:
     """Take the time of a slice's exchange: encode, reduce or gather what is sent, decode."""
     piece_bytes = call.tuning.ring_bytes
     call.work(codec.encode_s * part.nbytes)

@@ -1,0 +1,50 @@
+"""Trains a model of the benchmarks for some steps, to be traced: see docs/benchmarks/scaling.md."""
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from statistics import median
+
+from mpiring.communicator import init
+from mpiring.tools.arguments import positive
+from mpiring.tools.bench.benchmark import MODELS
+from mpiring.tools.units import parse_count
+
+from . import main
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the study's options."""
+    parser.description = "Run under mpirun, with MPIRING_TRACE=FOLDER; rank 0 prints the median."
+    parser.set_defaults(action=run)
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="default: transformer")
+    parser.add_argument("--parameters", type=parse_count, default=13_000_000, help="default: 13M")
+    parser.add_argument("--steps", type=positive, default=40, help="default: 40")
+
+
+def run(options: Namespace) -> int:
+    """Train, print the median step on rank 0, and return the exit status."""
+    import torch
+
+    from mpiring.tools.bench import torch_training
+    from mpiring.torch import DataParallel
+    with init() as comm:
+        module = torch_training.model_of(
+            options.model, torch_training.width_for(options.model, options.parameters))
+        model = DataParallel(module, comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        x, y = torch_training.batch_of(options.model, None, seed=comm.rank)
+        seconds = []
+        for _ in range(options.steps):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            torch_training.loss(model, x, y).backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - began)
+        if comm.rank == 0:
+            print(f"{comm.size} ranks: median step {1e3 * median(seconds[2:] or seconds):.1f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("traced", declare))
