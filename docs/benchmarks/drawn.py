@@ -3,13 +3,14 @@
 import measured
 from measured import (
     ALONE, CONTENDERS, MPI, NARROW, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
-    hosts_of,
+    case_of, hosts_of,
 )
 from tabulated import LOADERS, LOCAL, best_rate
 
 from benchmarks import plot as studies
 from mpiring.tools import plot
 from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars, picture
+from mpiring.tools.simulate import step_command
 
 _BAR_INCHES, _FRAME_INCHES = 0.29, 1.0
 
@@ -192,6 +193,17 @@ def predictions(_, result):
     """Return predicted over measured times."""
     return [(f"{row['contender']}, {row['size']}", row["ratio"], f"{row['ratio']:.2f}",
              row["contender"] != MPI) for row in result.rows]
+
+
+def predicted_steps(*results):
+    """Return predicted over measured steps."""
+    return [(case_of(result.about, row), row["ratio"], f"{row['ratio']:.2f}", True)
+            for result in results for row in result.rows]
+
+
+def scaled_steps(path, result):
+    """Draw the predicted steps of each strategy over the number of nodes."""
+    plot.draw(path, result.benchmark, result.about, result.rows, step_command.DRAWINGS)
 
 
 def large_batches(path, *results):

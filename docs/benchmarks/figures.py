@@ -147,6 +147,13 @@ FIGURES = [
             "Predicted times over measured ones", tabulated.predictions, drawn.barred(
                 drawn.predictions, "allreduce between 3 hosts, links of 1 Gbit/s",
                 "predicted / measured (dashed: 1)", 1)),
+    _figure("scaling", "steps_predicted", "steps_against_node steps_against_1gbit "
+            "steps_against_100mbit", "Predicted steps over measured ones",
+            tabulated.predicted_steps, drawn.barred(
+                drawn.predicted_steps, "transformer of 12.9 M parameters, AdamW; hosts × ranks",
+                "predicted / measured (dashed: 1)", 1)),
+    _figure("scaling", "steps_scaling", "steps_scaling", "Steps and efficiency over nodes",
+            tabulated.scaled_steps, drawn.scaled_steps),
     _figure("large_batches", "large_batches", "large_batches_digits large_batches_bytes",
             "Best scores over the batch", tabulated.large_batches, drawn.large_batches),
 ]

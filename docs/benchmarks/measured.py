@@ -50,6 +50,15 @@ def allreduces(buffer):
                          if row["buffer"] == buffer]
 
 
+def case_of(about, row):
+    """Return the hosts, ranks and links of a predicted step, in words."""
+    if row["nodes"] == 1:
+        return f"one node, {row['ranks']} ranks"
+    rate = about["bandwidth"] * 8 / 1e6
+    links = f"{rate:.0f} Mbit/s" if rate < 1000 else f"{rate / 1000:.0f} Gbit/s"
+    return f"{row['nodes']} × {row['ranks'] // row['nodes']}, {links}"
+
+
 def by_size(rows, key="median_us"):
     """Return values by contender, by size."""
     found = {}

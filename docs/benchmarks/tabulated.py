@@ -5,7 +5,7 @@ import statistics
 import measured
 from measured import (
     ALONE, CONTENDERS, MPI, NARROW, OURS, PARALLEL, PERSISTENT, STEP_NAMES, allreduces,
-    at_best_level, by_size, hosts_of,
+    at_best_level, by_size, case_of, hosts_of,
 )
 
 from mpiring.tools.table import significant
@@ -270,6 +270,24 @@ def predictions(_, result):
     return markdown(["predicted / measured", *map(size_text, sizes)], [
         [f"`{name}`", *(quotient(ratios.get(nbytes)) for nbytes in sizes)]
         for name, ratios in found.items()])
+
+
+def predicted_steps(*results):
+    """Return a table of predicted and measured steps."""
+    return markdown(["hosts × ranks, links", "predicted, ms", "measured, ms",
+                     "predicted / measured"],
+                    [[case_of(result.about, row), number(row["step_ms"]),
+                      number(row["measured_ms"]), quotient(row["ratio"])]
+                     for result in results for row in result.rows])
+
+
+def scaled_steps(result):
+    """Return a table of the predicted steps of each strategy, in ms."""
+    nodes = sorted({row["nodes"] for row in result.rows})
+    steps = {(row["strategy"], row["nodes"]): row["step_ms"] for row in result.rows}
+    return markdown(["step in ms, by nodes", *map(str, nodes)], [
+        [f"`{name}`", *(number(steps.get((name, count))) for count in nodes)]
+        for name in dict.fromkeys(row["strategy"] for row in result.rows)])
 
 
 def large_batches(*results):

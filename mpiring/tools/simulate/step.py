@@ -26,6 +26,8 @@ from .profile import Profile, StepCompute
 
 # For so long a rank computes before it looks at its messages.
 _SLICE_S = 1e-3
+# So many steps are run, and fewer where they take long: the slowest of many ranks varies less.
+_STEPS, _STEPS_OF_MANY, _MANY_RANKS = 5, 2, 1024
 _SEED = 0
 
 
@@ -161,17 +163,18 @@ class StepTime(NamedTuple):
     how: str
 
 
-def predict_step(workload: Workload, planned: Plan, *, steps: int = 5,
+def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
                  fold: bool = True) -> StepTime:
     """Return how long a training step takes.
 
     Args:
         workload: The model and the cluster.
         planned: Returns what a rank does in a step.
-        steps: So many are run.
+        steps: So many are run; by default a few.
         fold: False runs all ranks in any case.
     """
     cluster, rng = workload.cluster, np.random.default_rng(_SEED)
+    steps = steps or (_STEPS if cluster.ranks < _MANY_RANKS else _STEPS_OF_MANY)
     folded = fold and cluster.nodes > 1 and not cluster.cores
     run = _Run(cluster, folded)
     seconds, computing = [], []
