@@ -90,7 +90,7 @@ class _Operation(Collectives):
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        return PricedCombine(self._work, self._cluster.reduction_rate)
+        return PricedCombine(self._work, self._cluster.reduction_rate, self._cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
