@@ -55,7 +55,8 @@ MUTANTS = [
     # Schedules.
     Mutant("collectives/ring.py", "pieces[(r - hop // k - 1) % p][hop % k]",
            "pieces[(r - hop // k - 2) % p][hop % k]", CONTRACT),
-    Mutant("collectives/ring.py", "if landing >= copying - k:", "if landing > copying - k:", RING),
+    Mutant("collectives/ring.py", "last=landing >= copying - k", "last=landing > copying - k",
+           RING),
     Mutant("collectives/ring.py", "slots[hop % len(slots)]", "slots[0]", CONTRACT),
     Mutant("collectives/ring.py", "return min(k, _IN_FLIGHT) * -(-n // (p * k))",
            "return min(k, _IN_FLIGHT) * (n // (p * k))", RING),

@@ -6,12 +6,13 @@ from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
 from ..transport.base import Channel, Request, Schedule
 from . import ring
+from .local import Local
 from .operation import Tuning
 
 
 def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
-    piece_bytes: tuple[int, int] = Tuning.direct_bytes,
+    piece_bytes: tuple[int, int] = Tuning.direct_bytes, local: Local | None = None,
 ) -> Schedule[Array]:
     """Combine `chunks[r]` of all ranks on rank r, in rank order, all at once.
 
@@ -26,6 +27,8 @@ def reduce_scatter(
             times the longest chunk.
         combine: The op.
         piece_bytes: Length of the shortest and longest pieces; the same on all ranks.
+        local: Combines the contributions of a node, of which `chunks` are a part, piece by piece;
+            then all chunks are overwritten.
 
     Returns:
         `chunks[r]`.
@@ -38,12 +41,18 @@ def reduce_scatter(
     width = -(-longest // count)
     pieces = [chunks_of(chunk, count) for chunk in chunks]
 
+    def at(i: int, k: int) -> tuple[int, slice]:
+        n = chunks[i].size
+        return i, slice(k * n // count, (k + 1) * n // count)
+
     def begun(k: int) -> tuple[list[Array], list[Request]]:
         """Begin to exchange piece k of every chunk; return this rank's, of all ranks."""
         sources, requests = [pieces[r][k]] * p, []
         # Each rank begins with another receiver, so that none is flooded.
         for s in range(1, p):
             source, dest = (r - s) % p, (r + s) % p
+            if local is not None:
+                local.collect(*at(dest, k))
             start = (k % 2 * (p - 1) + s - 1) * width
             sources[source] = inbox[start:start + pieces[r][k].size]
             requests += [net.irecv(sources[source], source), net.isend(pieces[dest][k], dest)]
@@ -54,6 +63,8 @@ def reduce_scatter(
         sources, requests = under_way
         if k + 1 < count:
             under_way = begun(k + 1)
+        if local is not None:
+            local.collect(*at(r, k))
         yield requests
         combine.combine(sources, pieces[r][k])
     return chunks[r]
@@ -62,6 +73,7 @@ def reduce_scatter(
 def allreduce(
     net: Channel, x: Array, inbox: Array, combine: Combine,
     piece_bytes: tuple[int, int] = Tuning.direct_bytes, ring_bytes: int = Tuning.ring_bytes,
+    local: Local | None = None,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place: directly, then around a ring.
 
@@ -74,12 +86,14 @@ def allreduce(
         combine: The op.
         piece_bytes: As for `reduce_scatter`.
         ring_bytes: Length of the longest pieces on the ring; the same on all ranks.
+        local: As for `reduce_scatter`; also copies the result to the node's other ranks. Its
+            chunks are those of `x`.
 
     Collective: yes. Blocking: no (a schedule).
     """
     chunks = chunks_of(x, net.size)
-    yield from reduce_scatter(net, chunks, inbox, combine, piece_bytes)
-    yield from ring.allgather(net, chunks, ring_bytes)
+    yield from reduce_scatter(net, chunks, inbox, combine, piece_bytes, local)
+    yield from ring.allgather(net, chunks, ring_bytes, local)
 
 
 def inbox_size(n: int, p: int, itemsize: int,

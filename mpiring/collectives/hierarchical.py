@@ -25,6 +25,7 @@ from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Members, Node, Schedule, T, together
 from . import direct, ring, shared
+from .local import Local
 from .operation import Operation, Tuning
 
 # One piece of an array, as its slices: those of ring 0, 1, …
@@ -68,10 +69,10 @@ class Levels:
 
 
 class Inside(Protocol):
-    """How slices are combined within a node, and handed out.
+    """How slices are combined within a node, and handed out: at once, or part by part.
 
     Attributes:
-        meets: Combining waits for the node's other ranks.
+        meets: The ranks of the node meet for that, so that it takes all slices of a piece at once.
     """
 
     meets: bool
@@ -81,6 +82,13 @@ class Inside(Protocol):
 
     def spread(self, piece: Piece) -> Schedule[None]:
         """Copy this rank's slices to the other ranks of the node."""
+
+    def local(self, chunks: Sequence[slice]) -> Local | None:
+        """Return what does both part by part, while other parts are on the wire; or None.
+
+        Args:
+            chunks: What this rank exchanges of its vector.
+        """
 
 
 def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[Inside]]:
@@ -124,22 +132,28 @@ def by_levels(operation: Operation, x: Array, levels: Levels,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    nodes, tuning = operation.nodes, operation.tuning
+    node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     size = inbox_size(x.size, x.itemsize, nodes, levels, tuning)
     with operation.borrow(size, x.dtype) as inbox:
         inboxes = chunks_of(inbox, len(inside))
 
-        def lane(index: int, piece: Piece) -> Schedule[object]:
-            def exchange(members: Channel, part: Array, j: int) -> Schedule[None]:
+        def lane(index: int, piece: Piece) -> Schedule[None]:
+            room = inside[index]
+            if room.meets:
+                yield from room.collect(piece)
+            for j in range(node.rank, len(piece), node.size):
+                members, part = _ring(operation, index, j), x[piece[j]]
+                local = room.local(_chunks_of(piece[j], members.size))
                 if levels.direct:
-                    return direct.allreduce(members, part, inboxes[index], levels.between,
-                                            tuning.direct_bytes, tuning.ring_bytes)
-                return ring.allreduce(
-                    members, part, inboxes[index], levels.between, tuning.ring_bytes)
+                    yield from direct.allreduce(members, part, inboxes[index], levels.between,
+                                                tuning.direct_bytes, tuning.ring_bytes, local)
+                else:
+                    yield from ring.allreduce(members, part, inboxes[index], levels.between,
+                                              tuning.ring_bytes, local)
+            if room.meets:
+                yield from room.spread(piece)
 
-            return by_slices(operation, index, inside[index], x, piece, exchange)
-
-        yield from _in_lanes(operation.node, pieces_of(x.size, x.itemsize, nodes, tuning),
+        yield from _in_lanes(node, pieces_of(x.size, x.itemsize, nodes, tuning),
                              len(inside), lane)
 
 
@@ -165,25 +179,22 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
         inboxes = chunks_of(inbox, len(inside))
 
         def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
-            def collect(i: int) -> Schedule[None]:
-                return inside[index].collect(rows[i])
-
+            room = inside[index]
             # Ranks that meet amid their rings, one of which waits for a rank with several rings,
             # could wait in a circle.
-            is_early = levels.direct or inside[index].meets
-            if is_early:
-                for i in range(len(rows)):
-                    yield from collect(i)
+            if room.meets:
+                for row in rows:
+                    yield from room.collect(row)
             for j in range(node.rank, len(rows[0]), node.size):
-                members, chunks = _ring(operation, index, j), [x[row[j]] for row in rows]
+                members, parts = _ring(operation, index, j), [row[j] for row in rows]
+                chunks = [x[part] for part in parts]
+                local = room.local(parts)
                 if levels.direct:
-                    yield from direct.reduce_scatter(
-                        members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
+                    yield from direct.reduce_scatter(members, chunks, inboxes[index],
+                                                     levels.between, tuning.direct_bytes, local)
                 else:
-                    # The first ring of a rank collects its slices of all.
-                    yield from ring.reduce_scatter(
-                        members, chunks, inboxes[index], levels.between, tuning.ring_bytes,
-                        None if is_early or j > node.rank else collect)
+                    yield from ring.reduce_scatter(members, chunks, inboxes[index],
+                                                   levels.between, tuning.ring_bytes, local)
 
         yield from _in_lanes(
             node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
@@ -216,11 +227,15 @@ def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
     node, tuning = operation.node, operation.tuning
 
     def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+        room = inside[index]
         for j in range(node.rank, len(rows[0]), node.size):
+            parts = [row[j] for row in rows]
             yield from ring.allgather(
-                _ring(operation, index, j), [x[row[j]] for row in rows], tuning.ring_bytes)
-        for row in rows:
-            yield from inside[index].spread(row)
+                _ring(operation, index, j), [x[part] for part in parts], tuning.ring_bytes,
+                room.local(parts))
+        if room.meets:
+            for row in rows:
+                yield from room.spread(row)
 
     return _in_lanes(node, pieces_of_slices(bounds, x.itemsize, operation.nodes, tuning),
                      len(inside), lane)
@@ -312,6 +327,13 @@ def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
     return [flat[i * slices:(i + 1) * slices] for i in range(count)]
 
 
+def _chunks_of(part: slice, parts: int) -> list[slice]:
+    """Cut a slice as `chunks_of` cuts a vector."""
+    n = part.stop - part.start
+    return [slice(part.start + i * n // parts, part.start + (i + 1) * n // parts)
+            for i in range(parts)]
+
+
 def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                      tuning: Tuning) -> list[Sequence[Piece]]:
     """Cut each rank's slice into as many pieces.
@@ -323,7 +345,7 @@ def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Seque
     largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
     parts = [[slice(start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count)
               for start, stop in zip(bounds, bounds[1:])] for i in range(count)]
-    return [[[part[rank] for rank in ranks] + [slice(0)] * (largest - len(ranks))
+    return [[[part[rank] for rank in ranks] + [slice(0, 0)] * (largest - len(ranks))
              for ranks in nodes] for part in parts]
 
 
@@ -397,6 +419,9 @@ class InOneArray:
 
     spread = collect
 
+    def local(self, chunks: Sequence[slice]) -> None:
+        """Return None: each part is where all ranks of the node have it."""
+
 
 class _InWindows:
     """A slice is touched by none but the rank that combines it, in any vector: no barriers."""
@@ -414,13 +439,14 @@ class _InWindows:
         yield ()
 
     def spread(self, piece: Piece) -> Schedule[None]:
-        source = self._vectors[self._rank]
         for part in piece[self._rank::len(self._vectors)]:
-            for x in self._vectors:
-                if x is not source:
-                    copy_to(x[part], source[part])
+            outs = [x[part] for x in self._vectors]
+            self._combine.copy(outs.pop(self._rank), *outs)
         return
         yield ()
+
+    def local(self, chunks: Sequence[slice]) -> Local:
+        return Local(self._vectors, self._rank, chunks, self._combine)
 
 
 class _BySlots:
@@ -462,6 +488,9 @@ class _BySlots:
             for j, part in enumerate(parts):
                 if j % m != r:
                     copy_to(part, position(slots[j % m], j // m, part))
+
+    def local(self, chunks: Sequence[slice]) -> None:
+        return None
 
     def _turn(self) -> Sequence[Array]:
         self._halves.reverse()

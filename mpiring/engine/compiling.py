@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..jit import sums
+from ..jit import copies, sums
 from ..operations.agreement import Call
 from ..transport import compiled, waiting
 
@@ -45,3 +45,4 @@ def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
         yield partial(compiled.code, "sum", name, group.size)
         if name in sums.DTYPES:
             yield partial(sums.code, name)
+    yield copies.code

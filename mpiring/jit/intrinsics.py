@@ -15,6 +15,8 @@ from numba.core import cgutils
 
 
 _WORD = ir.IntType(64)
+# Of a cache.
+LINE_BYTES = 64
 
 # C's functions, which every process has.
 give_way = types.ExternalFunction("sched_yield", types.int32())
@@ -101,6 +103,31 @@ def copy_bytes(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
                            builder.inttoptr(values[1], byte), values[2], 1)
         return context.get_dummy_value()
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+@numba.extending.intrinsic
+def stream_line(typing: Any, target: Any, source: Any) -> Any:
+    """Copy LINE_BYTES bytes to an address that is a multiple of them, past the caches."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        half = ir.VectorType(_WORD, LINE_BYTES // 16)
+        kind = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        for offset in (0, LINE_BYTES // 2):
+            to, of = (builder.inttoptr(builder.add(value, ir.Constant(_WORD, offset)),
+                                       half.as_pointer()) for value in values)
+            builder.store(builder.load(of, align=1), to, align=LINE_BYTES // 2).set_metadata(
+                "nontemporal", kind)
+        return context.get_dummy_value()
+    return types.void(types.int64, types.int64), generate
+
+
+@numba.extending.intrinsic
+def end_stream(typing: Any) -> Any:
+    """Let what was copied past the caches be seen before what this thread stores next."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if platform.machine() == "x86_64":
+            _call(builder, "llvm.x86.sse.sfence", ir.FunctionType(ir.VoidType(), []), [])
+        return context.get_dummy_value()
+    return types.void(), generate
 
 
 def conversions(name: str) -> tuple[Any, Any]:

@@ -162,13 +162,19 @@ def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
                 out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
             return
         d = pointer(words[first + 3] + offset)
+        if p < 8:
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
+            return
+        e, f = pointer(words[first + 4] + offset), pointer(words[first + 5] + offset)
+        g, h = pointer(words[first + 6] + offset), pointer(words[first + 7] + offset)
         for i in range(n):
-            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
+            out[i] = a[i] + b[i] + c[i] + d[i] + e[i] + f[i] + g[i] + h[i]
 
     @inlined
     def add(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
         first_ones(words, first, p, offset, n, out, divisor)
-        for r in range(first + 4, first + p - 1, 2):
+        for r in range(first + (8 if p >= 8 else 4), first + p - 1, 2):
             a, b = pointer(words[r] + offset), pointer(words[r + 1] + offset)
             for i in range(n):
                 out[i] = out[i] + a[i] + b[i]

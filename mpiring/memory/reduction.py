@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from ..jit import loops, sums
+from ..jit import copies, loops, sums
 from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 from .scratch import BLOCK_BYTES, thread_scratch
@@ -65,6 +65,13 @@ class Combine(Protocol):
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Combine all contributions, not prepared, in the order given, finish, and store."""
 
+    def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
+        """Copy a vector to others, in one pass; to none as well.
+
+        Args:
+            past_caches: It is a part of vectors that do not fit into the caches.
+        """
+
 
 class _Thread(threading.local):
     """A thread's context in which floating-point errors give Inf and NaN without a warning."""
@@ -106,8 +113,8 @@ class Reduction:
     Any number of threads may use one Reduction.
 
     Args:
-        compiled: Long vectors of more than 16 bits may be added by code that numba has compiled,
-            where there is some; to load it takes 50 MiB.
+        compiled: Long vectors may be copied, and those of more than 16 bits added, by code that
+            numba has compiled, where there is some; to load it takes 50 MiB.
 
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.
@@ -129,6 +136,7 @@ class Reduction:
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
             size > 1 and loops.combiner(name) or sixteen.combine)
+        self._compiled = compiled
         self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
         # Three or more vectors are combined block by block, as are those whose result is stored
         # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
@@ -183,6 +191,21 @@ class Reduction:
                 run(np.divide, out, divisor, out=out)
 
         return combine
+
+    def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
+        """Copy a vector to others; each block is read once.
+
+        Args:
+            x: Shape (n,), contiguous.
+            outs: Any number of vectors of shape (n,), contiguous, that do not overlap.
+            past_caches: Compiled code, if there is some, stores past the caches.
+        """
+        if past_caches and self._compiled and outs and copies.stream(x, outs):
+            return
+        for start in range(0, x.size if outs else 0, self._block):
+            block = x[start:start + self._block]
+            for out in outs:
+                np.copyto(out[start:start + self._block], block)
 
     def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         n, step = outs[0].size, self._block

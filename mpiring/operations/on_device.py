@@ -81,6 +81,11 @@ class DeviceCombine(Reduction):
         """Return a function that combines these vectors as `combine` does."""
         return functools.partial(self.combine, sources)
 
+    def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
+        """Copy a vector to others."""
+        if outs:
+            self._device.combine(self.op, [x], 1, cast(Sequence[DeviceVector], outs))
+
     def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         self._device.combine(self.op, sources, divisor, cast(Sequence[DeviceVector], outs))
 

@@ -109,6 +109,9 @@ class NoCombine:
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Do nothing."""
 
+    def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
+        """Do nothing."""
+
 
 class PricedCombine(NoCombine):
     """A `Combine` that only takes time, for a network without payload.
@@ -116,10 +119,12 @@ class PricedCombine(NoCombine):
     Args:
         work: Keeps the rank busy for so many seconds.
         rate: Bytes per second that it reads and writes.
+        copied: Bytes per second that it copies to one vector, reading and writing each.
     """
 
-    def __init__(self, work: Callable[[float], None], rate: float) -> None:
-        self._work, self._rate = work, rate
+    def __init__(self, work: Callable[[float], None], rate: float,
+                 copied: float = math.inf) -> None:
+        self._work, self._rate, self._copied = work, rate, copied
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Take the time of reading two vectors, and writing one."""
@@ -128,3 +133,8 @@ class PricedCombine(NoCombine):
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Take the time of reading and writing each vector once."""
         self._work((len(sources) + len(outs)) * outs[0].nbytes / self._rate)
+
+    def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
+        """Take the time of reading one vector, and writing each of the others."""
+        if outs:
+            self._work((1 + len(outs)) * x.nbytes / (2 * self._copied))

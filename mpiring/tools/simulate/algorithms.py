@@ -110,7 +110,7 @@ class SimulatedOperation(Collectives):
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what takes the time of combining."""
-        return PricedCombine(self.work, self._cluster.reduction_rate)
+        return PricedCombine(self.work, self._cluster.reduction_rate, self._cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""

@@ -1,15 +1,13 @@
 """The command `python -m mpiring tune`: measures algorithms, and shows which are the fastest."""
 
 import argparse
-import time
 from collections.abc import Iterator
-
-import numpy as np
 
 from ...communicator import Communicator, init
 from ...errors import ConfigError
 from ...operations.model import Model
 from ..units import size_text
+from .rates import measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 
@@ -38,17 +36,19 @@ def run(options: argparse.Namespace) -> int:
             if inside is not None:
                 _report(inside, f"Within a node: {inside.size} ranks", comm.rank == 0)
                 inside.close()
+        rates = measure(comm)
+        if comm.rank == 0:
+            print(f"While all ranks combine and copy: simulate {rates.options}\n")
     return 0
 
 
 def _report(comm: Communicator, title: str, shown: bool) -> None:
     model = comm.tune(fresh=True)
-    rate = _reduction_rate()
     if shown:
-        _print(model, title, rate)
+        _print(model, title)
 
 
-def _print(model: Model, title: str, rate: float) -> None:
+def _print(model: Model, title: str) -> None:
     print(f"{title}\n")
     sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
     print(f"{'microseconds':14}" + "".join(f"{size_text(size):>12}" for size in sizes)
@@ -56,7 +56,7 @@ def _print(model: Model, title: str, rate: float) -> None:
     for name, curve in model.curves:
         print(f"{name:14}" + "".join(f"{1e6 * curve.time_s(size):12.1f}" for size in sizes)
               + f"{1e6 * curve.latency_s:14.1f}{1e-9 / curve.s_per_byte:10.3f}")
-    print(f"\nadding: {rate:.1f} GB/s on one rank")
+    print()
     ranges = [(_SMALLEST, "shared")] if "shared" in dict(model.curves) else _ranges(model)
     for first, name in ranges:
         print(f"auto takes {name} from {size_text(first)}")
@@ -72,14 +72,3 @@ def _ranges(model: Model) -> Iterator[tuple[int, str]]:
         if best != last:
             yield size, best
         last, size = best, size * 2
-
-
-def _reduction_rate() -> float:
-    """Return the GB/s of contributions that a rank adds to a sum."""
-    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
-    seconds = []
-    for _ in range(20):
-        began = time.perf_counter()
-        np.add(x, y, out=x)
-        seconds.append(time.perf_counter() - began)
-    return y.nbytes / min(seconds) / 1e9
