@@ -120,7 +120,7 @@ class Autotuner:
             return (plan, tuple(algorithms), choice.operations, choice.pieces, choice.slices)
 
         self._search = Descent(first, axes, identity, _MOST_TRIALS).search()
-        next(self._search)
+        fused.use(next(self._search))
         self._since_s = time.perf_counter()
         return False
 

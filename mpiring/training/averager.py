@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
@@ -218,7 +218,7 @@ class Averager(FusedTensors):
     def use(self, choice: Choice) -> None:
         """Use other settings from the next step on; values move along. See FusedTensors."""
         # A rank that had chosen otherwise would wait for messages that nobody sends.
-        self.compared["choice"] = str(choice)
+        self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
         super().use(choice)
 
     def _await_means(self) -> tuple[bool, list[str]]:
@@ -266,8 +266,9 @@ class Averager(FusedTensors):
 
     def close(self) -> None:
         """Let Reducers serve another model, or these tensors in other buckets."""
-        if self._autotuner is not None and self._autotuner.first is not None:
-            self._comm.tunable.operations_in_flight = self._autotuner.first.operations
+        operations = self._comm.config.operations_in_flight
+        if self.choice.operations != operations:
+            self._comm.tunable.operations_in_flight = operations
         for compressor in self.compressors:
             compressor.release()
 

@@ -163,7 +163,7 @@ class FusedTensors:
         self.compressors = compressors(self._reducers.values())
         self.choice = Choice(
             usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
-            else fusion.bucket_bytes, comm.tunable.operations_in_flight)
+            else fusion.bucket_bytes, comm.config.operations_in_flight)
         self._arrays: dict[str, Array] = {}
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}

@@ -1,7 +1,9 @@
 """Tests tuning in the first steps on real MPI, by a clock that the test turns; a rank is a node."""
 
+import io
 import logging
 import math
+import re
 import types
 
 import numpy as np
@@ -30,11 +32,11 @@ def seconds_of(choice):
 
 
 class Steps:
-    """Takes steps of a model, which last as long as `seconds_of` says; one rank is faster."""
+    """Takes steps of a model, which last as long as `seconds_of` says; rank 0 has another clock."""
 
-    def __init__(self, monkeypatch, dp, settings):
-        self.dp, self.now_s, self.choices = dp, 0.0, []
-        self._settings = settings
+    def __init__(self, monkeypatch, comm, **options):
+        self.dp, self.now_s, self.choices = DataParallel(
+            model(), comm, bucket_bytes=MIB, **options), 0.0, []
         monkeypatch.setattr(autotune, "time", types.SimpleNamespace(
             perf_counter=lambda: self.now_s))
 
@@ -45,8 +47,10 @@ class Steps:
             for name in SHAPES:
                 dp.grads[name][...] = (comm.rank + 1) * number
                 dp.ready(name)
-            self.choices.append(self._settings())
-            self.now_s += seconds_of(self.choices[-1]) * (1 if comm.rank else 0.5)
+            self.choices.append(dp.gradients.choice)
+            seconds = seconds_of(dp.gradients.choice)
+            # The slowest rank counts, and not rank 0, to which slow settings seem fast.
+            self.now_s += seconds if comm.rank else 0.5 / seconds
             dp.wait()
             for gradient in dp.grads.values():
                 np.testing.assert_array_equal(gradient, (comm.size + 1) / 2 * number)
@@ -66,14 +70,9 @@ def model():
     return {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-def steps_of(monkeypatch, comm, **options):
-    dp = DataParallel(model(), comm, bucket_bytes=MIB, **options)
-    return Steps(monkeypatch, dp, lambda: dp.gradients.choice)
-
-
 def test_ranks_agree_on_the_fastest_and_later_jobs_begin_with_it(ranks, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "mpiring")
-    steps = steps_of(monkeypatch, ranks, autotune=True)
+    steps = Steps(monkeypatch, ranks, autotune=True)
     steps.take(autotune.MOST_STEPS)
     chosen = steps.dp.gradients.choice
     assert (chosen.bucket_bytes, chosen.operations, chosen.long, chosen.short) == (
@@ -85,17 +84,17 @@ def test_ranks_agree_on_the_fastest_and_later_jobs_begin_with_it(ranks, monkeypa
     assert [text.partition(": ")[2].partition(",")[0] for text in told] == (
         ["buckets of 0.25 MiB"] if ranks.rank == 0 else [])
     ranks.tunable.operations_in_flight = 2
-    again = steps_of(monkeypatch, ranks, autotune=True)
+    again = Steps(monkeypatch, ranks, autotune=True)
     again.take(4)
     assert again.choices == [Choice(MIB, 2), chosen, chosen, chosen]
     assert ("an earlier job has chosen" in caplog.text) == (ranks.rank == 0)
-    other = steps_of(monkeypatch, ranks, autotune=True, reducer={"w1": PowerSGD(start_step=9)})
+    other = Steps(monkeypatch, ranks, autotune=True, reducer={"w1": PowerSGD(start_step=9)})
     other.take(4)
     assert other.choices[1].bucket_bytes == MIB, "what is saved is of another Reducer"
 
 
 def test_only_the_last_step_of_a_trial_has_one_more_operation(ranks, monkeypatch):
-    steps, counts = steps_of(monkeypatch, ranks, autotune=True), []
+    steps, counts = Steps(monkeypatch, ranks, autotune=True), []
     steps.take(4)
     for _ in range(9):
         before = ranks.statistics.operations
@@ -107,10 +106,23 @@ def test_only_the_last_step_of_a_trial_has_one_more_operation(ranks, monkeypatch
     assert set(counts) == {0} and len(counts) >= 6
 
 
+def test_buckets_are_averaged_by_the_chosen_algorithms(ranks):
+    dp, report = DataParallel(model(), ranks, bucket_bytes=MIB // 4), io.StringIO()
+    for algorithm, slices in (("native", 3), ("ring", 1)):
+        dp.gradients.use(Choice(MIB // 2, 2, short=algorithm, pieces=0.5, slices=slices))
+        for name in SHAPES:
+            dp.grads[name][...] = ranks.rank
+            dp.ready(name)
+        dp.wait()
+    ranks.dump_flight(file=report)
+    algorithms = re.findall(r" bytes, (\w+): queued", report.getvalue())
+    assert algorithms == ["native", "native", "ring", "ring"], report.getvalue()
+
+
 def test_buckets_stay_where_reducers_remember_them_or_slices_are_used(ranks, monkeypatch):
-    remembering = steps_of(monkeypatch, ranks, autotune=True, reducer=PowerSGD(start_step=99))
+    remembering = Steps(monkeypatch, ranks, autotune=True, reducer=PowerSGD(start_step=99))
     remembering.take(30)
-    scattered = steps_of(monkeypatch, ranks, autotune=True)
+    scattered = Steps(monkeypatch, ranks, autotune=True)
     scattered.take(8)
     assert scattered.choices[-1].bucket_bytes != MIB
     scattered.dp.gradients.scatter()
@@ -130,7 +142,7 @@ def test_it_is_off_unless_asked_for_and_where_bits_are_to_be_equal(
     with mpiring.Communicator(MPI.COMM_WORLD, config=config) as asked:
         for comm, options, changes in ((ranks, {}, False), (asked, {"autotune": False}, False),
                                        (asked, {"deterministic": True}, False), (asked, {}, True)):
-            steps = steps_of(monkeypatch, comm, **options)
+            steps = Steps(monkeypatch, comm, **options)
             steps.take(8)
             assert (len(set(steps.choices)) > 1) == changes
     assert ("autotune is off: deterministic=True" in caplog.text) == (ranks.rank == 0)
