@@ -108,14 +108,15 @@ def main():
     winner = min(best, key=medians.__getitem__)
     if comm.rank == 0:
         where = f"{len(comm.memory_groups)} × {comm.size // len(comm.memory_groups)}"
+        parameters = sum(tensor.size for tensor in training.gradients.tensors.values())
         print(f"{len(grid)} settings, {min(times.values()) * 1e3:.4g} to "
               f"{max(times.values()) * 1e3:.4g} ms; the best: {winner}")
         for first, choice, steps in runs:
-            cells = [where, f"{first.bucket_bytes // 10 ** 6} MB", str(steps),
+            cells = [where, f"{parameters / 1e6:.1f} M", f"{first.bucket_bytes // 10 ** 6} MB",
+                     str(steps),
                      *(f"{1e3 * medians[each]:.4g}" for each in (first, choice, winner)),
-                     *(f"{medians[each] / medians[winner]:.3f}" for each in (first, choice)),
-                     str(choice)]
-            print(f"| {' | '.join(cells)} |", flush=True)
+                     *(f"{medians[each] / medians[winner]:.3f}" for each in (first, choice))]
+            print(f"| {' | '.join(cells)} |    {choice}", flush=True)
 
 
 if __name__ == "__main__":
