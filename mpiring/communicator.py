@@ -20,6 +20,7 @@ from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
 from .engine.persistent import Persistent
+from .engine.tuning import Tunable
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
@@ -474,6 +475,11 @@ class Communicator:
         with same_on_all(self, "tune") as same:
             same["fresh"] = bool(fresh)
         return self._group.tune(fresh=fresh)
+
+    @property
+    def tunable(self) -> Tunable:
+        """What a DataParallel tunes of these ranks' operations."""
+        return self._group
 
     def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
         """Tune now, and compile sums, if that is still to come, rather than amid other work.

@@ -19,7 +19,7 @@ ROUNDS = ("auto", "python", "off")
 GPU_AWARE = ("auto", "yes", "no")
 # Ranks with other values of these would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
-          "digest_action", "gpu_aware")
+          "digest_action", "gpu_aware", "autotune")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
@@ -45,6 +45,8 @@ class Config:
             for which size, or take what an earlier job has saved.
         tuning_folder: Where rank 0 saves what was measured or tried, and every rank what numba has
             compiled; "" saves nothing.
+        autotune: In the first steps of a DataParallel, try which length of buckets, algorithm and
+            number of operations in flight make steps fastest; keep these, also for later jobs.
         machine_code: Use code that numba has compiled, and compile more where numba is installed.
             Otherwise NumPy makes the same bits, which takes longer.
         progress: "thread" advances operations in the background, "inline" only inside mpiring's
@@ -81,6 +83,7 @@ class Config:
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
+    autotune: bool = _setting(False)
     machine_code: bool = _setting(True)
     progress: str = _setting("auto", *PROGRESS)
     operations_in_flight: int = _setting(2)

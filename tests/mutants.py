@@ -48,6 +48,7 @@ CLOCKS, OUTER = "tests/asynchronous/test_clocks.py", "tests/optim/test_outer.py"
 SLICED, STATE = "tests/sharding/test_sliced.py", "tests/sharding/test_state.py"
 EVERY_NAME, ORDERS = (f"tests/horovod/test_programs.py::test_{name}" for name in (
     "every_name", "a_program"))
+SEARCH = "tests/training/test_search.py"
 WINDOWS, ARRAYS = "tests/mpi/test_communicator.py", "tests/memory/test_arrays.py"
 STEP = "tests/tools/test_step.py"
 
@@ -133,6 +134,14 @@ MUTANTS = [
            "tests/mpi/test_optimizers.py tests/mpi/test_mixed_precision.py", 2),
     Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
            "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
+    # Tuning.
+    Mutant("training/search.py", "if seconds < (1 - _LEAST_GAIN) * first_s:", "if True:",
+           SEARCH),
+    Mutant("training/search.py", "if identity in self._tried:", "if False:", SEARCH),
+    Mutant("training/autotune.py", "self._comm.allreduce(slowest, op=\"max\")", "pass",
+           "tests/mpi/test_autotune.py", 2),
+    Mutant("training/search.py", "collectives.preferred = algorithm", "pass",
+           "tests/mpi/test_autotune.py", 2),
     # Horovod's interface.
     Mutant("horovod/matching.py", "in lists[active[0]].items()",
            "in lists[self._comm.rank].items()", ORDERS),

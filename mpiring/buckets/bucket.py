@@ -89,6 +89,11 @@ class BucketPlan:
         return sum(tensor.padded_size for tensor in self.tensors)
 
     @property
+    def nbytes(self) -> int:
+        """Number of bytes of the bucket."""
+        return self.size * self.dtype.itemsize
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of all its tensors."""
         return self.tensors[0].dtype

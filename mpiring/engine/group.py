@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from ..collectives.native import Turns
 from ..config import Config
 from ..errors import ClosedError
@@ -15,7 +17,7 @@ from ..launch.cache import folder_of
 from ..launch.start import load_mpi
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
-from ..operations.algorithms import candidates
+from ..operations.algorithms import Case, candidates, choose
 from ..operations.model import Model
 from ..operations.on_device import GpuOperations
 from ..operations.operation import Collectives
@@ -112,17 +114,39 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        shape = [len(ranks) for ranks in self._resources.nodes]
-        library = " ".join(load_mpi().Get_library_version().split()[:4])
         tuner = Tuner(
-            self._run_tuning, rank=self.rank, candidates=candidates(self.size, len(shape)),
-            cluster=(f"{library}, ranks per node {shape}, "
-                     f"{'thread' if self.engine.threaded else 'inline'} progress"),
+            self._run_tuning, rank=self.rank, cluster=self.cluster,
+            candidates=candidates(self.size, len(self._resources.nodes)),
             folder=self.config.tuning_folder)
         model = tuner.find(fresh=fresh)
         self._resources = replace(self._resources, model=model)
         self._is_tuned = True
         return model
+
+    @property
+    def cluster(self) -> str:
+        """Text of what the speed of operations depends on."""
+        shape = [len(ranks) for ranks in self._resources.nodes]
+        library = " ".join(load_mpi().Get_library_version().split()[:4])
+        return (f"{library}, ranks per node {shape}, "
+                f"{'thread' if self.engine.threaded else 'inline'} progress")
+
+    def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], wish: str, gpu: str) -> str:
+        """Return the algorithm of a mean of vectors, if `wish` is wished for; see Case."""
+        resources = self._resources
+        wish = resources.algorithm if wish == "auto" else wish
+        return choose(Case(nbytes, dtype, "mean", self.size, len(resources.nodes),
+                           resources.tuning, gpu), wish, resources.model).name
+
+    @property
+    def operations_in_flight(self) -> int:
+        """Number of operations in the background that advance at a time."""
+        return int(self.lane.in_flight)
+
+    @operations_in_flight.setter
+    def operations_in_flight(self, count: int) -> None:
+        """Change it, also while operations are in flight."""
+        self.lane.in_flight = count
 
     def tune_once(self) -> None:
         """Tune before the first allreduce whose algorithm depends on it.

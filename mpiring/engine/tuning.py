@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,23 @@ _TOLERANCE = 2.0
 
 # Returns the result of the schedule that is built; the text is for reports.
 Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
+
+
+class Tunable(Protocol):
+    """A group whose speed is tuned by its user.
+
+    Attributes:
+        operations_in_flight: As in Config; may be changed at any time.
+    """
+
+    operations_in_flight: int
+
+    @property
+    def cluster(self) -> str:
+        """Text of what the speed of operations depends on."""
+
+    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", wish: str, gpu: str) -> str:
+        """Return the algorithm of a mean of vectors, if `wish` is wished for; see Case."""
 
 
 class Tuner:

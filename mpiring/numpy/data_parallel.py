@@ -56,6 +56,9 @@ class DataParallel:
         deterministic: Do not reorder gradients after the first step, so that two runs have equal
             bits even if gradients became ready in different orders.
         order: `order` of a saved checkpoint, to continue from it bit by bit.
+        autotune: In the first steps, at most 60, try which length of buckets, algorithm and
+            number of operations in flight make steps fastest; later jobs begin with these.
+            By default as in Config. Views move until then.
 
     Attributes:
         comm: The ranks.
@@ -75,9 +78,10 @@ class DataParallel:
 
     def __init__(self, params: Mapping[str, Array], comm: Communicator, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
-                 deterministic: bool = False, order: Sequence[str] | None = None) -> None:
+                 deterministic: bool = False, order: Sequence[str] | None = None,
+                 autotune: bool | None = None) -> None:
         refuse_other_than_communicators(comm)
-        fusion = Fusion(bucket_bytes, reducer, deterministic, order)
+        fusion = Fusion(bucket_bytes, reducer, deterministic, order, autotune)
         tensors, device = share(params, comm, **vars(fusion))
         self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)

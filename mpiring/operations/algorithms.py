@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -215,10 +215,20 @@ def named(name: str) -> Algorithm | None:
     return next((row for row in TABLE if row.name == name), None)
 
 
-def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
-    """Return the algorithms that are worth measuring on a cluster."""
-    case = Case(0, np.dtype(np.float32), "sum", ranks, nodes, Tuning())
-    return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
+def candidates(ranks: int, nodes: int,
+               dtypes: Iterable["np.dtype[Any]"] = (np.dtype(np.float32),),
+               gpu: str = "") -> tuple[str, ...]:
+    """Return the algorithms that are worth measuring on a cluster.
+
+    Args:
+        ranks, nodes, gpu: As in Case.
+        dtypes: Of the vectors whose mean or sum is needed; 16 bits are to be added in float32.
+    """
+    cases = [Case(0, dtype, "mean", ranks, nodes, Tuning(), gpu) for dtype in dtypes]
+    return tuple(
+        row.name for row in TABLE if row.is_measured(nodes) and all(
+            not row.refusal(case) and (row.keeps_float32 or not widens(case.dtype, case.op))
+            for case in cases))
 
 
 def choose(case: Case, wish: str = "auto", model: Model | None = None) -> Algorithm:

@@ -40,13 +40,14 @@ class Collectives:
         resources, sequence: As above.
         windows: The arrays in node-shared memory.
         tuning: Lengths and counts.
+        preferred: The algorithm that "auto" means, where it can be used.
         gpu: The GPU on which the operation's vectors lie, in words; "" for host memory.
         algorithm: Name of the algorithm of its last allreduce, if any.
     """
 
     gpu = ""
     __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
-                 "algorithm", "_net", "_window_count", "_native_bytes")
+                 "preferred", "algorithm", "_net", "_window_count", "_native_bytes")
 
     def __init__(self, resources: Resources, node: Node | None, sequence: int) -> None:
         transport = resources.transport
@@ -54,7 +55,7 @@ class Collectives:
         self.node: Node = Alone(self.rank) if node is None else node
         self.resources, self.sequence = resources, sequence
         self.windows, self.tuning = resources.windows, resources.tuning
-        self.algorithm = ""
+        self.preferred, self.algorithm = resources.algorithm, ""
         self._net: OperationChannel | None = None
         self._window_count = self._native_bytes = 0
 
@@ -134,7 +135,8 @@ class Collectives:
 
     def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
         # A program makes the same few calls again and again.
-        chosen, key = self.resources.chosen, (choose, x.nbytes, x.dtype, op, wish, self.gpu)
+        chosen = self.resources.chosen
+        key = choose, x.nbytes, x.dtype, op, wish, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
         if choice is None:
             if len(chosen) >= _MOST_CHOSEN:
@@ -143,7 +145,7 @@ class Collectives:
         return choice
 
     def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
-        algorithm, model = self.resources.algorithm, self.resources.model
+        algorithm, model = self.preferred, self.resources.model
         case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
         if wish == "auto" and algorithm != "auto":
             try:

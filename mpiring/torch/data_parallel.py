@@ -156,6 +156,9 @@ class DataParallel(Wrapper):
             written: call `synchronize()` before clipping, and before GradScaler's `unscale_` or
             `step`.
         order: `order` of a saved checkpoint, to continue from it bit by bit.
+        autotune: In the first steps, at most 60, try which length of buckets, algorithm and
+            number of operations in flight make steps fastest; later jobs begin with these.
+            By default as in Config. If parameters are frozen or thawed, this ends.
 
     Attributes:
         module: The module.
@@ -174,12 +177,12 @@ class DataParallel(Wrapper):
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,
                  deterministic: bool = False, defer_wait: bool = False,
-                 order: Sequence[str] | None = None) -> None:
+                 order: Sequence[str] | None = None, autotune: bool | None = None) -> None:
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
             settings = Settings(bucket_bytes, reducer, truth("deterministic", deterministic), order,
-                                truth("find_unused_parameters", find_unused_parameters),
+                                autotune, truth("find_unused_parameters", find_unused_parameters),
                                 truth("defer_wait", defer_wait))
             same.update(vars(settings),
                         broadcast_buffers=truth("broadcast_buffers", broadcast_buffers))

@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from ..record.statistics import Statistics
 from ..reducers.compressor import Cost
 from ..text import first_few
 from ..transport.base import Schedule, T
+from .autotune import Autotuner, is_wanted
 from .fused import FusedTensors, Fusion, Placement
+from .search import Choice
 from .weighing import Weighing
 
 # Each rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. Of longer ones, each
@@ -84,6 +86,9 @@ class Averager(FusedTensors):
                  weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
         super().__init__(tensors, comm, fusion, placement)
         self._overlaps = overlap
+        # Tensors that are averaged in place of others would be tuned again each time.
+        self._autotuner = (Autotuner(comm, overlaps=overlap)
+                           if not steps and is_wanted(fusion, comm) else None)
         self.weighing = weighing or Weighing(comm)
         self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
         self.compared: dict[str, str] = {}
@@ -168,7 +173,8 @@ class Averager(FusedTensors):
         detail = ", ".join([f"{reduction.text} in {self.step_label}", *self.compared.values()])
         call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
                     bucket.flat.nbytes)
-        build = reduction.scatter if self._leaves_slices else reduction.reduce
+        build = self.choice.applied(
+            reduction.scatter if self._leaves_slices else reduction.reduce, bucket.flat.nbytes)
         if self._overlaps:
             return self.tally.submit(call, build, device=reduction.device, ready=bucket.written)
         self.tally.run(call, build, device=reduction.device, ready=bucket.written)
@@ -211,6 +217,15 @@ class Averager(FusedTensors):
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
         self.compared.pop("rescale", None)
         self._record_step(waited_s)
+        if self._autotuner is not None and self._autotuner.end_step(
+                self, fixed=self.scatters or bool(self.compressors)):
+            self._autotuner = None
+
+    def use(self, choice: Choice) -> None:
+        """Use other settings from the next step on; values move along. See FusedTensors."""
+        # A rank that had chosen otherwise would wait for messages that nobody sends.
+        self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
+        super().use(choice)
 
     def _await_means(self) -> tuple[bool, list[str]]:
         """Return whether the means are finite, on all ranks, and names of some that are not."""
@@ -271,6 +286,9 @@ class Averager(FusedTensors):
 
     def close(self) -> None:
         """Let Reducers serve another model, or these tensors in other buckets."""
+        operations = self._comm.config.operations_in_flight
+        if self.choice.operations != operations:
+            self._comm.tunable.operations_in_flight = operations
         for compressor in self.compressors:
             compressor.release()
 
@@ -291,9 +309,13 @@ class Averager(FusedTensors):
         Raises:
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: no.
+        Collective: yes. Blocking: while settings are tuned, which it ends.
         """
         self._refuse_amid("scatter()")
+        if self._autotuner is not None and self._autotuner.first is not None:
+            # Buckets have to stay where they are from now on, but not where a trial has put them.
+            self.use(self._autotuner.first)
+            self._autotuner = None
         self.scatters = True
 
     def bounds(self, bucket: Bucket) -> list[int]:

@@ -18,6 +18,7 @@ from ..operations.operation import Collectives
 from ..reducers.reducer import Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of
 from ..reducers.compressor import Compressor
 from ..transport.base import Schedule
+from .search import Choice
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Fusion:
         deterministic: Keep the first plan, so that results do not depend on the order
             in which tensors became ready.
         order: As `order` was when a state was saved, to go on from it with the same buckets.
+        autotune: Find the fastest settings in the first steps; None: if Config says so.
     """
 
     bucket_bytes: int | None = None
     reducer: ReducerSpec = None
     deterministic: bool = False
     order: Sequence[str] | None = None
+    autotune: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class FusedTensors:
         home: The bucket of each tensor.
         compressors: The Reducers that have a state.
         mark: As in the placement.
+        choice: The length of buckets, and other settings of speed.
         is_final: Whether the order stays as it is.
         dense_bytes: What this rank sends to other nodes in a step without compression.
 
@@ -157,8 +161,9 @@ class FusedTensors:
             self.mark = self._device.gpu.mark
         self._reducers = reducers_of(self.tensors, fusion.reducer)
         self.compressors = compressors(self._reducers.values())
-        self._bucket_bytes = (usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
-                              else fusion.bucket_bytes)
+        self.choice = Choice(
+            usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
+            else fusion.bucket_bytes, comm.config.operations_in_flight)
         self._arrays: dict[str, Array] = {}
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
@@ -213,7 +218,19 @@ class FusedTensors:
         Collective: yes. Blocking: yes.
         """
         self._fused = [self.tensors[name] for name in order]
-        if self._plan() != tuple(bucket.plan for bucket in self.buckets):
+        self._follow_plan()
+
+    def use(self, choice: Choice) -> None:
+        """Use other settings from the next step on; values move along.
+
+        Collective: yes. Blocking: yes.
+        """
+        self.choice, self._comm.tunable.operations_in_flight = choice, choice.operations
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Build other buckets if tensors are to be fused otherwise."""
+        if self.plan(self.choice.bucket_bytes) != tuple(bucket.plan for bucket in self.buckets):
             self._rebuild()
 
     def _resume(self) -> bool:
@@ -245,9 +262,14 @@ class FusedTensors:
                 f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
         return [self.tensors[name] for name in order]
 
-    def _plan(self) -> tuple[BucketPlan, ...]:
-        return plan(self._fused, self._bucket_bytes,
-                    lambda tensor: id(self._reducers[tensor.name]))
+    def plan(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
+        """Return how tensors would be fused into buckets of another length."""
+        return plan(self._fused, bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+
+    @property
+    def gpu(self) -> str:
+        """The GPU on which the buckets lie, in words; "" for host memory."""
+        return "" if self._device is None else str(self._device)
 
     def _rebuild(self) -> None:
         """Build buckets, one after the other, and move the tensors into them."""
@@ -260,7 +282,7 @@ class FusedTensors:
         if self._arrays and self.mark is not None:
             # What is to be moved may have been written a moment ago.
             await_event(self.mark())
-        for index, bucket_plan in enumerate(self._plan()):
+        for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
             bucket = Bucket(index, bucket_plan, empty, self._device)
             self.buckets.append(bucket)
             self._move_into(bucket)

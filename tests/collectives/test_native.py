@@ -6,7 +6,8 @@ import pytest
 
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import EAGER_HALVES, TABLE, Case, choose, choose_halves
+from mpiring.operations.algorithms import (
+    EAGER_HALVES, TABLE, Case, candidates, choose, choose_halves)
 from mpiring.errors import ConfigError
 
 
@@ -57,6 +58,16 @@ def test_choice_by_nodes():
     for nodes, ranks in ((1, 1), (1, 8), (8, 8)):
         with pytest.raises(ConfigError, match=f"here are {ranks} ranks and {nodes} node"):
             chosen(8, wish="hierarchical", ranks=ranks, nodes=nodes)
+
+
+def test_candidates_round_no_worse_than_what_auto_takes():
+    narrow = [np.dtype(dtype) for dtype in ("float16", ml_dtypes.bfloat16)]
+    assert candidates(8, 1) == ("shared", "native") and candidates(8, 8) == ("native", "ring")
+    assert candidates(8, 4) == ("native", "ring", "hierarchical")
+    for dtypes in (narrow, [np.dtype("float32"), narrow[0]]):
+        assert candidates(8, 4, dtypes) == ("hierarchical",)
+        assert candidates(8, 8, dtypes) == () and candidates(8, 1, dtypes) == ("shared",)
+    assert candidates(8, 1, gpu="GPU 0") == ("shared",)
 
 
 def test_what_cannot_be_halved_gives_way():

@@ -125,7 +125,8 @@ def loading(name, make, label):
 ROWS = [
     *rows_of("DataParallel", dp_of, {
         "bucket_bytes": (1000, 2000, "a"), "deterministic": (True, False, "no"),
-        "order": (["w", "b"], ["b", "w"], 3), "reducer": (TopK(), PowerSGD(), 3)},
+        "order": (["w", "b"], ["b", "w"], 3), "reducer": (TopK(), PowerSGD(), 3),
+        "autotune": (False, True, "no")},
         label="the model"),
     Row("DataParallel(params=)", lambda comm, params: DataParallel(params, comm),
         {"params": params()},

@@ -122,7 +122,7 @@ ROWS = [
         "bucket_bytes": (1000, 2000, "a"), "reducer": ({}, None, 3),
         "find_unused_parameters": (True, False, "no"), "broadcast_buffers": (False, True, "no"),
         "deterministic": (True, False, "no"), "defer_wait": (True, False, "no"),
-        "order": ([], None, 3)}, label="DataParallel"),
+        "order": ([], None, 3), "autotune": (False, True, "no")}, label="DataParallel"),
     Row("DataParallel(module)", lambda comm, width: DataParallel(torch.nn.Linear(width, 3), comm),
         {"width": 4}, {"value": ({"width": 5}, r"DataParallel has tensors\[0\]='weight "
                                  r"torch.float32 \(3, [45]\)', but on rank 0 it is 'weight")}),

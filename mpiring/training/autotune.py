@@ -1,0 +1,186 @@
+"""Tunes the averaging of gradients in the first steps of a training, and saves the result."""
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from ..arguments import truth
+from ..buckets.bucket import BucketPlan
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..launch.cache import Cache
+from ..memory.digest import digest
+from ..operations.algorithms import candidates
+from .fused import FusedTensors, Fusion
+from .search import TURNS, Axis, Choice, Descent, Outcome, Search
+
+_log = logging.getLogger("mpiring")
+
+# To be raised when saved choices mean something else.
+_EDITION = 1
+MOST_STEPS = 60
+# The first step with other settings finds new memory; the fastest of those that follow counts.
+_IGNORED_STEPS, _TIMED_STEPS = 1, 2
+# A step that orders the gradients comes first, and a comparison last.
+_MOST_TRIALS = (MOST_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
+# Shorter buckets cost more messages than they hide, on any network.
+_SHORTEST_BUCKET = 256 << 10
+_OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
+
+
+def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
+    """Return whether to tune in the first steps.
+
+    Raises:
+        ConfigError: The user wants that, and equal bits in all runs.
+    """
+    if fusion.autotune is None:
+        if fusion.deterministic and comm.config.autotune and comm.rank == 0:
+            _log.info("autotune is off: deterministic=True asks for equal bits in all runs")
+        return comm.config.autotune and not fusion.deterministic and comm.size > 1
+    if truth("autotune", fusion.autotune) and fusion.deterministic:
+        raise ConfigError(
+            f"rank {comm.rank}: autotune=True with deterministic=True: the fastest settings "
+            f"differ from run to run, and with them the rounding of means; leave out one of them")
+    return fusion.autotune and comm.size > 1
+
+
+class Autotuner:
+    """Times the first steps with different settings, and keeps the fastest ones.
+
+    Each rank times by itself. After the last step of a trial the ranks agree on the time of the
+    slowest, and so take the same decisions; other steps have no message.
+
+    Args:
+        comm: The ranks.
+        overlaps: Whether several operations may be in flight.
+
+    Attributes:
+        first: The settings before the first trial; None while there was none.
+    """
+
+    def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
+        self._comm, self._overlaps = comm, overlaps
+        self.first: Choice | None = None
+        self._search: Search | None = None
+        self._cache: Cache | None = None
+        self._since_s = 0.0
+        self._times: list[float] = []
+
+    def end_step(self, fused: FusedTensors, *, fixed: bool) -> bool:
+        """Time the step that ends; return whether tuning is over.
+
+        Args:
+            fused: What is tuned.
+            fixed: Whether buckets have to stay as they are.
+
+        Collective: yes. Blocking: yes, at the end of a trial.
+        """
+        if self._search is None:
+            return self._begin(fused, fixed=fixed)
+        self._times.append(time.perf_counter() - self._since_s)
+        if len(self._times) == _IGNORED_STEPS + _TIMED_STEPS:
+            slowest = np.array([min(self._times[_IGNORED_STEPS:])])
+            self._comm.allreduce(slowest, op="max")
+            self._times.clear()
+            try:
+                fused.use(self._search.send(float(slowest[0])))
+            except StopIteration as end:
+                self._finish(fused, end.value)
+                return True
+        self._since_s = time.perf_counter()
+        return False
+
+    def _begin(self, fused: FusedTensors, *, fixed: bool) -> bool:
+        """Use saved settings, or begin to search; return whether there are some."""
+        self.first = first = fused.choice
+        plans = _plans(fused, fixed=fixed)
+        axes = self._axes(fused, list(plans))
+        tensors = digest(f"{tensor}\n".encode() for tensor in fused.tensors.values())
+        reducers = sorted({repr(reduction.reducer) for reduction in fused.reductions})
+        self._cache = Cache(
+            self._comm.config.tuning_folder, "step-",
+            f"{_EDITION} {self._comm.tunable.cluster}, model {tensors:016x}, {reducers}"
+            f"{', fixed buckets' * fixed}, from {first}")
+        saved = self._saved(first, axes)
+        if saved is not None:
+            fused.use(saved)
+            self._say(f"an earlier job has chosen {saved}")
+            return True
+        algorithm_for, gpu = self._comm.tunable.algorithm_for, fused.gpu
+
+        def identity(choice: Choice) -> object:
+            plan = plans[choice.bucket_bytes]
+            algorithms = [
+                algorithm_for(bucket.nbytes, bucket.dtype, choice.algorithm(bucket.nbytes), gpu)
+                for bucket in plan]
+            return (plan, tuple(algorithms), choice.operations, choice.pieces, choice.slices)
+
+        self._search = Descent(first, axes, identity, _MOST_TRIALS).search()
+        fused.use(next(self._search))
+        self._since_s = time.perf_counter()
+        return False
+
+    def _axes(self, fused: FusedTensors, lengths: list[int]) -> list[Axis]:
+        """Return the settings that matter here, and the values to try."""
+        comm, nodes = self._comm, self._comm.memory_groups
+        names = candidates(comm.size, len(nodes), {bucket.plan.dtype for bucket in fused.buckets},
+                           fused.gpu)
+        algorithms = ["auto", *names] if comm.config.algorithm == "auto" else ["auto"]
+        # Pieces and slices are sent by messages. On GPUs they fill memory that is there.
+        sends = len(nodes) > 1 and not fused.gpu
+        axes = [Axis("bucket_bytes", lengths), Axis("long", algorithms, ordered=False)]
+        if self._overlaps:
+            axes.append(Axis("operations", sorted({*_OPERATIONS, fused.choice.operations})))
+        axes.append(Axis("short", algorithms, ordered=False))
+        if sends:
+            axes.append(Axis("pieces", _PIECES))
+        if sends and len(nodes) < comm.size:
+            axes.append(Axis("slices", _SLICES))
+        return axes
+
+    def _saved(self, first: Choice, axes: list[Axis]) -> Choice | None:
+        """Return the choice that rank 0 finds on its disk, if all its values may be chosen."""
+        value: Any = None
+        if self._comm.rank == 0 and self._cache is not None:
+            value = self._cache.read("choice")
+        value = self._comm.broadcast_object(value)
+        try:
+            return dataclasses.replace(first, **{
+                axis.name: axis.values[axis.values.index(value[axis.name])] for axis in axes})
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _finish(self, fused: FusedTensors, outcome: Outcome) -> None:
+        fused.use(outcome.choice)
+        self._say(outcome)
+        if self._comm.rank == 0 and self._cache is not None:
+            try:
+                self._cache.write("choice", dataclasses.asdict(outcome.choice))
+            except OSError as exc:
+                _log.warning("the settings cannot be saved in %s (%s), so each job tunes again",
+                             self._cache.folder, exc.strerror or exc)
+
+    def _say(self, text: object) -> None:
+        if self._comm.rank == 0:
+            _log.info("autotune: %s", text)
+
+
+def _plans(fused: FusedTensors, *, fixed: bool) -> dict[int, tuple[BucketPlan, ...]]:
+    """Return lengths of buckets, ascending, that make different buckets; the present one, too."""
+    first = fused.choice.bucket_bytes
+    present = fused.plan(first)
+    if fixed:
+        return {first: present}
+    total = sum(tensor.padded_bytes for tensor in fused.tensors.values())
+    plans = {first: present}
+    nbytes = _SHORTEST_BUCKET
+    while nbytes < 2 * total:
+        plan = fused.plan(nbytes)
+        if plan not in plans.values():
+            plans[nbytes] = plan
+        nbytes *= 2
+    return dict(sorted(plans.items()))

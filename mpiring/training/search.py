@@ -1,0 +1,208 @@
+"""Settings that change the speed of a training step, and the search for the fastest ones.
+
+They are tried in real steps, amid the computing that competes with communication: AutoCCL, Xu et
+al., NSDI 2025.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..buckets.bucket import FIRST_BUCKET_BYTES
+from ..collectives.operation import Tuning
+from ..engine.group import Build
+from ..operations.operation import Collectives
+from ..transport.base import Schedule, T
+
+# Smaller gains are noise.
+_LEAST_GAIN = 0.01
+# At the end the best settings and the first ones take turns, so often.
+TURNS = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that change the speed of a step; of its results, they change rounding at most.
+
+    Attributes:
+        bucket_bytes: Length of buckets, as in Fusion.
+        operations: Number of operations that advance at a time, as in Config.
+        long, short: Algorithm for buckets, and for those of at most FIRST_BUCKET_BYTES; "auto"
+            is the configured one.
+        pieces: Factor for the lengths into which algorithms cut buckets.
+        slices: Number of a rank's slices that are exchanged between nodes at a time.
+    """
+
+    bucket_bytes: int
+    operations: int
+    long: str = "auto"
+    short: str = "auto"
+    pieces: float = 1.0
+    slices: int = Tuning.in_flight
+
+    def __str__(self) -> str:
+        parts = [f"buckets of {self.bucket_bytes / 2**20:.4g} MiB",
+                 f"{self.operations} in flight", f"algorithm {self.long}"]
+        if self.short != self.long:
+            parts[-1] += f" ({self.short} up to {FIRST_BUCKET_BYTES >> 20} MiB)"
+        if self.pieces != 1:
+            parts.append(f"pieces {self.pieces:g} times as long")
+        if self.slices != Tuning.in_flight:
+            parts.append(f"{self.slices} slices in flight")
+        return ", ".join(parts)
+
+    def algorithm(self, nbytes: int) -> str:
+        """Return the algorithm for a bucket of so many bytes."""
+        return self.short if nbytes <= FIRST_BUCKET_BYTES else self.long
+
+    def applied(self, build: Build[T], nbytes: int) -> Build[T]:
+        """Return `build` for an operation on a bucket of so many bytes, with these settings."""
+        algorithm = self.algorithm(nbytes)
+        if (algorithm, self.pieces, self.slices) == ("auto", 1, Tuning.in_flight):
+            return build
+
+        def with_settings(collectives: Collectives) -> Schedule[T]:
+            tuning, factor = collectives.tuning, self.pieces
+            if algorithm != "auto":
+                collectives.preferred = algorithm
+            collectives.tuning = replace(
+                tuning, in_flight=self.slices, ring_bytes=int(factor * tuning.ring_bytes),
+                direct_bytes=(tuning.direct_bytes[0], int(factor * tuning.direct_bytes[1])),
+                slice_bytes=int(factor * tuning.slice_bytes),
+                chunk_bytes=int(factor * tuning.chunk_bytes))
+            return build(collectives)
+
+        return with_settings
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting, and the values that are worth trying.
+
+    Attributes:
+        name: Field of Choice.
+        values: Values, the first one of the search among them.
+        ordered: Whether neighbors are alike: the search walks along them. Else it tries all.
+    """
+
+    name: str
+    values: Sequence[Any]
+    ordered: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search.
+
+    Attributes:
+        choice: Settings to keep.
+        first: Settings of the first steps.
+        seconds, first_s: Seconds of a step with each of them.
+    """
+
+    choice: Choice
+    first: Choice
+    seconds: float
+    first_s: float
+
+    def __str__(self) -> str:
+        if self.choice == self.first:
+            return f"no other settings are clearly faster than {self.first}"
+        return (f"{self.choice}: {self.seconds * 1e3:.4g} ms per step, "
+                f"{100 * (1 - self.seconds / self.first_s):.1f} % less than with {self.first}")
+
+
+Search = Generator[Choice, float, Outcome]
+
+
+class _Exhausted(Exception):
+    """All trials are used up."""
+
+
+class Descent:
+    """A search that changes one setting after the other, as long as steps become faster.
+
+    Args:
+        first: Settings to begin with.
+        axes: Settings that may change, the most important first.
+        identity: Returns equal values for choices that make equal steps.
+        trials: Number of choices that may be tried, from 1.
+    """
+
+    def __init__(self, first: Choice, axes: Sequence[Axis],
+                 identity: Callable[[Choice], Hashable], trials: int) -> None:
+        self._first, self._axes, self._identity = first, axes, identity
+        self._left = trials
+        self._best, self._best_s = first, np.inf
+        self._tried: set[Hashable] = set()
+
+    def search(self) -> Search:
+        """Yield settings to try; take the seconds of a step with each of them.
+
+        Returns:
+            The outcome: the best settings, if a comparison at the end confirms that they are
+            faster than the first ones.
+        """
+        try:
+            yield from self._try(self._first)
+            # Also processors, and memory, have to warm up.
+            self._tried.clear()
+            yield from self._try(self._first)
+            before = None
+            while self._best != before:
+                before = self._best
+                for axis in self._axes:
+                    yield from self._walk(axis) if axis.ordered else self._try_all(axis)
+        except _Exhausted:
+            pass
+        return (yield from self._compare())
+
+    def _try(self, choice: Choice) -> Generator[Choice, float, bool]:
+        """Try settings, unless equal ones were; return whether they are the best so far."""
+        identity = self._identity(choice)
+        if identity in self._tried:
+            return False
+        if not self._left:
+            raise _Exhausted
+        self._left -= 1
+        self._tried.add(identity)
+        seconds = yield choice
+        if choice == self._best:
+            self._best_s = min(seconds, self._best_s)
+        elif seconds < (1 - _LEAST_GAIN) * self._best_s:
+            self._best, self._best_s = choice, seconds
+            return True
+        return False
+
+    def _try_all(self, axis: Axis) -> Generator[Choice, float, None]:
+        for value in axis.values:
+            yield from self._try(replace(self._best, **{axis.name: value}))
+
+    def _walk(self, axis: Axis) -> Generator[Choice, float, None]:
+        """Walk along the values in either direction, first by two, then by one."""
+        for stride in (2, 1):
+            for direction in (stride, -stride):
+                start, moves = self._best, True
+                while moves:
+                    position = axis.values.index(getattr(self._best, axis.name)) + direction
+                    moves = 0 <= position < len(axis.values) and (yield from self._try(
+                        replace(self._best, **{axis.name: axis.values[position]})))
+                if self._best != start:
+                    break
+
+    def _compare(self) -> Search:
+        """Compare the best settings with the first ones, in turns; keep these in doubt."""
+        best, first = self._best, self._first
+        if best == first:
+            return Outcome(first, first, self._best_s, self._best_s)
+        times: dict[Choice, list[float]] = {first: [], best: []}
+        for _ in range(TURNS):
+            for choice in (first, best):
+                times[choice].append((yield choice))
+        # Disturbances only make steps slower.
+        seconds, first_s = min(times[best]), min(times[first])
+        if seconds < (1 - _LEAST_GAIN) * first_s:
+            return Outcome(best, first, seconds, first_s)
+        return Outcome(first, first, first_s, first_s)
