@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant("tools/simulate/strategies.py", "flag = flag if workload.overlaps else last",
            "flag = flag", STEP),
     Mutant("tools/simulate/codecs.py", "1.5 * sent[1] - 2 * sent[0]", "sent[1] - sent[0]", STEP),
-    Mutant("simulated/prices.py", "self._free_s[number] = done_s = max(now_s, self._free_s[number])",
-           "self._free_s[number] = done_s = now_s", STEP),
+    Mutant("simulated/prices.py", "done_s = max(now_s, self._free_s[number])", "done_s = now_s",
+           STEP),
 ]
 
 

@@ -166,7 +166,8 @@ class Autotuner:
 
     def _say(self, text: object) -> None:
         if self._comm.rank == 0:
-            _log.info("autotune: %s", text)
+            # Of a level that is shown where nobody configures logging: the user has asked for it.
+            _log.warning("autotune: %s", text)
 
 
 def _plans(fused: FusedTensors, *, fixed: bool) -> dict[int, tuple[BucketPlan, ...]]:
