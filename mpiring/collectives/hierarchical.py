@@ -14,7 +14,7 @@ Where each rank is to have its own slice only, ring j goes through the slices of
 with local number j: one on each node, none where a node has fewer ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -355,12 +355,14 @@ def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Le
 def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                          levels: Levels, tuning: Tuning) -> int:
     """Return how many elements of scratch memory `reduce_scatter` needs."""
-    longest, count = _longest(bounds), _count_of_slices(bounds, itemsize, nodes, tuning)
-    lengths = [len(nodes) * chunk for chunk in (longest // count, -(-longest // count))]
+    count = _count_of_slices(bounds, itemsize, nodes, tuning)
+    # Pieces of the slices of all lengths, not only of the longest: see `_inbox_size`.
+    sizes = {stop - start for start, stop in zip(bounds, bounds[1:])}
+    lengths = {len(nodes) * piece for n in sizes for piece in (n // count, -(-n // count))}
     return _inbox_size(lengths, itemsize, len(nodes), levels, tuning)
 
 
-def _inbox_size(lengths: Sequence[int], itemsize: int, p: int, levels: Levels,
+def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
                 tuning: Tuning) -> int:
     """Return how much a few exchanges at once need, each of p ranks and one of some lengths."""
     # A longer slice, cut into more pieces, may need less than a shorter one.

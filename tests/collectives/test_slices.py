@@ -101,6 +101,18 @@ def test_a_node_sends_the_least_possible(node_of, dtype, memory):
             range(nodes), ways * (nodes - 1) * n * itemsize // nodes + HEADER_BYTES)
 
 
+def test_scratch_memory_suffices_where_the_shorter_slices_are_cut_into_fewer_pieces():
+    """Of 300,001 elements on six ranks, one rank has one more than the others."""
+    p, n = 6, 300_001
+    rows = [contract.contribution(rank, n, "float16") for rank in range(p)]
+
+    def program(collectives):
+        return (yield from collectives.reduce_scatter(rows[collectives.rank].copy()))
+
+    found, _ = run([0, 0, 0, 1, 1, 1], program, slot_bytes=1 << 19)
+    contract.check(np.concatenate(found), p, "sum")
+
+
 def test_no_rank_reads_a_window_after_its_owner_has_gone_on():
     def program(collectives):
         x = yield from collectives.empty((60,), "float32")
