@@ -24,7 +24,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Members, Node, Schedule, T, together
-from . import direct, ring, shared
+from . import direct, doubling, ring, shared
 from .operation import Operation, Tuning
 
 # One piece of an array, as its slices: those of ring 0, 1, …
@@ -247,8 +247,8 @@ def _ring(operation: Operation, lane: int, j: int) -> Channel:
 def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     """Combine a short vector over all ranks, in place: the nodes' first ranks tell each other.
 
-    Takes one message's time between nodes. The bits are equal: each of those ranks combines
-    what all have, in the order of nodes.
+    Between few nodes in one message's time: each of those ranks combines what all have, in the
+    order of nodes. Between more than `tuning.direct_nodes`, see `doubling`. The bits are equal.
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
@@ -256,7 +256,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
 
     Collective: yes. Blocking: no (a schedule).
     """
-    net, node, levels = operation.net, operation.node, Levels.of(operation, op, x.dtype)
+    node, levels = operation.node, Levels.of(operation, op, x.dtype)
     # Not after the messages: a rank that disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)
@@ -264,16 +264,26 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     yield (node.barrier(),)
     if node.rank == 0:
         levels.within.combine(copies, x)
-        leaders = [ranks[0] for ranks in operation.nodes]
-        others = [leader for leader in leaders if leader != net.rank]
-        with operation.borrow(len(others) * x.size, x.dtype) as inbox:
-            received = dict(zip(others, chunks_of(inbox, len(others))))
-            yield [*(net.irecv(received[leader], leader) for leader in others),
-                   *(net.isend(x, leader) for leader in others)]
-            levels.between.combine([received.get(leader, x) for leader in leaders], x)
+        leaders = Members(operation.net, [ranks[0] for ranks in operation.nodes])
+        if leaders.size > operation.tuning.direct_nodes:
+            yield from doubling.allreduce(operation, leaders, x, op, levels.between.divisor)
+        else:
+            yield from _short_directly(operation, leaders.lane(doubling.LANE), x, levels.between)
         copy_to(copies[0], x)
     yield (node.barrier(),)
     copy_to(x, copies[0])
+
+
+def _short_directly(operation: Operation, net: Channel, x: Array,
+                    combine: Combine) -> Schedule[None]:
+    """Combine a short vector over the ranks of a channel: each sends its own to all others."""
+    with operation.borrow(net.size * x.size, x.dtype) as inbox:
+        received = chunks_of(inbox, net.size)
+        received[net.rank] = x
+        others = [rank for rank in range(net.size) if rank != net.rank]
+        yield [*(net.irecv(received[rank], rank) for rank in others),
+               *(net.isend(x, rank) for rank in others)]
+        combine.combine(received, x)
 
 
 def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: Piece,

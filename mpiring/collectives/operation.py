@@ -41,6 +41,11 @@ class Tuning:
             nodes that compete for the processor let the wire wait.
         short_bytes: Up to here each node sends to all others at once: that takes half the time
             of the rings, and at 64 KiB as long. MPI's own call takes about as long.
+        direct_nodes: Up to so many nodes send a short vector straight to all others, in one step;
+            more of them take the steps of `doubling`. Counted: 8 nodes send 7 messages each, or 3.
+        gathered_bytes: Up to here, more than `direct_nodes` nodes of one rank gather slices by
+            `doubling`: as many bytes as a ring in fewer messages, but nothing overlaps. As
+            `native_below_bytes`, not measured on many nodes.
         native_below_bytes: Where nothing was measured, MPI's own call is taken below: it needs
             fewer messages, ours fewer bytes.
     """
@@ -55,6 +60,8 @@ class Tuning:
     chunk_bytes: int = 64 << 10
     in_flight: int = 3
     short_bytes: int = 16 << 10
+    direct_nodes: int = 8
+    gathered_bytes: int = 256 << 10
     native_below_bytes: int = 256 << 10
 
 

@@ -16,7 +16,8 @@ from mpiring.simulated.network import SimulatedNetwork
 
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
-SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
+SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40),
+               short_bytes=100, direct_nodes=4, gathered_bytes=200)
 SIZES = 1, 2, 3, 4, 5, 7, 9
 LENGTHS = (lambda p: 0, lambda p: 1, lambda p: p - 1, lambda p: 2 * p + 1, lambda p: 129)
 BOUNDS = {
