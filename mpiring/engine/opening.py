@@ -124,7 +124,8 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
-                              end_job=end_job if config.abort_on_exception else _leave)
+                              end_job=end_job if config.abort_on_exception else _leave,
+                              patience=waiting.patience(sharing.topology.local_size))
     return GroupParts(transport, sharing, engine, end_job, name, trace)
 
 
