@@ -118,8 +118,12 @@ class Communicator:
         nodes = group.sharing.topology
         self.local_rank, self.local_size = nodes.local_rank, nodes.local_size
         self.node_rank, self.num_nodes = nodes.node_rank, nodes.num_nodes
-        self.memory_groups = [list(ranks) for ranks in group.sharing.memory_groups]
         weakref.finalize(self, group.drop).atexit = False
+
+    @property
+    def memory_groups(self) -> list[list[int]]:
+        """The ranks that share a memory, for each memory: see above."""
+        return [list(ranks) for ranks in self._group.sharing.memory_groups]
 
     def __repr__(self) -> str:
         return f"<Communicator: rank {self.rank} of {self.size}{', closed' * self.closed}>"

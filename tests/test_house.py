@@ -53,7 +53,7 @@ OPENING = (r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
 LONG_FILES: dict[str, str] = {}  # files of more than 400 lines of code: why they are one
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
              "engine/opening.py", "communicator.py", "launch/gpu_aware.py",
-             "tools/doctor/examine.py"}
+             "tools/doctor/examine.py", "benchmarks/start_rank.py"}
 
 
 def name_of(path):

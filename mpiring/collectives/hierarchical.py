@@ -14,7 +14,7 @@ Where each rank is to have its own slice only, ring j goes through the slices of
 with local number j: one on each node, none where a node has fewer ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Members, Node, Schedule, T, together
-from . import direct, ring, shared
+from . import direct, doubling, ring, shared
 from .local import Local
 from .operation import Operation, Tuning
 
@@ -262,8 +262,8 @@ def _ring(operation: Operation, lane: int, j: int) -> Channel:
 def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     """Combine a short vector over all ranks, in place: the nodes' first ranks tell each other.
 
-    Takes one message's time between nodes. The bits are equal: each of those ranks combines
-    what all have, in the order of nodes.
+    Between few nodes in one message's time: each of those ranks combines what all have, in the
+    order of nodes. Between more than `tuning.direct_nodes`, see `doubling`. The bits are equal.
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
@@ -271,7 +271,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
 
     Collective: yes. Blocking: no (a schedule).
     """
-    net, node, levels = operation.net, operation.node, Levels.of(operation, op, x.dtype)
+    node, levels = operation.node, Levels.of(operation, op, x.dtype)
     # Not after the messages: a rank that disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)
@@ -279,16 +279,26 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     yield (node.barrier(),)
     if node.rank == 0:
         levels.within.combine(copies, x)
-        leaders = [ranks[0] for ranks in operation.nodes]
-        others = [leader for leader in leaders if leader != net.rank]
-        with operation.borrow(len(others) * x.size, x.dtype) as inbox:
-            received = dict(zip(others, chunks_of(inbox, len(others))))
-            yield [*(net.irecv(received[leader], leader) for leader in others),
-                   *(net.isend(x, leader) for leader in others)]
-            levels.between.combine([received.get(leader, x) for leader in leaders], x)
+        leaders = Members(operation.net, [ranks[0] for ranks in operation.nodes])
+        if leaders.size > operation.tuning.direct_nodes:
+            yield from doubling.allreduce(operation, leaders, x, op, levels.between.divisor)
+        else:
+            yield from _short_directly(operation, leaders.lane(doubling.LANE), x, levels.between)
         copy_to(copies[0], x)
     yield (node.barrier(),)
     copy_to(x, copies[0])
+
+
+def _short_directly(operation: Operation, net: Channel, x: Array,
+                    combine: Combine) -> Schedule[None]:
+    """Combine a short vector over the ranks of a channel: each sends its own to all others."""
+    with operation.borrow(net.size * x.size, x.dtype) as inbox:
+        received = chunks_of(inbox, net.size)
+        received[net.rank] = x
+        others = [rank for rank in range(net.size) if rank != net.rank]
+        yield [*(net.irecv(received[rank], rank) for rank in others),
+               *(net.isend(x, rank) for rank in others)]
+        combine.combine(received, x)
 
 
 def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: Piece,
@@ -377,12 +387,14 @@ def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Le
 def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                          levels: Levels, tuning: Tuning) -> int:
     """Return how many elements of scratch memory `reduce_scatter` needs."""
-    longest, count = _longest(bounds), _count_of_slices(bounds, itemsize, nodes, tuning)
-    lengths = [len(nodes) * chunk for chunk in (longest // count, -(-longest // count))]
+    count = _count_of_slices(bounds, itemsize, nodes, tuning)
+    # Pieces of the slices of all lengths, not only of the longest: see `_inbox_size`.
+    sizes = {stop - start for start, stop in zip(bounds, bounds[1:])}
+    lengths = {len(nodes) * piece for n in sizes for piece in (n // count, -(-n // count))}
     return _inbox_size(lengths, itemsize, len(nodes), levels, tuning)
 
 
-def _inbox_size(lengths: Sequence[int], itemsize: int, p: int, levels: Levels,
+def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
                 tuning: Tuning) -> int:
     """Return how much a few exchanges at once need, each of p ranks and one of some lengths."""
     # A longer slice, cut into more pieces, may need less than a shorter one.

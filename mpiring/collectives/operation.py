@@ -17,6 +17,9 @@ from ..transport.base import Channel, Node, Schedule
 class Tuning:
     """Lengths, in bytes, and counts that make the algorithms fast; the same on all ranks.
 
+    Measured numbers come from one machine of two cores, between hosts from its lab (see
+    `python -m mpiring lab`) of up to four hosts at 1 Gbit/s. On other machines, they are a guess.
+
     Attributes:
         eager_bytes: On a node, vectors that take no more together are combined by every rank:
             one barrier instead of two. Measured on 2 and 4 ranks: it wins up to 64 KiB each.
@@ -41,6 +44,11 @@ class Tuning:
             nodes that compete for the processor let the wire wait.
         short_bytes: Up to here each node sends to all others at once: that takes half the time
             of the rings, and at 64 KiB as long. MPI's own call takes about as long.
+        direct_nodes: Up to so many nodes send a short vector straight to all others, in one step;
+            more of them take the steps of `doubling`. Counted: 8 nodes send 7 messages each, or 3.
+        gathered_bytes: Up to here, more than `direct_nodes` nodes of one rank gather slices by
+            `doubling`: as many bytes as a ring in fewer messages, but nothing overlaps. As
+            `native_below_bytes`, not measured on many nodes.
         native_below_bytes: Where nothing was measured, MPI's own call is taken below: it needs
             fewer messages, ours fewer bytes.
     """
@@ -55,6 +63,8 @@ class Tuning:
     chunk_bytes: int = 64 << 10
     in_flight: int = 3
     short_bytes: int = 16 << 10
+    direct_nodes: int = 8
+    gathered_bytes: int = 256 << 10
     native_below_bytes: int = 256 << 10
 
 

@@ -54,10 +54,10 @@ class Engine:
         threaded: Advance in the background; MPI must offer MPI_THREAD_MULTIPLE.
         end_job: Called with an error of the background thread that no caller has met.
         recorder: Records what becomes of operations; a new one by default.
+        patience: How a caller waits for the other ranks of its node.
 
     Attributes:
-        recorder: As above.
-        threaded: As above.
+        recorder, threaded, patience: As above.
         given_up: Nothing is advanced any more, see `give_up`.
         failure: The first error of any operation; no result can be trusted after it.
         lock: Held to step operations. Reentrant, because a signal handler may raise between
@@ -66,9 +66,10 @@ class Engine:
 
     def __init__(
         self, config: Config, *, threaded: bool, end_job: Callable[[BaseException], None],
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, patience: waiting.Patience = waiting.Patience(),
     ) -> None:
         self.recorder = recorder or Recorder()
+        self.patience = patience
         self.threaded = threaded
         self.given_up = False
         self.failure: BaseException | None = None
@@ -223,8 +224,8 @@ class Engine:
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
                         f"under way, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
-                if fruitless > waiting.WAIT_YIELDS:
-                    time.sleep(waiting.WAIT_PAUSE_S)
+                if fruitless > self.patience.wait_yields:
+                    time.sleep(self.patience.pause_s)
                 elif fruitless:
                     waiting.give_way()
         finally:

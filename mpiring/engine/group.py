@@ -248,7 +248,7 @@ class Group:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
         with engine.lock:
-            for attempt in range(waiting.SPINS + waiting.YIELDS):
+            for attempt in range(waiting.SPINS + engine.patience.yields):
                 if not task.step() and attempt >= waiting.SPINS:
                     waiting.give_way()
                 if task.done:

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..config import AGREED, Config
 from ..errors import ConfigError, MpiringError, StallError
 from ..launch.ending import FirstReport, JobEnder, end_job_on_exceptions
 from ..launch.start import load_mpi
-from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
+from ..launch.topology import (
+    Topology, compact, neighbours, node_order, ranks_of_nodes, topology)
+from ..memory.digest import digest
 from ..operations.algorithms import named
 from ..operations.windows import mapped
 from ..record.counter import OperationCounter
@@ -44,14 +48,16 @@ class Sharing:
         memory: The memory that this rank shares; None where it is alone in its group.
         counter: The number of the group's next operation, and its last fast calls.
         neighbours: From `launch.topology.neighbours`.
+        first_ranks: The ranks, as the first group numbers them.
     """
 
     topology: Topology
-    order: tuple[int, ...]
-    memory_groups: tuple[tuple[int, ...], ...]
+    order: Sequence[int]
+    memory_groups: Sequence[Sequence[int]]
     memory: NodeMemory | None
     counter: OperationCounter
     neighbours: tuple[int, int] | None
+    first_ranks: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -95,39 +101,52 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     from ..transport.mpi import MpiTransport, abort
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
     end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report)
+    agree, settings = True, _settings_of(config)
     if mpi_comm.size > 1:
         if config.abort_on_exception:
             end_job_on_exceptions(end_job)
-        await_all(mpi_comm, config)
+        agree = await_all(mpi_comm, config, settings)
     transport = MpiTransport(mpi_comm)
     comm = transport.comm
     try:
-        _refuse_different_settings(comm, config)
-        sharing = _share(comm, config)
+        if not agree:
+            _refuse_different_settings(comm, settings)
+        sharing = _share(comm, config, recorder.rank)
         threaded = comm.size > 1 and _is_threaded(mpi, comm.rank, config)
     except MpiringError:
         transport.free()
         raise
     if sharing.memory is not None:
         end_job.first = _first_report(sharing.memory)
-    name, trace = recorder.name(comm.allgather(recorder.rank)), None
+    name, trace = recorder.name(sharing.first_ranks), None
     sharing.counter.group = name
     recorder.counters.add(sharing.counter)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
-                              end_job=end_job if config.abort_on_exception else _leave)
+                              end_job=end_job if config.abort_on_exception else _leave,
+                              patience=waiting.patience(sharing.topology.local_size))
     return GroupParts(transport, sharing, engine, end_job, name, trace)
 
 
-def await_all(comm: "MPI.Intracomm", config: Config) -> None:
+def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -> bool:
     """Return once all ranks have come to open a group, where MPI's own calls would wait for ever.
+
+    Args:
+        settings: Compared between ranks, in the same message.
+
+    Returns:
+        Whether all ranks have these.
 
     Raises:
         StallError: A rank has not, after `stall_timeout_s` or ten minutes, if that is longer.
     """
-    from ..transport.mpi import create_communicator
-    request, began_s = create_communicator(comm, comm.Ibarrier), time.monotonic()
+    from ..transport.mpi import create_communicator, start_maximum
+    number = digest([repr(settings).encode()]) >> 1
+    # Equal if the greatest is the least.
+    numbers = np.array([number, -number])
+    request = create_communicator(comm, lambda: start_maximum(comm, numbers))
+    began_s = time.monotonic()
     limit_s = max(config.stall_timeout_s, waiting.OPENING_S) if config.stall_timeout_s else math.inf
     warning_s = config.stall_warning_s or math.inf
     while not create_communicator(comm, request.Test):
@@ -143,6 +162,7 @@ def await_all(comm: "MPI.Intracomm", config: Config) -> None:
             if comm.rank <= 1:
                 print_at_once(text)
         time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
+    return bool(numbers[0] == -numbers[1])
 
 
 def _first_report(memory: NodeMemory) -> FirstReport:
@@ -156,9 +176,12 @@ def _first_report(memory: NodeMemory) -> FirstReport:
     return FirstReport(words, rank)
 
 
-def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:
-    settings: dict[str, Any] = {
-        "trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
+def _settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that must be equal on all ranks."""
+    return {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
+
+
+def _refuse_different_settings(comm: "MPI.Intracomm", settings: dict[str, Any]) -> None:
     for rank, other_settings in enumerate(comm.allgather(settings)):
         if other_settings != settings:
             raise ConfigError(
@@ -166,23 +189,28 @@ def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:
                 f"rank the same Config and the same MPIRING_* variables")
 
 
-def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
-    """Find out which ranks share a node, and map memory that these share."""
-    from ..transport.mpi import MpiNode
-    node = MpiNode(comm)
-    leaders = comm.allgather(node.ranks[0])
-    order, memory, leader, counter = node_order(leaders), None, comm.rank, OperationCounter()
+def _share(comm: "MPI.Intracomm", config: Config, first_rank: int) -> Sharing:
+    """Find out which ranks share a node, and map memory that these share.
+
+    Args:
+        first_rank: This rank, as the first group numbers it.
+    """
+    from ..transport.mpi import MpiNode, gathered
+    node, counter, memory = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
         # No descriptor is kept for it: forks make no calls, and so do not write there.
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
         if segments is not None:
             memory = NodeMemory(segments, node.rank, node.ranks, counter.words)
-            leader = node.ranks[0]
-    groups = ranks_of_nodes(comm.allgather(leader), order)
+    memory_leader = comm.rank if memory is None else node.ranks[0]
+    leaders, memory_leaders, first_ranks = gathered(
+        comm, (node.ranks[0], memory_leader, first_rank)).T.tolist()
     node.free()
+    order = node_order(leaders)
+    groups = ranks_of_nodes(memory_leaders, order)
     return Sharing(
         topology(comm.rank, leaders), order, groups, memory, counter,
-        neighbours(comm.rank, groups))
+        neighbours(comm.rank, groups), compact(first_ranks))
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:

@@ -1,5 +1,6 @@
 """Finds out, when an operation or a message stalls, what the other ranks are doing."""
 
+import functools
 import json
 import math
 import sys
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 # A report shows this many operations before the one that stalls, on this many ranks: this one,
 # and the first of those that have not called it.
 _LAST, _RANKS = 4, 4
+# Among up to so many ranks, each asks all others. Of more, a rank asks rank 0, then four times as
+# many of the first ranks, until one of them waits, too, and so reports on all: in all some messages
+# per rank. A report lists at most so many ranks.
+_FEW, _MORE = 64, 4
 # How often, in `stall_timeout_s`, ranks are asked for which a patient rank waits.
 _QUESTIONS = 2
 _SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
@@ -48,8 +53,7 @@ class StallWatch:
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
                  counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
-        self._rank = rank
-        self._others = [other for other in range(size) if other != rank]
+        self._rank, self._size = rank, size
         self._post = post
         self._recorder = recorder
         self._counter = counter
@@ -106,25 +110,48 @@ class StallWatch:
             return True
         if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
             inquiry.asked_again_s = now_s
-            _ask(self._post, handle.flight.sequence, self._others)
+            _ask(self._post, handle.flight.sequence, self._watched)
         # Without a background thread a rank that computes does not answer, either.
         return handle.lane.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
-            for rank in self._others)
+            for rank in self._watched)
+
+    @functools.cached_property
+    def _watched(self) -> list[int]:
+        """The ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
+        p = self._size
+        distances = range(1, p) if p <= _FEW else [1 << k for k in range((p - 1).bit_length())]
+        return [(self._rank + distance) % p for distance in distances]
 
     def _patience_s(self, handle: Handle[Any]) -> float:
         """Seconds that an operation may stall while all ranks answer."""
         return max(self.config.stall_timeout_s, handle.patience_s)
 
     def _has_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
-        """Ask all ranks once per purpose; return whether they answered, or had time to."""
+        """Ask other ranks once per purpose; return whether they answered, or had time to."""
         if inquiry.purpose != purpose:
-            inquiry.purpose, inquiry.asked_s = purpose, time.monotonic()
+            inquiry.purpose, inquiry.asked = purpose, 0
             for answers in (inquiry.answers, inquiry.last, inquiry.waiting):
                 answers.clear()
-            _ask(self._post, inquiry.handle.flight.sequence, self._others)
-        return (len(inquiry.answers) == len(self._others)
-                or time.monotonic() - inquiry.asked_s > waiting.ANSWER_S)
+            self._ask_more(inquiry)
+        if (len(inquiry.answers) < len(self._asked(inquiry))
+                and time.monotonic() - inquiry.asked_s <= waiting.ANSWER_S):
+            return False
+        if inquiry.asked == self._size or any(rank < self._rank for rank in inquiry.waiting):
+            return True
+        self._ask_more(inquiry)
+        return False
+
+    def _ask_more(self, inquiry: "_Inquiry") -> None:
+        """Ask some ranks beyond those that were asked; all, once no lower rank is left."""
+        before = self._asked(inquiry)
+        inquiry.asked, inquiry.asked_s = max(1, _MORE * inquiry.asked), time.monotonic()
+        if self._size <= _FEW or inquiry.asked > self._rank:
+            inquiry.asked = self._size
+        _ask(self._post, inquiry.handle.flight.sequence, self._asked(inquiry)[len(before):])
+
+    def _asked(self, inquiry: "_Inquiry") -> list[int]:
+        return [rank for rank in range(inquiry.asked) if rank != self._rank]
 
     def _read(self, source: int, message: dict[str, Any]) -> None:
         inquiry = self._inquiry
@@ -166,18 +193,35 @@ class StallWatch:
         last = [self._recorder.report(_LAST), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
             f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
-            *(f"  rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in self._others),
+            *(f"  {line}" for line in self._positions(inquiry)),
             f"  {limit}",
             *(f"  {line}" for text in last for line in text.splitlines())])
+
+    def _positions(self, inquiry: "_Inquiry") -> list[str]:
+        """Return a line for each rank that was asked; of many, first for those that do not wait."""
+        asked = sorted(self._asked(inquiry), key=lambda rank: (
+            self._size > _FEW and rank in inquiry.waiting, rank))
+        lines = [f"rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in asked[:_FEW]]
+        if len(asked) > _FEW:
+            lines.append(f"{len(inquiry.waiting)} of the {len(asked)} other ranks wait in it too")
+        if inquiry.asked < self._size:
+            lines.append(f"ranks {inquiry.asked} to {self._size - 1} were not asked: "
+                         f"rank {min(inquiry.waiting)} asks them")
+        return lines
 
 
 @dataclass
 class _Inquiry:
-    """What the other ranks have answered about a stalled operation."""
+    """What the other ranks have answered about a stalled operation.
+
+    Attributes:
+        asked: So many of the first ranks were asked.
+    """
 
     handle: Handle[Any]
     reported: bool = False
     purpose: str = ""
+    asked: int = 0
     asked_s: float = 0.0
     asked_again_s: float = 0.0
     began_s: float = field(default_factory=time.monotonic)

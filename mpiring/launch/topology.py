@@ -1,5 +1,6 @@
 """Derives from the ranks' nodes where a rank stands, and in which order a ring visits all ranks."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,16 +20,23 @@ class Topology:
     num_nodes: int
 
 
-def node_order(leaders: Sequence[int]) -> tuple[int, ...]:
+def compact(ranks: Sequence[int]) -> Sequence[int]:
+    """Return ranks that follow each other as a range, which takes no memory for each; else a tuple.
+    """
+    consecutive = range(ranks[0], ranks[0] + len(ranks)) if ranks else range(0)
+    return consecutive if all(map(operator.eq, ranks, consecutive)) else tuple(ranks)
+
+
+def node_order(leaders: Sequence[int]) -> Sequence[int]:
     """Return all ranks, node after node, so that a ring in this order leaves each node once.
 
     Args:
         leaders: As for `topology`.
     """
-    return tuple(sorted(range(len(leaders)), key=lambda rank: (leaders[rank], rank)))
+    return compact(sorted(range(len(leaders)), key=lambda rank: (leaders[rank], rank)))
 
 
-def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> Sequence[Sequence[int]]:
     """Return the ranks of each node or memory, in the given order.
 
     Args:
@@ -38,7 +46,7 @@ def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> tuple[tuple[
     groups: dict[int, list[int]] = {}
     for rank in order:
         groups.setdefault(leaders[rank], []).append(rank)
-    return tuple(tuple(ranks) for ranks in groups.values())
+    return tuple(map(compact, groups.values()))
 
 
 def topology(rank: int, leaders: Sequence[int]) -> Topology:

@@ -112,7 +112,9 @@ def _allocated(descriptor: int, rank: int, size: int, stride: int,
     # An attempt would take all memory, until the system kills a process.
     if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise OSError(errno.ENOMEM, f"{size * stride} bytes are more than this node has")
-    os.ftruncate(descriptor, size * stride)
+    if rank == 0:
+        # The others need not wait for the file's lock once more: it grows when they allocate.
+        os.ftruncate(descriptor, size * stride)
     # Without this, a shortage would show as a fatal signal at the first touch.
     os.posix_fallocate(descriptor, rank * stride, stride)
     return np.asarray(_Mapping(descriptor, size * stride, private_in_forks))

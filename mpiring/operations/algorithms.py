@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..collectives import direct, hierarchical, native, ring, shared
+from ..collectives import direct, doubling, hierarchical, native, ring, shared
 from ..collectives.operation import Operation, Tuning
 from ..errors import ConfigError
 from ..memory.arrays import Array, cut, dtype_name
@@ -120,7 +120,9 @@ def _ring_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], 
             operation.ring, [slices[rank] for rank in operation.order], inbox, combine, piece_bytes)
 
 
-def _ring_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+def _allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    if doubling.gathers(operation, x.nbytes):
+        return doubling.allgather(operation, operation.net, x, bounds)
     slices = cut(x, bounds)
     return ring.allgather(operation.ring, [slices[rank] for rank in operation.order],
                           operation.tuning.ring_bytes)
@@ -137,6 +139,15 @@ def _direct(operation: Operation, x: Array, op: str, combine: Combine) -> Schedu
 def _direct_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                            combine: Combine) -> Schedule[None]:
     return operation.reduce_scatter_chunks(cut(x, bounds), op=op)
+
+
+def _doubling(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
+    return doubling.allreduce(operation, operation.net, x, op, combine.divisor)
+
+
+def _doubling_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
+                             combine: Combine) -> Schedule[None]:
+    return _doubling(operation, x, op, combine)
 
 
 def _native(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
@@ -174,6 +185,16 @@ def _unless_mpi_can(case: Case) -> str:
         f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
 
 
+def _is_short_for_many(case: Case) -> bool:
+    """Return whether many nodes of one rank take log2 p messages, not p - 1, for a few bytes."""
+    return (case.nodes > case.tuning.direct_nodes and case.nbytes <= case.tuning.short_bytes
+            # See shared.is_short.
+            and case.dtype.char not in "gG")
+
+
+# Between many nodes, for few bytes; not where "direct" is wished for, whose sums are in rank order.
+DOUBLING = Algorithm(
+    "doubling", _doubling, Halves(_doubling_reduce_scatter, _allgather), keeps_float32=True)
 # On a node, for few bytes.
 EAGER = Algorithm("eager", shared.eager)
 EAGER_HALVES = Halves(shared.eager_reduce_scatter, shared.eager_allgather)
@@ -188,8 +209,9 @@ TABLE = (
               is_short=lambda case: shared.is_short(
                   case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
-    Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _ring_allgather),
-              is_measured=lambda nodes: nodes > 1),
+    Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _allgather, DOUBLING.halves,
+                                    _is_short_for_many),
+              is_measured=lambda nodes: nodes > 1, short=DOUBLING, is_short=_is_short_for_many),
     Algorithm("hierarchical", hierarchical.allreduce,
               Halves(hierarchical.reduce_scatter, hierarchical.allgather),
               _unless_nodes_of_several,
@@ -198,7 +220,7 @@ TABLE = (
               is_short=lambda case: case.nbytes <= case.tuning.short_bytes
               # See shared.is_short.
               and case.dtype.char not in "gG"),
-    Algorithm("direct", _direct, Halves(_direct_reduce_scatter, _ring_allgather),
+    Algorithm("direct", _direct, Halves(_direct_reduce_scatter, _allgather),
               keeps_float32=True),
 )
 NAMES = ("auto", *(row.name for row in TABLE))
@@ -253,8 +275,8 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
 
     Raises: as `choose`.
     """
-    halves = {row: row.halves for row in TABLE if row.halves is not None}
-    chosen = halves[_row(case, wish, model, list(halves))]
+    halves = {row: row.halves for row in (*TABLE, DOUBLING) if row.halves is not None}
+    chosen = halves[_row(case, wish, model, [row for row in TABLE if row in halves])]
     return chosen.short if chosen.short is not None and chosen.is_short(case) else chosen
 
 
@@ -274,7 +296,8 @@ def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorit
         return rows[0]
     if widens(case.dtype, case.op):
         # A ring would round at every hop.
-        return next(row for row in rows if row.keeps_float32)
+        row = next(row for row in rows if row.keeps_float32)
+        return DOUBLING if row.name == "direct" and _is_short_for_many(case) else row
     measured = {row.name: row for row in rows if row.is_measured(case.nodes)}
     if model is not None:
         return measured[model.best(case.nbytes, measured)]

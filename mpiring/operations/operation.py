@@ -1,5 +1,6 @@
 """Schedules of one operation: what the communicator calls, and Reducers build on."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,10 +9,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives import (
-    chain, direct, exchange, hierarchical, native, node_copies, ring, shared)
+    chain, direct, doubling, exchange, hierarchical, native, node_copies, ring, shared)
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, bounds_of, chunks_of
+from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
@@ -339,8 +340,20 @@ class Collectives:
         """
         if self._whole is not None:
             return node_copies.allgather(self._whole, chunks)
+        if not self.gpu and doubling.gathers(self, sum(chunk.nbytes for chunk in chunks)):
+            return self._allgather_short(chunks)
         return ring.allgather(
             self.ring, [chunks[rank] for rank in self.order], self.tuning.ring_bytes)
+
+    def _allgather_short(self, chunks: Sequence[Array]) -> Schedule[None]:
+        bounds = [0, *itertools.accumulate(chunk.nbytes for chunk in chunks)]
+        x = np.empty(bounds[-1], np.uint8)
+        slices = cut(x, bounds)
+        slices[self.rank][...] = as_bytes(chunks[self.rank])
+        yield from doubling.allgather(self, self.net, x, bounds)
+        for rank, (chunk, content) in enumerate(zip(chunks, slices)):
+            if rank != self.rank:
+                as_bytes(chunk)[...] = content
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange."""
@@ -403,6 +416,8 @@ class Collectives:
             if x.nbytes <= self.tuning.moved_bytes:
                 return shared.eager_broadcast(self, x, root)
             return node_copies.broadcast(self._whole, x, root)
+        if len(self.nodes) > self.tuning.direct_nodes and x.nbytes <= self.tuning.short_bytes:
+            return self.confirmed(doubling.broadcast(self.net, x, root))
         return chain.broadcast(
             self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
 

@@ -1,6 +1,7 @@
 """Messages by mpi4py, on a private duplicate of the user's communicator."""
 
 import sys
+import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from mpi4py import MPI
 
 from ..errors import BufferMismatchError, ConfigError, ProcessFailedError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
+from . import waiting
 from .base import LANES, Array, Request, Schedule, T
 from .staged import DeviceMessage
 
@@ -55,6 +57,27 @@ def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
             f"rank {comm.rank}: making a communicator ({_census()}; MPI has room for some "
             f"thousand, MPICH for 2,048: close() those that are not needed any more)",
             exc) from exc
+
+
+def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
+    """Start to replace numbers, in place, by the greatest of all ranks; return MPI's request."""
+    return comm.Iallreduce(MPI.IN_PLACE, numbers, MPI.MAX)
+
+
+def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
+    """Return the whole numbers of all ranks, shape (ranks, numbers).
+
+    This rank sleeps meanwhile: MPI would look without pause, and keep ranks that share its core
+    from coming.
+
+    Collective: yes. Blocking: yes.
+    """
+    rows = np.empty((comm.size, len(numbers)), np.int64)
+    request, pause_s = comm.Iallgather(np.array(numbers, np.int64), rows), 0.0
+    while not request.Test():
+        time.sleep(pause_s)
+        pause_s = min(pause_s + waiting.FIRST_PAUSE_S, waiting.OPENING_PAUSE_S)
+    return rows
 
 
 # The transports of this process: MPI's room for communicators is the process's, too.
@@ -356,11 +379,14 @@ class MpiNode:
         self._local = create_communicator(
             comm, lambda: comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self.rank, self.size = self._local.rank, self._local.size
-        self.ranks: Sequence[int] = self._local.allgather(comm.rank)
+        groups = self._local.Get_group(), comm.Get_group()
+        self.ranks: Sequence[int] = groups[0].Translate_ranks(range(self.size), groups[1])
+        for group in groups:
+            group.Free()
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return, per rank of the node, the numbers that each has passed; without yielding."""
-        return self._local.allgather(numbers)
+        return [tuple(row) for row in gathered(self._local, numbers).tolist()]
         yield ()
 
     def free(self) -> None:

@@ -5,11 +5,15 @@ may need the core, so it gives that away between looks; at last it sleeps.
 """
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..launch.host import all_processors, usable_processors
+
+# Ranks that share cores, more than two to each, sleep sooner and longer, see `patience`.
 
 # A caller in Python looks at a meeting, or steps a schedule, so often without pause, and compiled
 # code at a meeting; then giving its core away. In a shared memory, most calls are over by then.
@@ -57,14 +61,40 @@ ANSWER_S = 1.0
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How a rank waits for those of its node, given how many of them share a core.
+
+    Attributes:
+        spins, compiled_spins: How often Python and compiled code look without pause.
+        yields: How often both look then, giving their core away.
+        wait_yields: How often a caller who waits for the engine does, before it sleeps ...
+        pause_s: ... for so long between two looks.
+    """
+
+    spins: int = SPINS
+    compiled_spins: int = COMPILED_SPINS
+    yields: int = YIELDS
+    wait_yields: int = WAIT_YIELDS
+    pause_s: float = WAIT_PAUSE_S
+
+
 @functools.cache
-def spins(ranks: int, most: int) -> int:
-    """Return how often the ranks of a node look without pause.
+def patience(ranks: int) -> Patience:
+    """Return how the ranks of a node wait for each other.
+
+    Up to two ranks to a core alternate by giving it away. Of more, each look of those that wait
+    keeps the rank from coming for which they wait: they look the less often the more they are,
+    so that all of them together take a share of a core that stays the same.
 
     Args:
         ranks: How many they are.
-        most: How often if each of them has a core of its own, as far as one can tell.
     """
     every, usable = len(all_processors()), len(usable_processors())
     # A rank that is bound to one core (of two threads) does not share it.
-    return most if ranks <= (every if usable <= 2 else usable) else SPINS_TOGETHER
+    crowding = ranks / (every if usable <= 2 else usable)
+    if crowding <= 1:
+        return Patience()
+    share = min(1.0, 2 / crowding)
+    return Patience(SPINS_TOGETHER, SPINS_TOGETHER, math.ceil(YIELDS * share ** 2),
+                    math.ceil(WAIT_YIELDS * share ** 2), WAIT_PAUSE_S / share ** 2)

@@ -70,6 +70,15 @@ def test_candidates_round_no_worse_than_what_auto_takes():
     assert candidates(8, 1, gpu="GPU 0") == ("shared",)
 
 
+def test_many_nodes_take_a_logarithm_of_messages_for_few_bytes():
+    for nodes, name in ((Tuning.direct_nodes, "ring"), (Tuning.direct_nodes + 1, "doubling")):
+        assert chosen(8, "max", "ring", ranks=nodes, nodes=nodes) == name
+        assert chosen(Tuning.short_bytes, "max", "ring", ranks=nodes, nodes=nodes) == "ring"
+    assert chosen(8, wish="direct", ranks=100, nodes=100) == "direct", "sums are in rank order"
+    assert chosen(8, ranks=100, nodes=100, dtype="float16") == "doubling"
+    assert chosen(8, wish="ring", ranks=100, nodes=100, dtype="longdouble") == "ring"
+
+
 def test_what_cannot_be_halved_gives_way():
     def halves(ranks, nodes, wish, op="sum", dtype="float32", nbytes=8):
         found = choose_halves(Case(nbytes, np.dtype(dtype), op, ranks, nodes, Tuning()), wish)

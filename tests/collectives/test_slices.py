@@ -16,7 +16,8 @@ from mpiring.simulated.network import SimulatedNetwork
 
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
-SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
+SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40),
+               short_bytes=100, direct_nodes=4, gathered_bytes=200)
 SIZES = 1, 2, 3, 4, 5, 7, 9
 LENGTHS = (lambda p: 0, lambda p: 1, lambda p: p - 1, lambda p: 2 * p + 1, lambda p: 129)
 BOUNDS = {
@@ -99,6 +100,18 @@ def test_a_node_sends_the_least_possible(node_of, dtype, memory):
         ways, itemsize = 2 if call == "allreduce" else 1, np.dtype(dtype).itemsize
         assert network.bytes_between == dict.fromkeys(
             range(nodes), ways * (nodes - 1) * n * itemsize // nodes + HEADER_BYTES)
+
+
+def test_scratch_memory_suffices_where_the_shorter_slices_are_cut_into_fewer_pieces():
+    """Of 300,001 elements on six ranks, one rank has one more than the others."""
+    p, n = 6, 300_001
+    rows = [contract.contribution(rank, n, "float16") for rank in range(p)]
+
+    def program(collectives):
+        return (yield from collectives.reduce_scatter(rows[collectives.rank].copy()))
+
+    found, _ = run([0, 0, 0, 1, 1, 1], program, slot_bytes=1 << 19)
+    contract.check(np.concatenate(found), p, "sum")
 
 
 def test_no_rank_reads_a_window_after_its_owner_has_gone_on():

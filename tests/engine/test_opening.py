@@ -16,7 +16,7 @@ class Comm:
     def __init__(self, clock, after_s):
         self._clock, self._come_s = clock, after_s
 
-    def Ibarrier(self):
+    def Iallreduce(self, in_place, numbers, op):
         return SimpleNamespace(Test=lambda: self._clock.now_s >= self._come_s)
 
 
@@ -32,15 +32,15 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("timeout_s", "limit_s"), [(5, 600), (5000, 5000), (0, None)])
 def test_a_rank_that_never_comes(timeout_s, limit_s, clock, capsys):
     config = Config(stall_warning_s=60, stall_timeout_s=timeout_s)
-    opening.await_all(Comm(clock, 0), config)
-    opening.await_all(Comm(clock, 30), config)
+    opening.await_all(Comm(clock, 0), config, {})
+    opening.await_all(Comm(clock, 30), config, {})
     assert not capsys.readouterr().err
     clock.now_s = 0.0
     if limit_s is None:
-        opening.await_all(Comm(clock, 9000), config)
+        opening.await_all(Comm(clock, 9000), config, {})
     else:
         with pytest.raises(StallError, match="not all ranks have called it"):
-            opening.await_all(Comm(clock, 9000), config)
+            opening.await_all(Comm(clock, 9000), config, {})
         assert limit_s <= clock.now_s < limit_s + 2
     error = capsys.readouterr().err
     assert error.count("mpiring: rank 0 of 2 has waited 60 s in mpiring.init()") == 1

@@ -116,6 +116,32 @@ def test_the_lowest_waiting_rank_reports_once_where_all_stand():
     assert not any(ranks.reports[rank] for rank in (0, 2, 3, 4))
 
 
+@pytest.mark.parametrize("missing", [0, 50, 99])
+def test_of_many_ranks_one_asks_all_and_each_other_asks_a_few(missing):
+    ranks = Ranks(100, stall_warning_s=0.1, stall_timeout_s=5)
+    for rank in range(100):
+        if rank != missing:
+            ranks.call(rank, 0)
+    sent, first = [0] * 100, int(missing == 0)
+    post = Post.post
+
+    def counted(self, dest, message):
+        sent[self.rank] += 1
+        post(self, dest, message)
+
+    for watch in ranks.watches:
+        watch._post.post = counted.__get__(watch._post)
+    ranks.look(1.0)
+    (report,) = ranks.reports[first]
+    assert f"\n  rank {missing} has not called it" in report
+    assert "98 of the 99 other ranks wait in it too" in report and report.count("\n") < 80
+    assert not any(ranks.reports[rank] for rank in range(100) if rank != first)
+    # Each asks rank 0, which answers, and where that does not wait also the next three.
+    assert sum(sent) < 15 * 100 < 100 ** 2
+    with pytest.raises(StallError, match=f"rank {missing} has not called it"):
+        ranks.look(10, ranks=[first, *(rank for rank in range(100) if rank != first)])
+
+
 def test_the_timeout_raises_with_fresh_answers():
     ranks = Ranks(3, stall_warning_s=0.1, stall_timeout_s=0.4)
     ranks.call(0, 0)

@@ -23,7 +23,7 @@ CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,
 
 
 @pytest.mark.parametrize("nbytes", [1000, 65536, 3_000_001])
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 2), (8, 2), (5, 4)])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 2), (8, 2), (5, 4), (16, 1)])
 @pytest.mark.parametrize("name", [*ALGORITHMS, "once per node"])
 def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
     cluster = CLUSTER.of(nodes, ranks_per_node)
@@ -32,7 +32,7 @@ def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
         assert stepped is None and name in ("shared", "hierarchical")
         return
     assert stepped.how == "stepped"
-    symmetry = symmetry_of(name, cluster)
+    symmetry = symmetry_of(name, cluster, nbytes)
     assert symmetric.how == ("stepped" if symmetry is None else "symmetry")
     # Among messages that come to an interface at the same time, another one may be first.
     many = name == "direct" or name == "hierarchical" and nbytes <= Tuning.short_bytes

@@ -125,8 +125,9 @@ def test_buckets_wait_for_the_end_where_they_do_not_overlap():
 
 
 @pytest.mark.parametrize("strategy", [averaged, sharded])
-def test_one_node_stands_for_all(strategy):
-    cluster = Cluster(4, 2, latency_s=1e-4, bandwidth=1e9)
+@pytest.mark.parametrize("nodes", [4, 10])
+def test_one_node_stands_for_all(strategy, nodes):
+    cluster = Cluster(nodes, 2, latency_s=1e-4, bandwidth=1e9)
     work = Workload(profile_of(compute()), cluster)
     folded, stepped = (predict_step(work, strategy, fold=fold) for fold in (True, False))
     assert (folded.how, stepped.how) == ("symmetry", "stepped")

@@ -83,21 +83,23 @@ class SimulatedOperation(Collectives):
         network, memory: Those of the cluster.
         net: The operation's channel.
         number: Of the operation.
+        in_pairs: Where a node stands for all, nodes exchange in pairs, not in a circle.
 
     Attributes:
         work: Keeps the rank busy for so many seconds.
     """
 
-    __slots__ = ("_cluster", "work")
+    __slots__ = ("_cluster", "_in_pairs", "work")
 
     def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
                  network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
-                 number: int) -> None:
+                 number: int, *, in_pairs: bool = False) -> None:
         transport = cast(Transport, SimulatedTransport(net))
         super().__init__(
             Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
             memory.node(net.rank, number), number)
         self._cluster, self.work = cluster, partial(network.work, net.rank)
+        self._in_pairs = in_pairs
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
@@ -117,9 +119,10 @@ class SimulatedOperation(Collectives):
         r, net = self._cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
-            header = ghost(HEADER_BYTES, np.uint8)
-            headers = [net.irecv(header, (net.rank - r) % net.size),
-                       net.isend(header, (net.rank + r) % net.size)]
+            header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
+            # If one node stands for all in pairs, its header is answered by its receiver.
+            before = after if self._in_pairs else (net.rank - r) % net.size
+            headers = [net.irecv(header, before), net.isend(header, after)]
         first = next(schedule)
         yield (*headers, *first)
         yield from schedule
@@ -133,11 +136,22 @@ SHARDED = ("sharded", "once per node")
 _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 
 
-def symmetry_of(name: str, cluster: Cluster) -> Symmetry | None:
-    """Return how one node stands for all; None if all ranks are to be run."""
-    if name == "native":
+def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
+    """Return how one node stands for all; None if all ranks are to be run.
+
+    Args:
+        name, nbytes: As for `predict`.
+    """
+    tuning = Tuning()
+    is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
+                   and cluster.nodes > tuning.direct_nodes)
+    if name in SHARDED and is_doubling:
+        # A part in pairs, a part in a circle.
+        return None
+    if name == "native" or is_doubling:
         # Exchanges in pairs are alike on all nodes where these are a power of two.
-        return None if cluster.nodes & cluster.nodes - 1 else pairwise
+        partners = cluster.ranks if name == "ring" else cluster.nodes
+        return None if partners & partners - 1 else pairwise
     return cyclic if name in _CYCLIC else None
 
 
@@ -155,7 +169,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     if schedule is None or cluster.ranks == 1:
         return None
     fold &= cluster.nodes > 1 and not cluster.cores
-    symmetry = symmetry_of(name, cluster) if fold else None
+    symmetry = symmetry_of(name, cluster, nbytes) if fold else None
     r = cluster.ranks_per_node
     nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
@@ -168,7 +182,8 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
         began_s = network.time_s = network.time_s + cluster.pause_s
 
         def program(net: Channel, number: int = operation) -> Schedule[None]:
-            call = SimulatedOperation(cluster, nodes, network, memory, net, number)
+            call = SimulatedOperation(cluster, nodes, network, memory, net, number,
+                                      in_pairs=symmetry is pairwise)
             return schedule(call, call.vector(n))
 
         network.run(program)
@@ -232,4 +247,5 @@ def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())
     chosen = choose(case, model=model)
-    return {"eager": "shared", "short": "hierarchical"}.get(chosen.name, chosen.name)
+    return {"eager": "shared", "short": "hierarchical", "doubling": "ring"}.get(
+        chosen.name, chosen.name)

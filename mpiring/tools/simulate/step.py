@@ -8,7 +8,7 @@ node stands for all, each of its ranks computes as long as the slowest of all no
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -212,7 +212,7 @@ class _Run:
     """
 
     def __init__(self, cluster: Cluster, folded: bool) -> None:
-        self._cluster, r = cluster, cluster.ranks_per_node
+        self._cluster, self._folded, r = cluster, folded, cluster.ranks_per_node
         self._nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
         self._network = cluster.network(cyclic if folded else None, in_python=True)
         tuning = Tuning()
@@ -233,6 +233,10 @@ class _Run:
             def program(net: Channel) -> Schedule[None]:
                 call = SimulatedOperation(
                     self._cluster, self._nodes, network, self._memory, net, number)
+                if self._folded:
+                    # A network on which nodes send in a circle cannot carry exchanges in pairs:
+                    # the shortest buckets go straight to all nodes.
+                    call.tuning = replace(call.tuning, direct_nodes=net.size)
                 return _operated(call, ranks[net.rank].operations[index])
 
             return program

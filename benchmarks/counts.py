@@ -1,0 +1,127 @@
+"""Counts, on a simulated network, the messages, bytes and memory that an operation costs a rank."""
+
+import contextlib
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from mpiring.collectives.native import Turns
+from mpiring.memory.arrays import Array
+from mpiring.memory.reduction import Combine
+from mpiring.memory.scratch import Scratch
+from mpiring.operations.operation import Collectives
+from mpiring.operations.resources import OperationChannel, Resources, Transport
+from mpiring.operations.windows import Windows
+from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
+from mpiring.simulated.prices import NoCombine, ghost
+from mpiring.tools.arguments import listed, positive
+from mpiring.tools.table import Column, head, line
+from mpiring.transport.base import HEADER_BYTES, Channel, Schedule
+
+from . import main
+
+SHORT_BYTES, LONG_BYTES = 4 << 10, 16 << 20
+# Given the collectives of an operation, and a vector. The second value: all ranks do the same in a
+# circle, so that one of them stands for all.
+Program = Callable[[Collectives, Array], Schedule[Any]]
+OPERATIONS: dict[str, tuple[Program, int, bool]] = {
+    "allreduce, short": (lambda c, x: c.allreduce(x, algorithm="ring"), SHORT_BYTES, False),
+    "allreduce, long": (lambda c, x: c.allreduce(x, algorithm="ring"), LONG_BYTES, True),
+    "reduce_scatter, long": (lambda c, x: c.reduce_scatter(x), LONG_BYTES, True),
+    "allgather, short": (lambda c, x: c.allgather(x), SHORT_BYTES, True),
+    "allgather, long": (lambda c, x: c.allgather(x), LONG_BYTES, True),
+    "broadcast, short": (lambda c, x: c.broadcast(x, 0), SHORT_BYTES, False),
+    "broadcast, long": (lambda c, x: c.broadcast(x, 0), LONG_BYTES, False),
+    "barrier": (lambda c, x: c.barrier(), 0, True)}
+_COLUMNS = [Column("operation", -20), Column("ranks", 6), Column("messages", 9, 1),
+            Column("bytes", 12, 1), Column("memory", 12, 1)]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operation costs the rank with the most: messages sent, bytes sent, memory borrowed.
+
+    The header by which ranks compare their calls is a message, too.
+    """
+
+    messages: int
+    bytes: int
+    memory: int
+
+
+class _Transport:
+    def __init__(self, net: Channel) -> None:
+        self.rank, self.size, self.bytes_sent, self._net = net.rank, net.size, 0, net
+
+    def channel(self, sequence: int) -> OperationChannel:
+        return cast(OperationChannel, self._net)
+
+
+class _Counted(Collectives):
+    """The schedules of an operation on vectors without memory, which note what they borrow."""
+
+    def __init__(self, resources: Resources) -> None:
+        super().__init__(resources, None, 0)
+        self.borrowed = 0
+
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        self.borrowed += n * np.dtype(dtype).itemsize
+        return contextlib.nullcontext(ghost(n, dtype))
+
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+        return NoCombine()
+
+
+def count(operation: str, p: int) -> Cost:
+    """Return what an operation costs each of p nodes of one rank.
+
+    Args:
+        operation: Name in OPERATIONS.
+        p: Number of ranks.
+    """
+    program, nbytes, circular = OPERATIONS[operation]
+    network = (SymmetricNetwork(p, 1, cyclic) if circular else
+               SimulatedNetwork(p, payload=False))
+    nodes, made = [range(rank, rank + 1) for rank in range(p)], []
+
+    def run(net: Channel) -> Schedule[Any]:
+        resources = Resources(cast(Transport, _Transport(net)), Turns(), Scratch(keep=0),
+                              Windows(), range(p), nodes, "ring")
+        collectives = _Counted(resources)
+        made.append(collectives)
+        header = ghost(HEADER_BYTES, np.uint8)
+        yield net.irecv(header, (net.rank - 1) % p), net.isend(header, (net.rank + 1) % p)
+        yield from program(collectives, ghost(nbytes // 4, np.float32))
+
+    network.run(run)
+    ranks = network.stepped
+    return Cost(max(network.messages_sent[rank] for rank in ranks),
+                max(network.bytes_sent[rank] for rank in ranks),
+                max(collectives.borrowed for collectives in made))
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--ranks", type=listed(positive), default=[4, 64, 1024, 4096],
+                        metavar="A,B", help="numbers of ranks; default: 4,64,1024,4096")
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    print(f"# of the rank with the most; short: {SHORT_BYTES} bytes, long: {LONG_BYTES} bytes\n"
+          f"{head(_COLUMNS)}")
+    for operation in OPERATIONS:
+        for p in options.ranks:
+            cost = count(operation, p)
+            print(line({"operation": operation, "ranks": p, **vars(cost)}, _COLUMNS), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("counts", declare))

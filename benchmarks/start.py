@@ -1,0 +1,79 @@
+"""Measures what it takes to start MPI, and mpiring beside it, on many ranks of this machine."""
+
+import json
+import statistics
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from mpiring.errors import ConfigError
+from mpiring.launch.start import find_mpiexec
+from mpiring.tools.arguments import listed, positive
+from mpiring.tools.output import refuse_unwritable
+from mpiring.tools.results import machine, write_json
+from mpiring.tools.table import Column, Row, head, line
+
+from . import main
+
+_RANK = Path(__file__).with_name("start_rank.py")
+_LIMIT_S = 300
+_COLUMNS = [
+    Column("ranks", 5), Column("mpi_s", 8, 3), Column("numpy_s", 8, 3), Column("import_s", 8, 3),
+    Column("init_s", 8, 3), Column("start_over_mpi", 9, 3, "init/MPI"),
+    Column("pss_mib", 8, 3, "PSS +MiB"), Column("rss_mib", 8, 3, "RSS +MiB"),
+    Column("mpi_allreduce_ms", 8, 3, "MPI ms"), Column("allreduce_ms", 10, 3, "mpiring ms"),
+    Column("computing", 8, 3, "wall/CPU")]
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--ranks", type=listed(positive), default=[4, 16, 64, 128], metavar="A,B",
+                        help="numbers of ranks; default: 4,16,64,128")
+    parser.add_argument("--rounds", type=positive, default=3,
+                        help="jobs of each number, of which the medians count; default: 3")
+    parser.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
+    parser.set_defaults(action=run)
+
+
+def run(options: Namespace) -> int:
+    """Start the jobs, and print a row for each number of ranks; return the exit status.
+
+    Raises:
+        ConfigError: There is no mpiexec, or a job fails.
+    """
+    if options.json:
+        refuse_unwritable(options.json)
+    print(f"# on the slowest rank: seconds from its start to MPI's first barrier, of importing "
+          f"NumPy and mpiring, and of\n# init; memory that init takes; a short allreduce\n"
+          f"{head(_COLUMNS)}")
+    rows = []
+    for ranks in options.ranks:
+        readings = [_job(ranks) for _ in range(options.rounds)]
+        row: Row = {"ranks": ranks, **{name: statistics.median(each[name] for each in readings)
+                                       for name in readings[0]}}
+        row["start_over_mpi"] = statistics.median(
+            each["init_s"] / each["mpi_s"] for each in readings)
+        rows.append(row)
+        print(line(row, _COLUMNS), flush=True)
+    if options.json:
+        write_json(options.json, "start", {**machine(), "rounds": options.rounds}, rows)
+    return 0
+
+
+def _job(ranks: int) -> dict[str, float]:
+    """Start a job, and return the highest readings of its ranks."""
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise ConfigError("there is no mpiexec: pip install 'mpiring[mpich]'")
+    # As a text: a rank that starts in this folder would load what is in it.
+    job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
+                         capture_output=True, text=True, timeout=_LIMIT_S)
+    if job.returncode:
+        raise ConfigError(f"{ranks} ranks: the job failed: {job.stderr[-2000:]}")
+    readings: dict[str, float] = json.loads(job.stdout.splitlines()[-1])
+    return readings
+
+
+if __name__ == "__main__":
+    sys.exit(main("start", declare))

@@ -1,0 +1,87 @@
+"""Runs on each rank of a job of `benchmarks.start`: starts MPI, then mpiring, and times both."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+# Short allreduces, of which the median counts.
+_CALLS = 21
+# Takes a tenth of a second or two.
+_TO_ADD = 5_000_000
+
+
+def _age_s() -> float:
+    """Return how long this process has run, by the kernel's clock; exact to 10 ms."""
+    # The 22nd word is when it started; the second, its name, may hold blanks.
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory() -> dict[str, float]:
+    """Return the resident and the proportional size of this process, in MiB."""
+    words = Path("/proc/self/smaps_rollup").read_text().split()
+    return {name: int(words[words.index(f"{name}:") + 1]) / 1024 for name in ("Rss", "Pss")}
+
+
+def _short_calls(world: Any, allreduce: Any) -> float:
+    """Return the median time of an allreduce, each behind a barrier."""
+    times_s = []
+    for _ in range(_CALLS):
+        world.Barrier()
+        began_s = time.perf_counter()
+        allreduce()
+        times_s.append(time.perf_counter() - began_s)
+    return sorted(times_s)[_CALLS // 2]
+
+
+def _computing(world: Any, allreduce: Any) -> float:
+    """Return how many times its processor time rank 0 takes to compute while all others wait."""
+    world.Barrier()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    if world.rank == 0:
+        sum(iter(range(_TO_ADD)))
+    share = (time.perf_counter() - began_s) / (time.process_time() - began_cpu_s)
+    allreduce()
+    return share if world.rank == 0 else 0.0
+
+
+def main() -> None:
+    """Start MPI, then mpiring; print on rank 0 what each rank has measured."""
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    mpi_s = _age_s()
+    # Programs that use MPI from Python import NumPy, whether they use mpiring or not.
+    import numpy as np
+    world.Barrier()
+    numpy_s = _age_s()
+    import mpiring
+    world.Barrier()
+    imported_s, before = _age_s(), _memory()
+    world.Barrier()
+    began_s = _age_s()
+    comm = mpiring.init()
+    world.Barrier()
+    ready_s = _age_s()
+    after, x = _memory(), np.ones(16, np.float32)
+    world.Barrier()
+    by_mpi_s = _short_calls(world, lambda: world.Allreduce(MPI.IN_PLACE, x))
+    by_mpiring_s = _short_calls(world, lambda: comm.allreduce(x, op="max"))
+    slowness = _computing(world, lambda: comm.allreduce(x, op="max"))
+    readings = {
+        "mpi_s": mpi_s, "numpy_s": numpy_s - mpi_s, "import_s": imported_s - numpy_s,
+        "init_s": ready_s - began_s, "mpi_allreduce_ms": by_mpi_s * 1e3,
+        "allreduce_ms": by_mpiring_s * 1e3, "computing": slowness,
+        **{f"{name.lower()}_{when}_mib": memory[name]
+           for name in before for when, memory in (("before", before), ("after", after))},
+        **{f"{name.lower()}_mib": after[name] - before[name] for name in before}}
+    of_all = world.gather(readings)
+    if of_all is not None:
+        print(json.dumps({name: max(each[name] for each in of_all) for name in readings}))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
