@@ -114,6 +114,8 @@ def test_on_one_node_nothing_is_compressed():
     ended = run(2, "-m", "mpiring", "tune", "--model-bytes", "52M", "--compute-ms", "100")
     assert ended.status == 0, ended.output
     assert "have nothing to compress" in ended.output and "MB sent" not in ended.output
+    assert re.search(r"simulate --reduction-rate [\d.]+GB/s --node-bandwidth [\d.]+GB/s$",
+                     ended.output, re.MULTILINE), ended.output
 
 
 def test_what_cannot_be_measured_is_refused():
