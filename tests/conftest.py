@@ -11,7 +11,7 @@ import pytest
 import slurm_cluster
 from launching import MACHINE_CODE, STARTS, default_signals, needed
 
-from mpiring.jit import cache, sums
+from mpiring.jit import cache, copies, sums
 from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
@@ -110,7 +110,7 @@ def machine_code():
     needed("numba")
     MACHINE_CODE.mkdir(parents=True, exist_ok=True)
     wanted = [partial(compiled.code, "sum", name, 2) for name in compiled.DTYPES]
-    wanted += [partial(sums.code, name) for name in sums.DTYPES]
+    wanted += [copies.code, *(partial(sums.code, name) for name in sums.DTYPES)]
     # Of two workers each compiles half: what the other one has made is found.
     order = -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1
     with pytest.MonkeyPatch.context() as patch:

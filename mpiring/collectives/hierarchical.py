@@ -7,6 +7,9 @@ slice combines the nodes', and the result goes to the node's other ranks. R ring
 as many as the smallest node has ranks: on large nodes, where most is to be added, all ranks
 add, and each of N nodes still sends 2(N-1)/N of the array, which is the least possible.
 
+If the arrays are in memory that the ranks of a node share, a rank combines and hands out part by
+part, while messages travel; see `local`. Otherwise the ranks meet before and after the rings.
+
 A few pieces are under way at once, so that the wire carries one while another is added. The
 pieces are the same on all nodes, whatever memory the arrays of each are in.
 

@@ -45,7 +45,6 @@ def code(*, compiles: bool = False) -> cache.Code | None:
 
 def _stream(intrinsics: Any) -> Callable[..., Any]:
     """Return what numba compiles, given the addresses of x and of the others' addresses."""
-
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     inlined, copy_bytes, line_bytes = (
         intrinsics.inlined, intrinsics.copy_bytes, intrinsics.LINE_BYTES)

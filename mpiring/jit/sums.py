@@ -11,6 +11,8 @@ from ..memory.scratch import thread_scratch
 from . import cache
 
 DTYPES = ("float32", "float64")
+# By their characters: to ask NumPy for a name takes 2 µs.
+_NAMES = {np.dtype(name).char: name for name in DTYPES}
 # Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
 
@@ -25,7 +27,7 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
         outs: May be among the sources, but must not overlap them otherwise, nor each other.
     """
     x = outs[0]
-    machine_code = code(x.dtype.name)
+    machine_code = code(_NAMES[x.dtype.char])
     if machine_code is None:
         return False
     p, q = len(sources), len(outs)

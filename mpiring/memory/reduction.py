@@ -15,9 +15,9 @@ from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 from .scratch import BLOCK_BYTES, thread_scratch
 
-# Vectors are added by compiled code from here on, two of them if the sum is stored into both; NumPy
-# takes as long for others, and for shorter ones. Measured.
-_LONG_BYTES = 128 << 10
+# Vectors are added by compiled code if so much is read and written, two of them if the sum is
+# stored into both; NumPy takes as long for others, and for shorter ones. Measured.
+_LONG_BYTES = 480 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -169,7 +169,8 @@ class Reduction:
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
         if (self.adds and (len(sources) > 2 or len(sources) == len(outs) == 2)
-                and out.nbytes >= _LONG_BYTES and sums.add(sources, divisor, outs)):
+                and (len(sources) + len(outs)) * out.nbytes >= _LONG_BYTES
+                and sums.add(sources, divisor, outs)):
             return
         self._apply(sources, divisor, outs)
 

@@ -115,8 +115,9 @@ def rounded_twice(node_of, rows, op, dtype):
 @pytest.mark.parametrize("n", [6, 500])
 def test_sixteen_bits_are_rounded_on_the_node_and_at_the_end(node_of, dtype, n):
     rows = np.random.default_rng(n).standard_normal((len(node_of), n)).astype(dtype)
-    for op in ("sum", "mean", "prod"):
-        results, _ = allreduce(node_of, rows, op, seed=1)
+    for op, memory in (("sum", "none"), ("mean", "all"), ("prod", "some nodes")):
+        results, _ = allreduce(node_of, rows, op, memory, seed=1)
+        assert all(x.tobytes() == results[0].tobytes() for x in results)
         assert results[0].tobytes() == rounded_twice(node_of, rows, op, dtype).tobytes()
 
 

@@ -13,7 +13,7 @@ import pytest
 from launching import HANG_S, ROOT, environment, needed
 
 from mpiring import ConfigError
-from mpiring.jit import loops, sums
+from mpiring.jit import copies, loops, sums
 from mpiring.memory import reduction, sixteen
 from mpiring.memory.reduction import Reduction
 
@@ -25,6 +25,7 @@ def without_numba(monkeypatch):
     """Combine by NumPy."""
     monkeypatch.setattr(loops, "combiner", lambda name: None)
     monkeypatch.setattr(sums, "code", lambda name: None)
+    monkeypatch.setattr(copies, "code", lambda: None)
 
 
 @pytest.fixture(params=["NumPy", "numba"])
@@ -32,7 +33,7 @@ def by(request):
     """Combine in either way what both can."""
     if request.param == "numba":
         request.getfixturevalue("machine_code")
-        assert sums.code("float32") and sums.code("float64")
+        assert sums.code("float32") and sums.code("float64") and copies.code()
     else:
         request.getfixturevalue("without_numba")
     return request.param
@@ -123,7 +124,7 @@ def values(rank, n, dtype):
 @pytest.mark.usefixtures("by")
 def test_long_sums_have_the_bits_of_numpy_from_left_to_right(dtype, op, monkeypatch):
     monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
-    for p in (1, 2, 3, 4, 5, 6, 7, 12):
+    for p in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12):
         sources = [values(rank, 5001, dtype) for rank in range(p)]
         for x in sources:
             x.flags.writeable = False
@@ -150,6 +151,20 @@ def test_long_sums_of_what_is_not_finite(monkeypatch):
     found = combined_at_once("sum", list(rows), np.empty(5, "float32"))
     assert np.isnan(found[:2]).all() and np.isinf(found[2])
     assert found[3] == 0 and np.signbit(found[3]) and found[4] == np.float32(1e-45)
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("past_caches", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 20_000])
+def test_copies_to_any_addresses_change_nothing_else(n, past_caches):
+    x = (np.arange(n) % 251).astype("uint8")
+    memories = [np.full(n + 300, 7, "uint8") for _ in range(3)]
+    outs = [memory[k * k * 9:][:n] for k, memory in enumerate(memories)]
+    Reduction("max", "uint8", 2).copy(x, past_caches=past_caches)
+    Reduction("max", "uint8", 2).copy(x, *outs, past_caches=past_caches)
+    for k, (memory, out) in enumerate(zip(memories, outs)):
+        assert out.tobytes() == x.tobytes()
+        assert (memory[:k * k * 9] == 7).all() and (memory[k * k * 9 + n:] == 7).all()
 
 
 def test_combine_goes_in_the_order_given():
