@@ -243,7 +243,7 @@ class SimulatedNetwork:
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
         self._within = within
-        self._overhead_s = computing.overhead_s
+        self._overhead_s, self._copy_rate = computing.overhead_s, computing.copy_rate
         self.node_of = ([rank // node_of for rank in range(size)] if isinstance(node_of, int)
                         else node_of)
         self.bytes_between = dict.fromkeys(self.node_of, 0)
@@ -405,6 +405,7 @@ class SimulatedNetwork:
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
         lane.messages.append(message)
+        copying_s = message.nbytes / self._copy_rate
 
         def left(time_s: float) -> None:
             if not message.late:
@@ -414,6 +415,8 @@ class SimulatedNetwork:
             # A lost message blocks its lane: MPI lets no later one overtake it.
             if not lost:
                 lane.last_arrival_s = max(time_s + self._delay_s(), lane.last_arrival_s)
+                if source_node != dest_node:
+                    self._at(lane.last_arrival_s, to, lambda: self.work(to, copying_s))
                 self._at(lane.last_arrival_s, to, lambda: self._arrive(lane, message, source))
 
         factor = self._slow.get(channel.rank, 1.0)
@@ -427,6 +430,8 @@ class SimulatedNetwork:
             self.bytes_between[source_node] += message.nbytes
             self._wires.carry((channel.rank, dest), source_node, self.node_of[to], message.nbytes,
                               factor, left, landed)
+            # It departs meanwhile.
+            self.work(channel.rank, copying_s)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:
         """Return whom a message comes from, and on which of the stepped ranks it arrives."""

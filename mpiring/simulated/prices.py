@@ -31,10 +31,13 @@ class Computing:
 
     Attributes:
         overhead_s: What each message costs its sender, and its receiver.
+        copy_rate: Bytes per second that both of them copy of a message between nodes, as the
+            system does for TCP.
         cores: Number of cores on which all ranks compute, as in a lab; 0: a core for each.
     """
 
     overhead_s: float = 0.0
+    copy_rate: float = math.inf
     cores: int = 0
 
 

@@ -150,6 +150,15 @@ def test_ranks_that_share_cores_compute_in_turns():
     assert two < 0.08 and 0.13 < three < 0.16 and 0.13 < four < 0.16
 
 
+def test_copies_of_the_system_take_time_from_the_compute():
+    profile = profile_of(compute(), tensors=[["a", [5_000_000], "float32"]] * 2)
+    cluster = replace(CLUSTER, nodes=2, bandwidth=1e12, cores=2)
+    free, copied = (predict_step(Workload(profile, replace(cluster, copy_rate=rate)),
+                                 averaged).seconds for rate in (0.0, 1e9))
+    # Each node sends and receives the array once, 40 MB each way.
+    assert copied - free == pytest.approx(0.08, rel=0.1)
+
+
 def test_sharded_updates_slices_and_overlap_hides_their_way():
     tensors = [["a", [5_000_000], "float32"]] * 2
     cluster = replace(CLUSTER, nodes=2, bandwidth=2e9)

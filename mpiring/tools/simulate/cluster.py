@@ -1,5 +1,6 @@
 """Describes a cluster in a few numbers, and the least time of an allreduce there."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ class Cluster:
         burst_bytes: Bytes that pass at the sender's full speed after a pause; see Link.
         overhead_s: CPU time per message of mpiring's schedules in Python, at either end.
         mpi_overhead_s: CPU time per message in MPI and the system, at either end.
+        copy_rate: Bytes per second that the system copies of a message between nodes, at either
+            end, as for TCP; 0 where the interface reads and writes memory by itself.
         reduction_rate: Bytes per second that a rank reads and writes, while all ranks combine.
         node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
         barrier_s: Of a barrier in a node's shared memory.
@@ -35,6 +38,7 @@ class Cluster:
     burst_bytes: float = 0
     overhead_s: float = 5e-6
     mpi_overhead_s: float = 0.0
+    copy_rate: float = 0.0
     reduction_rate: float = 20e9
     node_latency_s: float = 0.5e-6
     node_bandwidth: float = 10e9
@@ -78,9 +82,10 @@ class Cluster:
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)
         within = Link(self.node_latency_s, self.node_bandwidth)
         overhead_s = self.mpi_overhead_s + self.overhead_s * in_python
+        computing = Computing(overhead_s, self.copy_rate or math.inf, self.cores)
         if symmetry is None:
             return SimulatedNetwork(
                 self.ranks, node_of=self.ranks_per_node, payload=False, between=between,
-                within=within, computing=Computing(overhead_s, self.cores))
-        return SymmetricNetwork(self.nodes, self.ranks_per_node, symmetry,
-                                between=between, within=within, computing=Computing(overhead_s))
+                within=within, computing=computing)
+        return SymmetricNetwork(self.nodes, self.ranks_per_node, symmetry, between=between,
+                                within=within, computing=replace(computing, cores=0))

@@ -26,6 +26,9 @@ _OF_RANKS: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
     ("--mpi-overhead", "mpi_overhead_s", parse_time,
      "computing per message in MPI and the system, at either end: where it is not in the latency, "
      "because ranks share cores; default: 0us"),
+    ("--copy-rate", "copy_rate", parse_rate,
+     "of what the system copies of a message between nodes, at either end, as for TCP: it takes "
+     "the processor from the compute; by default it copies nothing"),
     ("--node-latency", "node_latency_s", parse_time,
      "of a message within a node; default: 500ns"),
     ("--node-bandwidth", "node_bandwidth", parse_rate,
