@@ -137,6 +137,7 @@ class Descent:
         self._left = trials
         self._best, self._best_s = first, np.inf
         self._tried: set[Hashable] = set()
+        self._others_s: dict[Choice, float] = {}
 
     def search(self) -> Search:
         """Yield settings to try; take the seconds of a step with each of them.
@@ -171,7 +172,10 @@ class Descent:
         seconds = yield choice
         if choice == self._best:
             self._best_s = min(seconds, self._best_s)
-        elif seconds < (1 - _LEAST_GAIN) * self._best_s:
+            return False
+        if choice != self._first:
+            self._others_s[choice] = seconds
+        if seconds < (1 - _LEAST_GAIN) * self._best_s:
             self._best, self._best_s = choice, seconds
             return True
         return False
@@ -193,10 +197,16 @@ class Descent:
                     break
 
     def _compare(self) -> Search:
-        """Compare the best settings with the first ones, in turns; keep these in doubt."""
+        """Compare the best settings with the first ones, in turns; keep these in doubt.
+
+        Where the first ones were the best, the next best have another chance: a step that was
+        fast by luck would hide all others.
+        """
         best, first = self._best, self._first
         if best == first:
-            return Outcome(first, first, self._best_s, self._best_s)
+            if not self._others_s:
+                return Outcome(first, first, self._best_s, self._best_s)
+            best = min(self._others_s, key=self._others_s.__getitem__)
         times: dict[Choice, list[float]] = {first: [], best: []}
         for _ in range(TURNS):
             for choice in (first, best):

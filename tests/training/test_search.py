@@ -68,6 +68,17 @@ def test_noise_alone_is_no_gain():
     assert str(outcome) == f"no other settings are clearly faster than {outcome.first}"
 
 
+def test_a_first_step_that_was_fast_by_luck_hides_nothing():
+    first, asked = STARTS[1], []
+
+    def seconds(choice):
+        asked.append(choice)
+        return 0.5 if asked == [first] else seconds_of(choice)
+
+    tried, outcome = found(first, seconds)
+    assert seconds_of(outcome.choice) < 0.95 * seconds_of(first) and len(tried) <= TRIALS + 4
+
+
 @pytest.mark.parametrize(("of_first", "of_best"), [(0.8, None), (None, 2.0)])
 def test_a_gain_that_does_not_last_is_given_up(of_first, of_best):
     """At the end, the first settings are faster than before, or the best ones slower."""

@@ -187,12 +187,10 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per strategy."""
     for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
         members = [row for row in rows if row["strategy"] == name]
-        look = {**curve_style(i), "label": name, "linewidth": 1.2}
+        look = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
         for panel, key in zip(axes, ("step_ms", "efficiency_percent")):
             panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
-    axes[0].set_yscale("log")
-    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    axes[0].yaxis.set_minor_formatter(lambda value, _: "")
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("time of a step (ms)")
     axes[1].set_ylim(0, 105)
     axes[1].set_ylabel("compute alone / step (%)")
