@@ -61,7 +61,7 @@ def ranks(tmp_path):
     """A communicator in which each rank is a node, and that saves what it finds."""
     config = Config(shared_memory=False, tuning=False, gpu_aware="no", tuning_folder=str(tmp_path))
     if MPI.COMM_WORLD.size == 1:
-        pytest.skip("one rank has nothing to tune")
+        pytest.skip(reason="there is no other rank")
     with mpiring.Communicator(MPI.COMM_WORLD, config=config) as comm:
         yield comm
 
