@@ -1,0 +1,95 @@
+"""Sends Python objects between ranks, as bytes: most fit into one short message."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from ..operations.agreement import Call
+from ..transport.base import T
+from .group import Group
+
+# What most objects fit into travels with the length, in one message.
+_HEAD_BYTES, _LENGTH_BYTES = 1024, 8
+
+
+def broadcast(group: Group, obj: T, root: int) -> T:
+    """Return the object that rank `root` passed; see Communicator.broadcast_object."""
+    pickled, problem = _pickled(obj) if group.rank == root else (np.empty(0, np.uint8), "")
+    head = _head(pickled)
+    _run_short(group, Call("broadcast_object", f"from root {root}"), "broadcast", head, root)
+    nbytes = _length(head)
+    payload = head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+    if nbytes > payload.size:
+        payload = pickled if group.rank == root else np.empty(nbytes, np.uint8)
+        group.run(Call("broadcast_object", f"of {nbytes} bytes from root {root}"),
+                  lambda collectives: collectives.broadcast(payload, root))
+    if group.rank != root:
+        obj, problem = pickle.loads(payload.data)
+    _refuse_unpickled(root, problem)
+    return obj
+
+
+def allgather(group: Group, obj: T, label: str) -> list[T]:
+    """Return the objects that all ranks passed; see Communicator.allgather_object."""
+    pickled, _ = _pickled(obj)
+    heads = np.empty((group.size, _HEAD_BYTES), np.uint8)
+    heads[group.rank] = _head(pickled)
+    _run_short(group, Call(label), "allgather", heads.reshape(-1), None)
+    lengths = [_length(head) for head in heads]
+    payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+                for head, nbytes in zip(heads, lengths)]
+    if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
+        payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
+        payloads[group.rank] = pickled
+        group.run(Call(label, f"of up to {max(lengths)} bytes"),
+                  lambda collectives: collectives.allgather_chunks(payloads))
+    unpickled = [pickle.loads(payload.data) for payload in payloads]
+    for rank, (_, problem) in enumerate(unpickled):
+        _refuse_unpickled(rank, problem)
+    return [loaded for loaded, _ in unpickled]
+
+
+def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
+               root: int | None) -> None:
+    """Run a copy of a short vector; from the second time on, a fast call where that may be."""
+    # A label may be the name of another collective.
+    fast_calls, name = group.fast_calls, f"object: {call.kind}"
+    if not fast_calls.again(name, x, root):
+        group.run(call, lambda collectives: collectives.allgather(x) if root is None else
+                  collectives.broadcast(x, root))
+        fast_calls.note(name, call, x, root, kind)
+
+
+def _head(data: NDArray[Any]) -> NDArray[Any]:
+    """Return a vector of the length of some bytes, and the first of them: what travels at once."""
+    head = np.empty(_HEAD_BYTES, np.uint8)
+    head[:_LENGTH_BYTES].view(np.int64)[0] = data.size
+    first = data[:_HEAD_BYTES - _LENGTH_BYTES]
+    head[_LENGTH_BYTES:_LENGTH_BYTES + first.size] = first
+    return head
+
+
+def _length(head: NDArray[Any]) -> int:
+    return int(head[:_LENGTH_BYTES].view(np.int64)[0])
+
+
+def _pickled(obj: object) -> tuple[NDArray[Any], str]:
+    """Return a pair of an object and a problem, "" if it pickles, as bytes; and the problem.
+
+    The other ranks wait for the bytes, and so learn of the problem.
+    """
+    problem = ""
+    try:
+        data = pickle.dumps((obj, problem), pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:
+        problem = f"a {type(obj).__qualname__} does not pickle: {exc}"
+        data = pickle.dumps((None, problem))
+    return np.frombuffer(data, np.uint8), problem
+
+
+def _refuse_unpickled(rank: int, problem: str) -> None:
+    if problem:
+        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, texts, or nests of them")
