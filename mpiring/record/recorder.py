@@ -84,20 +84,18 @@ class Recorder:
         if self.trace is not None:
             self.trace.span(name, "phase", began_s, time.monotonic())
 
-    def end_step(self, ready_s: float = 0.0, waited_s: float = 0.0,
-                 tokens: float | None = None, each_s: Sequence[float] = ()) -> None:
+    def end_step(self, waited_s: float = 0.0, tokens: float | None = None,
+                 ready_s: Sequence[float] = ()) -> None:
         """Note that a training step ends now and the next one begins.
 
         Args:
-            ready_s: When its first gradient became ready; 0 if that is unknown.
             waited_s: When all were ready, and the wait for their means began.
             tokens: How many this rank had in the step; None if that is unknown.
-            each_s: When each gradient became ready, in the model's order; empty if unknown.
+            ready_s: When each gradient became ready, in the model's order; empty if unknown.
         """
         now = time.monotonic()
         if self.trace is not None and self._steps:
-            self.trace.step(
-                self._steps, self._step_ended_s, ready_s, waited_s, now, tokens, each_s)
+            self.trace.step(self._steps, self._step_ended_s, ready_s, waited_s, now, tokens)
         self._steps += 1
         self._step_ended_s = now
 

@@ -179,12 +179,10 @@ class TraceFile:
         """Record from when to when the program waited for its next batch."""
         self._add(self._data, began_s, ended_s, threading.get_ident())
 
-    def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-             ended_s: float, tokens: float | None, each_s: Sequence[float]) -> None:
+    def step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
+             ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
-        if number > _DETAILED_STEPS:
-            each_s = ()
-        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens, each_s)
+        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
 
     def model(self, **about: Any) -> None:
         """Record what is trained from now on."""
@@ -360,16 +358,18 @@ class TraceFile:
         self._threads[thread] = lane = PROGRAM + len(self._threads)
         return lane, _named(self._rank, lane, f"waits of thread {lane}")
 
-    def _step(self, number: int, began_s: float, ready_s: float, waited_s: float, ended_s: float,
-              tokens: float | None, each_s: Sequence[float]) -> list[Event]:
+    def _step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
+              ended_s: float, tokens: float | None) -> list[Event]:
         weighed = {} if tokens is None else {"tokens": tokens}
         step = self._slice(
             STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
-        if not began_s < ready_s < waited_s:
+        first_s = min(ready_s, default=0.0)
+        if not began_s < first_s < waited_s:
             return [step]
+        each = {} if number > _DETAILED_STEPS else {
+            "at_us": [round((at_s - first_s) * 1e6) for at_s in ready_s]}
         return [step, self._slice(
-            STEPS, "gradients become ready", "ready", ready_s, waited_s,
-            at_us=[round((at_s - ready_s) * 1e6) for at_s in each_s])]
+            STEPS, "gradients become ready", "ready", first_s, waited_s, **each)]
 
 
 def _short(flight: Flight) -> str:

@@ -94,13 +94,11 @@ class Averager(FusedTensors):
         self.compared: dict[str, str] = {}
         self.label = ""
         self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
-        # Of the present step: the tensors that are ready, since when there are any, and the
-        # reductions of the buckets that have left; None for one that was waited for at once.
-        self._ready: list[str] = []
-        self._began_s = 0.0
-        self._handles: list[Handle[None] | None] = []
-        # For a trace: when each became ready; and the trace that knows these tensors.
+        # Of the present step: since when each tensor is ready, in their order, and the reductions
+        # of the buckets that have left; None for one that was waited for at once.
         self._ready_s: dict[str, float] = {}
+        self._handles: list[Handle[None] | None] = []
+        # The trace that knows these tensors.
         self._described_in: object = None
         # By what tensors are scaled otherwise than in the step before.
         self._rescaled = 1.0
@@ -118,7 +116,7 @@ class Averager(FusedTensors):
     @property
     def under_way(self) -> bool:
         """Whether a step has begun: some tensor is ready."""
-        return bool(self._ready)
+        return bool(self._ready_s)
 
     @property
     def missing(self) -> list[str]:
@@ -140,16 +138,13 @@ class Averager(FusedTensors):
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
             self._refuse(name)
-        if not self._ready:
-            self._began_s = time.monotonic()
+        if not self._ready_s:
             self._begin_step()
         bucket = self.home[name]
         bucket.missing.remove(name)
         if self.mark is not None:
             bucket.written.append(self.mark())
-        self._ready.append(name)
-        if self._comm.recorder.trace is not None:
-            self._ready_s[name] = time.monotonic()
+        self._ready_s[name] = time.monotonic()
         while self._overlaps and len(self._handles) < len(self.buckets):
             bucket = self.buckets[len(self._handles)]
             if bucket.missing:
@@ -212,8 +207,7 @@ class Averager(FusedTensors):
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         for compressor in self.compressors:
             compressor.commit_step(self.finite)
-        self._end_step(self._ready)
-        self._ready.clear()
+        self._end_step(list(self._ready_s))
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
         self.compared.pop("rescale", None)
         self._record_step(waited_s)
@@ -263,11 +257,9 @@ class Averager(FusedTensors):
             recorder.trace.model(
                 tensors=[[spec.name, list(spec.shape), dtype_name(spec.dtype)]
                          for spec in self.tensors.values()], overlap=self._overlaps)
-        # A trace that has begun amid the step does not know all.
-        each_s = ([self._ready_s[name] for name in self.tensors]
-                  if len(self._ready_s) == len(self.tensors) else [])
+        recorder.end_step(waited_s, self.weighing.end_step(),
+                          [self._ready_s[name] for name in self.tensors])
         self._ready_s.clear()
-        recorder.end_step(self._began_s, waited_s, self.weighing.end_step(), each_s)
 
     # Between two steps
 
@@ -293,7 +285,7 @@ class Averager(FusedTensors):
             compressor.release()
 
     def _refuse_amid(self, call: str) -> None:
-        if self._ready:
+        if self._ready_s:
             raise GradientError(f"rank {self._comm.rank}: {call} amid a step; call it between "
                                 f"wait() and the next ready()")
 

@@ -135,7 +135,7 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
     recorder.waited_for_data(t + 5, t + 5.5)
     recorder.waited(flight, t + 4, t + 5)
     recorder.end_step()
-    recorder.end_step(time.monotonic(), time.monotonic(), 640)
+    recorder.end_step(time.monotonic(), 640)
     recorder.end_step()
     trace.close(together=True)
     events = [event for event in events_of(tmp_path) if event["ph"] == "X"]
@@ -158,7 +158,7 @@ def test_memory_is_bounded(tmp_path, trace, monkeypatch):
     monkeypatch.setattr(chrome, "_MOST_EVENTS", 10)
     with trace._lock:     # as if the disk were slow
         for number in range(30):
-            trace.step(number, 0, 0, 0, 1, None, ())
+            trace.step(number, 0, (), 0, 1, None)
         assert len(trace._events) <= 10
     trace.close(together=True)
     (left_out,) = [event for event in events_of(tmp_path) if event["name"] == "left out"]
@@ -175,7 +175,7 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     else:
         monkeypatch.setattr(chrome, "_MOST_BYTES", 1000)
     for number in range(20):
-        trace.step(number, 0, 0, 0, 1, None, ())
+        trace.step(number, 0, (), 0, 1, None)
         trace.flush()
     monkeypatch.undo()
     (record,) = caplog.records
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         opened = TraceFile(Alone(), str(tmp_path / "file"), 0)
     assert "1 of 1 ranks cannot write a trace to" in caplog.text and "rank 0" in caplog.text
-    opened.step(1, 0, 0, 0, 1, None, ())
+    opened.step(1, 0, (), 0, 1, None)
     assert opened.save(["a line"], []) == ""
     opened.close(together=True)
 
