@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant("training/averager.py", "finite = not self._comm.allreduce(np.array([not finite]), "
            "op=\"max\")[0]", "pass", f"{AVERAGER} tests/mpi/test_nonfinite.py "
            "tests/mpi/test_optimizers.py", 2),
-    Mutant("training/averager.py", "self._ready.clear()\n", "pass\n",
+    Mutant("training/averager.py", "self._ready_s.clear()\n", "pass\n",
            "tests/mpi/test_optimizers.py tests/mpi/test_mixed_precision.py", 2),
     Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
            "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
