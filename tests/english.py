@@ -1,0 +1,185 @@
+"""Lists the sentences of pages and modules that break the rules of English in docs/styles.
+
+`python tests/english.py [PATH ...]` prints file, line, rule and remedy, and how many there are. The
+rules are files of Vale (https://vale.sh), which reads pages only; this also reads docstrings,
+comments and the help of options.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+STYLES = ROOT / "docs" / "styles" / "mpiring"
+# "On the host: …" explains a value; "Number of …" names it.
+_ENTRY = re.compile(r"(?i)(?:about|after|as|at|before|between|beyond|by|for|from|how|in|of|on|over"
+                    r"|per|that|to|under|what|when|where|whether|which|who|whose|with|without)\b")
+
+
+class Text(NamedTuple):
+    """A paragraph, a heading, a cell of a table or an entry, without code and links."""
+
+    line: int
+    scope: str
+    text: str
+
+
+class Rule:
+    """One file of docs/styles; `breaks` finds what it forbids in a text."""
+
+    def __init__(self, path):
+        rule = yaml.safe_load(path.read_text())
+        self.name, self.scope, self.message = path.stem, rule.get("scope", "text"), rule["message"]
+        self.most = rule.get("max")
+        swap = rule.get("swap") or dict.fromkeys(rule.get("tokens") or [rule["token"]])
+        form = r"\b(?:{})\b" if "swap" in rule else "{}"
+        flags = re.IGNORECASE if rule.get("ignorecase") else 0
+        self.remedies = [(re.compile(form.format(pattern), flags), remedy)
+                         for pattern, remedy in swap.items()]
+
+    def breaks(self, text):
+        """Yield what to do about each place in a Text that breaks the rule."""
+        if (self.scope == "heading") != (text.scope == "heading") and self.scope != "text":
+            return
+        if self.scope == "sentence" and text.scope == "cell":
+            return
+        for part in sentences(text.text) if self.scope == "sentence" else [text.text]:
+            for pattern, remedy in self.remedies:
+                hits = [hit.group() for hit in pattern.finditer(part)]
+                if self.most is None:
+                    for hit in hits:
+                        yield self.message % ((remedy, hit) if remedy else hit.strip())
+                elif len(hits) > self.most:
+                    yield f"{self.message} {part[:60]} …"
+
+
+def rules():
+    """Return all rules."""
+    return [Rule(path) for path in sorted(STYLES.glob("*.yml"))]
+
+
+def sentences(text):
+    """Split a paragraph."""
+    return re.split(r"(?<=[.?!])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9])", text)
+
+
+def plain(text):
+    """Return text without marks: code is one word, a link is its text."""
+    text = re.sub(r"(`+)(.+?)\1", "CODE", text, flags=re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return " ".join(text.split())
+
+
+def of_page(text):
+    """Yield the Texts of a page in Markdown."""
+    def blank(match):
+        return "\n" * match.group().count("\n")
+
+    text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(`{3,}).*?^ *\2", blank, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^:{3,}.*$|^:\w[\w-]*:.*$|^\(\S+\)=$|^\+\+\+$", "", text, flags=re.MULTILINE)
+    # A rule of a table, a list's mark, a quotation and a definition begin a text of their own.
+    blocks = re.split(r"(\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.|>|:) )|\n(?=\|)|\n(?=#)|(?<=\|)\n)", text)
+    line = 1
+    for block in blocks:
+        bare = block.strip()
+        if bare.startswith("#"):
+            yield Text(line, "heading", plain(bare.lstrip("# ")))
+        elif bare.startswith("|"):
+            for cell in bare.replace(r"\|", "/").strip("|").split("|"):
+                yield Text(line, "cell", plain(cell))
+        elif bare:
+            yield Text(line, "text", plain(re.sub(r"^(?:[-*+]|\d+\.|>|:) +", "", bare)))
+        line += block.count("\n")
+
+
+def of_docstring(text, line):
+    """Yield the Texts of a docstring; programs in it are indented, with an empty line before."""
+    section = None
+    for block in re.split(r"\n[ \t]*\n", text):
+        lines = block.splitlines()
+        if lines and re.fullmatch(r"(?:Args|Attributes|Raises|Returns|Yields|Note|Example)s?:",
+                                  lines[0].strip()):
+            section, lines = lines[0].strip(), lines[1:]
+        elif re.match(r"\s*(?:    |>>>|(?:python|mpirun|mpiexec|srun) )", block):
+            lines = []
+        depth = min((len(row) - len(row.lstrip()) for row in lines if row.strip()), default=0)
+        entry = ""
+        for row in [*lines, None]:
+            starts = row is None or section in {"Args:", "Attributes:", "Raises:"} \
+                and len(row) - len(row.lstrip()) == depth
+            if starts and entry:
+                name, colon, rest = entry.partition(": ")
+                if section and colon and re.fullmatch(r"[\w`*,. /]+", name):
+                    yield Text(line, "entry" if section == "Args:" else "text", plain(rest))
+                else:
+                    yield Text(line, "text", plain(entry))
+                entry = ""
+            entry += f" {(row or '').strip()}"
+            entry = entry.strip()
+
+
+def of_module(text):
+    """Yield the Texts of a module: docstrings, comments, help."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if docstring := ast.get_docstring(node):
+                yield from of_docstring(docstring, node.body[0].lineno)
+        if isinstance(node, ast.keyword) and node.arg in {"help", "description"}:
+            words = [part.value for part in ast.walk(node.value)
+                     if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            yield Text(node.value.lineno, "entry" if node.arg == "help" else "text",
+                       plain("".join(words)))
+    comment, start = "", 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"#(!|:| noqa| type:)", token.string):
+            start = start if comment else token.start[0]
+            comment += token.string.lstrip("# ") + " "
+        elif comment and token.type not in {tokenize.NL, tokenize.COMMENT}:
+            yield Text(start, "text", plain(comment))
+            comment = ""
+
+
+def breaks(path, checked=None):
+    """Yield line, rule and remedy of each break in a page or a module."""
+    text = path.read_text()
+    for part in of_page(text) if path.suffix == ".md" else of_module(text):
+        for rule in checked or rules():
+            for remedy in rule.breaks(part):
+                yield part.line, rule.name, remedy
+        if part.scope == "entry" and (hit := _ENTRY.match(part.text)):
+            yield part.line, "Entries", f"Begin with a noun, or 'If true,', not '{hit.group()}'."
+
+
+def files(paths):
+    """Return the pages and modules under some paths; by default, all that the rules are for."""
+    paths = paths or [ROOT / name for name in (
+        "mpiring", "benchmarks", "examples", "docs", "slurm", "packaging", "README.md",
+        "CONTRIBUTING.md", "CHANGELOG.md")]
+    return sorted(path for top in paths
+                  for path in ([top] if top.is_file() else top.rglob("*"))
+                  if path.suffix in {".md", ".py"})
+
+
+def main(names):
+    """Print all breaks; return how many files have some."""
+    counts, checked = Counter(), rules()
+    for path in files([Path(name) for name in names]):
+        for line, name, remedy in breaks(path, checked):
+            print(f"{path}:{line}: {name}: {remedy}")
+            counts[name] += 1
+    print(f"{sum(counts.values())} breaks:", ", ".join(
+        f"{name} {count}" for name, count in counts.most_common()), file=sys.stderr)
+    return 1 if counts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
