@@ -81,7 +81,7 @@ def test_compute_is_calibrated(kind, monkeypatch):
 
     def unit():
         real()
-        now[0] += 2e-4
+        now[0] += 2e-3
 
     work = overlap.calibrated(SimpleNamespace(slowest=list, barrier=int), unit, 0.2)
     began = now[0]
