@@ -1,4 +1,4 @@
-"""Builds the documentation: `sphinx-build -W -n docs build/docs`, with the extra `docs`."""
+"""Builds the documentation: `sphinx-build -W -n docs build/docs`, with the group `docs`."""
 
 import os
 import re

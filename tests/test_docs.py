@@ -1,6 +1,6 @@
 """Runs what the pages under docs/ show, and follows their links; `pages` says how blocks are run.
 
-Those of docs/how_to/clients.md need the extra `clients`, and are run by tests/clients.
+Those of docs/how_to/clients.md need the group `clients`, and are run by tests/clients.
 """
 
 import importlib

@@ -23,7 +23,7 @@ class PyMpiring(PythonPackage):
     variant("fast", default=False, description="16-bit sums and codecs at the speed of memory")
     variant("examples", default=False, description="What the examples need")
 
-    depends_on("py-setuptools@68:", type="build")
+    depends_on("py-setuptools@77:", type="build")
 
     with default_args(type=("build", "run")):
         depends_on("python@3.10:")

@@ -1,6 +1,6 @@
 """Runs frameworks that users bring over the back end: `python -m pytest tests/clients`.
 
-Their wheels are the extra `clients`.
+Their wheels are the group `clients`.
 """
 
 import pages
