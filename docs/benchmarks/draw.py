@@ -106,10 +106,10 @@ def text_of(figure):
     """Return the Markdown of a figure."""
     results = [result_of(name) for name in figure.results]
     commands = dict.fromkeys(command_of(result.about) for result in results)
+    below = ["", "<!-- parse -->", "```sh", *map(shell, commands), "```", "", origin(figure)]
     return "\n".join([
         *([f"![{figure.alt}]({figure.picture.relative_to(HERE)})", ""] if figure.draw else []),
-        *figure.table(*results), "",
-        "<!-- parse -->", "```sh", *map(shell, commands), "```", "", origin(figure)])
+        *figure.table(*results), *(below if figure.commands else [])])
 
 
 def between(name):

@@ -2,7 +2,7 @@
 
 import measured
 from measured import (
-    ALONE, CONTENDERS, MPI, NARROW, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
+    ALONE, CONTENDERS, MPI, NARROW, OURS, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
     case_of, hosts_of,
 )
 from tabulated import LOADERS, LOCAL, best_rate
@@ -105,16 +105,23 @@ def models(path, result):
 
 
 def speed(path, training, calls):
-    """Draw README's picture: a training step, and an allreduce, beside MPI, Gloo and Horovod."""
+    """Draw README's picture: a training step, and an allreduce, compared with MPI, Gloo and Horovod."""
     about, parameters = training.about, training.rows[0]["parameters"] / 1e6
     caption = (f"{about['cpu']}, {about['cores']} cores, {about['ranks']} ranks; transformer "
                f"of {parameters:.1f} M parameters")
-    times = by_size(allreduces("empty")(calls.rows))[64 << 20]
+    times = {buffer: by_size(allreduces(buffer)(calls.rows))[64 << 20]
+             for buffer in ("empty", "private")}
+    names = {("empty", OURS): "mpiring, comm.empty", ("private", OURS): "mpiring, other arrays",
+             **{("private", name): CONTENDERS[name] for name in CONTENDERS
+                if name in times["private"] and name != OURS}}
     panels = {
-        "training step": steps()(training),
+        "training step": [
+            (STEP_NAMES.get(row["contender"], row["contender"]).replace("`", ""),
+             row["median_ms"], f"{row['median_ms']:.0f} ms", "mpiring" in row["contender"])
+            for row in training.rows],
         "allreduce of 64 MiB": [
-            (name, times[contender], f"{times[contender] / 1e3:.3g} ms", name == "mpiring")
-            for contender, name in CONTENDERS.items()]}
+            (name, times[buffer][contender], f"{times[buffer][contender] / 1e3:.3g} ms",
+             contender == OURS) for (buffer, contender), name in names.items()]}
     with picture(path, [2.9], 2, caption) as (both,):
         for axes, (title, entries) in zip(both, panels.items()):
             bars(axes, entries)

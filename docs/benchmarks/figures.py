@@ -20,6 +20,7 @@ class Figure:
         table: Returns the lines of the table, given the results.
         draw: Writes the picture, given its path and the results; None: a table alone.
         folder: Of the picture.
+        commands: If true, commands, machine and data are named below the table.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Figure:
     table: object
     draw: object
     folder: Path = HERE / "pictures"
+    commands: bool = True
 
     @property
     def picture(self):
@@ -42,8 +44,10 @@ def _figure(page, name, results, alt, table, draw):
 
 _TRAINING = "training step / compute alone, median over rounds"
 FIGURES = [
-    Figure("speed", "", ("steps_2", "allreduce_horovod_2"), "", None, drawn.speed,
+    Figure("speed", "", ("steps_2", "allreduce_2"), "", None, drawn.speed,
            HERE.parent / "pictures"),
+    Figure("readme", "../../README.md", ("allreduce_2", "steps_2", "steps_hosts_2"), "",
+           tabulated.headlines, None, commands=False),
 
     *(_figure("allreduce", f"allreduce_{ranks}_{buffer}", f"allreduce_{ranks}",
               f"Time and bandwidth over size, {ranks} ranks, {words}",

@@ -47,6 +47,25 @@ def allreduces_on_node(buffer):
     return table
 
 
+def headlines(calls, node, hosts):
+    """Return README's table: a few results, each with its baselines."""
+    rows = []
+    for buffer, words in (("empty", "arrays of `comm.empty`"), ("private", "other arrays")):
+        times = by_size(allreduces(buffer)(calls.rows))[64 << 20]
+        rows.append([f"[allreduce](docs/benchmarks/allreduce.md) of 64 MiB, {words}, one node",
+                     f"{number(times[OURS] / 1e3)} ms",
+                     "; ".join(f"{CONTENDERS[name]} {number(times[name] / 1e3)} ms"
+                               for name in CONTENDERS if name in times and name != OURS)])
+    for result, words in (node, "one node"), (hosts, "two hosts, 1 Gbit/s"):
+        times = {row["contender"]: f"{number(row['median_ms'])} ms" for row in result.rows}
+        size = f"{result.rows[0]['parameters'] / 1e6:.1f} M"
+        rows.append([f"[PyTorch step](docs/benchmarks/training_steps.md), {size}, {words}",
+                     times[PARALLEL],
+                     "; ".join(f"{STEP_NAMES.get(name, name)} {time}"
+                               for name, time in times.items() if "mpiring" not in name)])
+    return markdown(["2 ranks", "mpiring", "baselines"], rows)
+
+
 def of_limit_table(*results):
     """Return a table of times over those that the links need, by hosts and size."""
     names = [name for name in CONTENDERS if any(
