@@ -9,6 +9,7 @@ from launching import ROOT
 HERE = ROOT / "docs" / "benchmarks"
 sys.path.insert(0, str(HERE))
 import draw  # noqa: E402
+import english  # noqa: E402
 from figures import FIGURES  # noqa: E402
 from measured import result_of  # noqa: E402
 
@@ -34,6 +35,34 @@ def test_every_file_is_shown():
     for page in HERE.glob("*.md"):
         named = re.findall("<!-- figure: (.*) -->", page.read_text())
         assert set(named) == {figure.name for figure in FIGURES if figure.page == page.name}
+
+
+def numbers(text):
+    """Return the numbers in a text, without those in code and in the targets of links."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    return re.findall(r"(?<![\w.,/])(?:\d[\d,]*\.\d+|\d{1,3}(?:,\d{3})+|\d\d+)(?![\w./]|,\d)", text)
+
+
+def test_other_pages_quote_the_figures_of_the_pages_that_they_name():
+    """In each sentence, list or row of a table with a link to a page of benchmarks."""
+    lost, quoted = [], 0
+    for page in english.files([ROOT / "README.md", ROOT / "slurm", ROOT / "docs"]):
+        if page.suffix != ".md" or page.parent == HERE:
+            continue
+        # Code is of no interest, and a table of README is drawn from the data.
+        text = re.sub(r"<!-- figure.*?end of figure -->|<!--.*?-->|^( *)(`{3,}).*?^ *\2", "",
+                      page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for block in re.split(r"\n\s*\n|\n(?=[|*-])", text):
+            for sentence in english.sentences(" ".join(block.split())):
+                named = re.findall(r"\]\((?:[^)]*/)?benchmarks/(\w+\.md)", sentence)
+                there = {number for name in named if (HERE / name).exists()
+                         for number in numbers((HERE / name).read_text())}
+                if there:
+                    quoted += len(numbers(sentence))
+                    lost += [f"{page.name}: {number} in: {sentence}"
+                             for number in numbers(sentence) if number not in there]
+    assert quoted > 5
+    assert not lost, "\n".join(lost)
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
