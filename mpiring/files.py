@@ -22,11 +22,17 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
             dir_fd: int | None = None) -> int:
     """Open a regular file and nothing else: the `opener` of Python's `open`.
 
-    A pipe is refused, so that nobody waits for its other end. A file that is written to is not
-    looked for behind a symbolic link.
+    It refuses a pipe, so that it never waits for the other end. When it writes, it does not follow
+    symbolic links.
+
+    Args:
+        name: Name of the file.
+        flags: Flags of os.open.
+        mode: Permissions of a new file.
+        dir_fd: Descriptor of the folder that a relative name refers to.
 
     Raises:
-        OSError: As os.open, or the name belongs to a link, a pipe, a folder or a device.
+        OSError: os.open fails, or the name belongs to a link, a pipe, a folder or a device.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
@@ -49,10 +55,10 @@ def read(path: Path, most_bytes: int, *, private: bool = False) -> bytes:
     Args:
         path: Name of the file.
         most_bytes: Length of the longest file that is read.
-        private: If true, refuse a file that another user can have written, and links.
+        private: If true, refuse links, and files that another user may have written.
 
     Raises:
-        OSError: The file cannot be read, is no regular file, is too long or not private.
+        OSError: The file cannot be read, is not regular, is too long or not private.
     """
     flags = os.O_NOFOLLOW if private else 0
     with open(path, "rb", opener=lambda name, given: regular(name, given | flags)) as file:
@@ -72,8 +78,8 @@ def parsed(text: bytes, levels: int) -> Any:
 
     Args:
         text: JSON in UTF-8.
-        levels: Number of lists and objects that may enclose each other: Python's parser is
-            recursive.
+        levels: Number of lists and objects that may enclose each other; a limit is needed because
+            Python's parser is recursive.
 
     Raises:
         ValueError: It is not JSON, or nested more deeply.
@@ -93,8 +99,8 @@ class Unfinished:
     """A file that is being written.
 
     Attributes:
-        file: Open to read and write.
-        name: What it is called once it is complete; may be changed until then.
+        file: The file, open for reading and writing.
+        name: Name of the complete file; may be changed until the block ends.
     """
 
     file: BinaryIO
@@ -104,21 +110,21 @@ class Unfinished:
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False, synced: bool = False,
               links: bool = True) -> Iterator[Unfinished]:
-    """Yield a new file that takes the place of an earlier one when the block ends.
+    """Yield a new file that replaces an earlier one when the block ends.
 
-    A process that reads meanwhile sees the old content or the new one. If the block raises, the new
-    file is deleted. A symbolic link of this name is replaced, and its target left alone.
+    A concurrent reader sees the old content or the new content. If the block raises, the new
+    file is deleted. If the name is a symbolic link, the link is replaced and its target is kept.
 
     Args:
         path: Name of the file.
         private: If true, only this user can read it.
-        synced: If true, the content and the name are on the disk when the block has ended.
+        synced: If true, content and name are on the disk when the block has ended.
         links: If false, refuse a folder that is a symbolic link.
 
     Raises:
         OSError: The file cannot be written.
     """
-    # Others may rename the folder as soon as the file in it is complete.
+    # A descriptor, because others may rename the folder as soon as the file is complete.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                      | (0 if links else os.O_NOFOLLOW))
     scratch = f"{UNFINISHED}{secrets.token_hex(8)}"
@@ -142,7 +148,7 @@ def replacing(path: Path, *, private: bool = False, synced: bool = False,
 
 
 def save(path: Path, content: bytes) -> None:
-    """Write a private file in place of an earlier one, and its folder.
+    """Write a private file, replacing an earlier one; make its folder if needed.
 
     Any number of processes may save the same file at the same time.
 
@@ -155,7 +161,7 @@ def save(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
+    """Sync the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -15,10 +15,13 @@ def cupy_for(comm: Communicator) -> Any:
         xp = mpiring.gpus.cupy_for(comm)
         params = {"w": xp.zeros((3, 4))}
 
-    It is also the GPU of `comm.empty(..., device="cuda")`.
+    `comm.empty(..., device="cuda")` uses the same GPU.
+
+    Args:
+        comm: Communicator whose ranks divide the GPUs of each node among them.
 
     Raises:
-        MissingDependencyError: There is no CuPy, or no GPU.
+        MissingDependencyError: CuPy or a GPU is missing.
 
     Collective: yes. Blocking: yes.
     """
@@ -31,13 +34,13 @@ def cupy_for(comm: Communicator) -> Any:
 
 
 def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) -> int:
-    """Return the index of this rank's GPU; warn on rank 0 where ranks share one.
+    """Return the index of this rank's GPU; warn on rank 0 if ranks share a GPU.
 
     Args:
-        comm: The ranks.
-        count: How many GPUs this rank sees: CUDA_VISIBLE_DEVICES, as Slurm sets it, may show each
-            rank other GPUs, and fewer than the node has.
-        name_of: Returns the name of the GPU of an index, unique within the node.
+        comm: Communicator whose ranks divide the GPUs of each node among them.
+        count: Number of GPUs that are visible to this rank. Slurm may set CUDA_VISIBLE_DEVICES so
+            that each rank sees different GPUs, and fewer than the node has.
+        name_of: Function from an index to the GPU's name, unique within the node.
 
     Collective: yes. Blocking: yes.
     """

@@ -1,4 +1,4 @@
-"""Shows a program's progress, with tqdm on a terminal, else in lines; and records its metrics."""
+"""Shows a program's progress with tqdm on a terminal, otherwise in lines; records its metrics."""
 
 import contextlib
 import json
@@ -16,26 +16,26 @@ from .files import regular, replacing
 
 
 class Progress:
-    """A bar on standard error, above which lines can be printed, and a file of metrics.
+    """A progress bar on standard error that leaves room for lines, and a file of metrics.
 
         with Progress("training", steps, shown=comm.rank == 0, metrics="metrics.jsonl") as progress:
             ...
                 progress.step()
                 progress.record(step, loss=loss)
 
-    Where standard error is no terminal, or tqdm is not installed, lines are printed instead.
+    If standard error is not a terminal, or tqdm is not installed, it prints lines instead.
 
     Args:
-        text: The name of the work.
-        total: Its number of steps.
-        shown: False on ranks that show and record nothing.
-        done: Number of steps that are complete already, in a resumed run.
-        metrics: A file to which `record` appends lines of JSON; None for none. Its lines on steps
-            after `done`, which are done again, are deleted.
-        lines_every_s: Seconds between lines.
+        text: Name of the work.
+        total: Number of steps.
+        shown: If false, show and record nothing; for all ranks but one.
+        done: Number of steps that an earlier run has completed.
+        metrics: File to which `record` appends lines of JSON; None for none. Lines on steps after
+            `done` are deleted, because these steps are repeated.
+        lines_every_s: Interval between lines, in seconds.
 
     Raises:
-        ConfigError: An argument is no number or path.
+        ConfigError: An argument has the wrong type or range.
         OSError: The metrics cannot be written, or the file is a link or a pipe.
     """
 
@@ -76,17 +76,17 @@ class Progress:
             self._printed_s = time.monotonic()
             rate = (self._done - self._first) / max(1e-9, self._printed_s - self._began)
             left_s = (self._total - self._done) / rate
-            # One write (print makes two), so that the launcher does not mix ranks' lines.
+            # One write (print makes two), so that the launcher does not mix lines of ranks.
             sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "
                              f"{left_s:,.0f} s left\n")
             sys.stderr.flush()
 
     def record(self, step: int, **values: Any) -> None:
-        """Append a line to the metrics: the step, the time, and these values.
+        """Append a line to the metrics: the step, the time, and some values.
 
         Args:
-            step: Of the training.
-            values: Numbers, also of NumPy or PyTorch, and texts; NaN and Inf become null.
+            step: Step of the training.
+            values: Numbers (also NumPy or PyTorch scalars) and strings; NaN and Inf become null.
 
         Raises:
             ConfigError: A value has another type.
@@ -99,7 +99,7 @@ class Progress:
             except (RuntimeError, TypeError, ValueError) as exc:
                 raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
                                   f"numbers as step, and numbers and texts") from exc
-            # A whole line at once, so that neither a reader nor a kill finds half a line.
+            # One write, so that neither a reader nor a kill leaves half a line.
             self._metrics.write(text + "\n")
             self._metrics.flush()
 
@@ -119,7 +119,7 @@ class Progress:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
+    """Return a value in a form that JSON can hold."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -128,7 +128,7 @@ def _plain(value: Any) -> Any:
 def _forget(path: Path, done: int) -> None:
     """Delete lines on later steps, and an incomplete line, from a file of metrics."""
     try:
-        # Opened to write, so that no link is followed.
+        # Opened for writing, so that no link is followed.
         with open(path, "r+", encoding="utf-8", errors="replace", opener=regular) as file:
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Training whose messages travel in the background: its communicator, its costs, its end."""
+"""Base of training with messages in the background: its communicator, its costs, its end."""
 
 import time
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ class AsynchronousTraining(ABC):
     """Training in which ranks exchange single messages while they compute.
 
     Args:
-        comm: The ranks.
+        comm: Communicator of the ranks that train.
 
     Attributes:
-        closed: Whether `close` was called.
+        closed: True after `close`.
 
     Collective: yes. Blocking: yes.
     """
@@ -28,7 +28,7 @@ class AsynchronousTraining(ABC):
     def __init__(self, comm: Communicator) -> None:
         self.closed = False
         self._calls, self._waited_s, self._in_flight_s = 0, 0.0, 0.0
-        # Closed when the program ends: a rank that has not called what others wait in is noticed.
+        # A communicator is closed when the program ends, which reveals a rank that skipped a call.
         self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
         self._messages = self._comm.messages()
 
@@ -56,11 +56,9 @@ class AsynchronousTraining(ABC):
             self._waited_s += time.monotonic() - began_s
 
     def _wait_for_all(self, call: Call) -> None:
-        """Return when all ranks have called; others may train for hours, and who stalls is named.
+        """Wait until all ranks have called, perhaps for hours; a stall names the missing rank.
 
         Raises:
             BufferMismatchError: A rank has left without the call.
-
-        Collective: yes. Blocking: yes.
         """
         self._comm.run(call, lambda collectives: collectives.barrier(), patient=True)

@@ -1,4 +1,4 @@
-"""The two sides of a parameter server: a slice's owner, and the workers whose clocks it keeps."""
+"""The two sides of a parameter server: the owner of a slice, and the workers that use it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,36 +8,36 @@ import numpy as np
 from ..memory.arrays import Array
 from ..transport.base import Channel, Request, Schedule, together
 
-# What a worker's note announces, beside its clock; a void push brings no gradient.
+# Kinds of a worker's note, which also carries its clock; an invalid push brings no gradient.
 PUSH, VOID, PULL, FINISH = range(4)
-# Lanes of the channel: notes and gradients to owners, weights from them.
+# Lanes of the channel: notes and gradients go to owners, weights come from them.
 NOTES, GRADIENTS, WEIGHTS = range(3)
 # The vectors of a model, by owner.
 SlicesByOwner = Sequence[Sequence[Array]]
 
 
 class Store(Protocol):
-    """The weights of a slice, and what updates them."""
+    """The weights of a slice, and the rule that updates them."""
 
     @property
     def weights(self) -> Sequence[Array]:
-        """Vectors; updated in place."""
+        """The vectors of the slice; updated in place."""
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
         """Update the weights once, with the mean of some gradients.
 
         Args:
-            gradients: Of several workers, in the order of ranks; vectors as the weights are.
+            gradients: Gradients of several workers, in rank order; each is shaped like the weights.
             rate: Factor of the learning rate.
         """
 
 
 class Condition:
-    """A request that is complete when something has happened on this rank.
+    """A request that is complete once a condition on this rank holds.
 
     Args:
-        happened: Once it returns True, it always does.
-        text: What is awaited, for messages.
+        happened: Function that tests the condition; once it returns True, it always does.
+        text: Description of the condition, for messages.
     """
 
     def __init__(self, happened: Callable[[], bool], text: str) -> None:
@@ -48,12 +48,13 @@ class Condition:
 
 
 class SliceOwner:
-    """The owner of a slice, whose clocks keep workers within a bound of each other.
+    """The owner of a slice, which keeps the clocks of all workers within a bound.
 
-    A worker's clock is the number of its pushes. Its pull at clock c is answered once every worker
-    that has not finished has pushed c - `staleness` times: nobody reads anything older, and nobody
-    runs further ahead. With a staleness of 0 the pushes of a clock are applied together, as their
-    mean, and weights have the same bits in every run; else each push is an update, when it arrives.
+    A worker's clock is the number of its pushes. The owner answers a pull at clock c once every
+    worker that has not finished has pushed c - `staleness` times. No worker reads older weights,
+    and none runs further ahead. With a staleness of 0 the owner applies the pushes of a clock
+    together, as their mean, and weights are bitwise identical in every run. Otherwise it applies
+    each push as an update when it arrives.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
     server, NIPS 2013. Rates: Zhang et al., Staleness-aware async-SGD for distributed deep
@@ -61,17 +62,17 @@ class SliceOwner:
 
     Args:
         size: Number of workers.
-        staleness: As above; None for no bound.
-        store: The slice.
-        damped: Divide a push's learning rate by 1 + τ, its staleness: the updates since its worker
-            last pulled.
+        staleness: Bound on the difference of clocks, in pushes; None for no bound.
+        store: Weights of the slice and their update rule.
+        damped: If true, divide a push's learning rate by 1 + τ, where τ is the number of updates
+            since its worker last pulled.
 
     Attributes:
-        store: As above.
-        clocks: The pushes of each worker that were applied.
-        finished: Whether each worker will push no more.
-        updates: Of the slice.
-        bytes_sent: To other ranks.
+        store: The argument of the same name.
+        clocks: Number of applied pushes of each worker.
+        finished: For each worker, True once it will push no more.
+        updates: Number of updates of the slice.
+        bytes_sent: Number of bytes sent to other ranks.
     """
 
     def __init__(self, size: int, staleness: int | None, store: Store, *, damped: bool) -> None:
@@ -79,19 +80,16 @@ class SliceOwner:
         self.clocks, self.finished = [0] * size, [False] * size
         self.updates = self.bytes_sent = 0
         self._staleness, self._damped = staleness, damped
-        # Updates when each worker last pulled; gradients that wait for others of their clock.
+        # Update counts at each worker's last pull, and gradients that wait for others of a clock.
         self._pulled = [0] * size
         self._waiting: dict[int, Sequence[Array]] = {}
 
     def serve(self, net: Channel) -> Schedule[None]:
-        """Serve all workers until they finish.
-
-        Collective: no. Blocking: no (a schedule).
-        """
+        """Serve all workers until they finish, as a schedule."""
         yield from together([self._serve(net, worker) for worker in range(net.size)], net.size)
 
     def behind(self, clock: int) -> list[int]:
-        """Return the workers for which a pull at a clock has to wait."""
+        """Return the workers that delay a pull at this clock."""
         if self._staleness is None:
             return []
         return [worker for worker, its in enumerate(self.clocks)
@@ -99,7 +97,7 @@ class SliceOwner:
                 and worker not in self._waiting]
 
     def restart(self) -> None:
-        """Begin anew at clock 0, with other weights; while nobody pushes or pulls."""
+        """Restart at clock 0, with other weights; no worker may push or pull meanwhile."""
         self.clocks[:] = self._pulled[:] = [0] * len(self.clocks)
         self.updates = 0
 
@@ -124,7 +122,7 @@ class SliceOwner:
                 if kind == PUSH:
                     yield [net.lane(GRADIENTS).irecv(x, worker) for x in inbox]
                 self._push(worker, inbox if kind == PUSH else ())
-                # Its gradient stays in the inbox until then.
+                # The gradient must stay in the inbox until it is applied.
                 yield [Condition(lambda: self.clocks[worker] == clock,
                                  f"push {clock} of {worker}")]
 
@@ -139,7 +137,7 @@ class SliceOwner:
         self.clocks[worker] += 1
 
     def _apply_together(self) -> None:
-        """Apply the pushes of a clock once all are there."""
+        """Apply the pushes of a clock once all of them have arrived."""
         workers = [worker for worker, finished in enumerate(self.finished) if not finished]
         if not workers or any(worker not in self._waiting for worker in workers):
             return
@@ -155,13 +153,13 @@ class SliceOwner:
 
 
 class SliceWorker:
-    """The side of a worker in what SliceOwner describes.
+    """The worker's side of SliceOwner.
 
-    Its schedules must be begun in the order of its calls.
+    Begin its schedules in the order of its calls.
 
     Attributes:
-        unanswered: The owners that have not answered the last pull.
-        bytes_sent: To other ranks.
+        unanswered: Ranks of the owners that have not answered the last pull.
+        bytes_sent: Number of bytes sent to other ranks.
     """
 
     def __init__(self) -> None:
@@ -169,11 +167,13 @@ class SliceWorker:
         self.bytes_sent = 0
 
     def push(self, net: Channel, clock: int, gradients: SlicesByOwner | None) -> Schedule[None]:
-        """Send a gradient.
+        """Send a gradient to all owners.
 
         Args:
-            clock: The number of this push, from 1.
-            gradients: Not to be changed until complete; None for a push that is void.
+            net: Channel between all ranks.
+            clock: Number of this push, from 1.
+            gradients: Vectors, which must not change until the schedule ends; None for an invalid
+                push.
         """
         note = np.array([VOID if gradients is None else PUSH, clock])
         requests: list[Request] = []
@@ -184,11 +184,12 @@ class SliceWorker:
         yield requests
 
     def pull(self, net: Channel, clock: int, weights: SlicesByOwner) -> Schedule[None]:
-        """Fetch weights, once they contain what a worker at this clock has to see.
+        """Fetch weights once they contain all pushes that a worker at this clock must see.
 
         Args:
-            clock: The number of pushes so far.
-            weights: Overwritten.
+            net: Channel between all ranks.
+            clock: Number of pushes so far.
+            weights: Vectors to overwrite.
         """
         self.unanswered = set(range(net.size))
         yield from together([self._ask(net, clock, weights[owner], owner)
@@ -212,5 +213,5 @@ class SliceWorker:
 
 
 def _in_turn(net: Channel) -> list[int]:
-    """Return all ranks, this one first: not all begin with the same owner."""
+    """Return all ranks, beginning with this one, so that ranks begin with different owners."""
     return [(net.rank + i) % net.size for i in range(net.size)]

@@ -20,18 +20,18 @@ class FlatModel:
     """Memory for the tensors of a model: a vector for each dtype, cut into one slice per rank.
 
     Args:
-        tensors: In order.
+        tensors: Tensors of the model, in order.
         size: Number of ranks.
-        holder: What the user calls `views`.
+        holder: Name by which the user knows `views`, for messages.
 
     Attributes:
-        tensors: By name.
-        buckets: The memory of each dtype.
-        flats: The vectors, zeros at first.
-        bounds: The offsets that cut each vector into slices, which start on cache lines.
-        views: The tensors in them, by name.
-        slices: Of all vectors, by rank.
-        nbytes: Of all vectors.
+        tensors: Tensors of the model, by name.
+        buckets: Memory of each dtype.
+        flats: One vector for each dtype, zeros at first.
+        bounds: Offsets that cut each vector into slices; slices start on cache lines.
+        views: Views of the tensors in the vectors, by name.
+        slices: Slices of all vectors, by rank.
+        nbytes: Number of bytes of all vectors.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
@@ -48,7 +48,7 @@ class FlatModel:
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 
     def ranges(self, rank: int) -> dict[str, Range]:
-        """Return the range of each tensor that is in a rank's slices, by name; perhaps empty."""
+        """Return the range of each tensor in a rank's slices, by name; ranges may be empty."""
         return dict.fromkeys(self.tensors, (0, 0)) | {
             part.name: part.ends for bucket, bounds in zip(self.buckets, self.bounds)
             for part in ranges_in(bucket.plan, bounds[rank], bounds[rank + 1])}
@@ -61,19 +61,19 @@ class FlatModel:
 
 
 class ModelArrays:
-    """The arrays of a model, also after its user has replaced some by their like.
+    """The arrays of a model, which its user may replace by arrays of the same shape and dtype.
 
     Args:
-        model: NumPy arrays or PyTorch's tensors in host memory, by name; or a PyTorch module, of
-            which parameters and saved floating buffers are meant.
-        comm: The ranks.
-        call: What takes the model, for messages.
+        model: NumPy arrays or PyTorch tensors in host memory, by name; or a PyTorch module, for
+            its parameters and its saved floating-point buffers.
+        comm: Communicator of the ranks.
+        call: Name of the function that accepts the model, for messages.
 
     Attributes:
-        tensors: In order.
+        tensors: Names, shapes and dtypes of the arrays, in order.
 
     Raises:
-        ConfigError: The model is none of that, or has no gradients.
+        ConfigError: The model is neither a dict nor a module, or a tensor has no gradient.
         BufferMismatchError: The models differ between ranks; names the first difference.
 
     Collective: yes. Blocking: yes.
@@ -85,8 +85,8 @@ class ModelArrays:
         with same_on_all(comm, call, error=BufferMismatchError,
                          remedy="build the same model, in the same order, on every rank") as same:
             if hasattr(model, "named_parameters"):
-                # Buffers that are not saved are constants, as masks of -Inf, which have no
-                # differences.
+                # Buffers that are not saved are constants like masks of -Inf: subtracting two of
+                # them gives NaN.
                 saved = model.state_dict()
                 self._buffers = {name for name, x in model.named_buffers()
                                  if name in saved and x.is_floating_point()}
@@ -100,10 +100,10 @@ class ModelArrays:
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
     def now(self) -> dict[str, Array]:
-        """Return the arrays of the model as it is now, by name.
+        """Return the current arrays of the model, by name.
 
         Raises:
-            ConfigError: Shapes or dtypes are no longer those of before.
+            ConfigError: A shape or dtype has changed.
         """
         given = self._tensors_now()
         marks = _marks_of(given)
@@ -124,21 +124,21 @@ class ModelArrays:
 
 
 def _marks_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return what changes when a tensor is replaced while the memory of the old one is kept."""
+    """Return values that change when a tensor is replaced and its old memory is kept alive."""
     return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
             for name, x in tensors.items()]
 
 
 def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
-    """Return a model's tensors, or others like them, as arrays of the same memory.
+    """Return a model's tensors, or its gradients, as arrays that share their memory.
 
     Args:
-        tensors: NumPy arrays or PyTorch's tensors in host memory, by name.
-        rank: Of this process, for messages.
-        noun: What each of them is, for messages.
+        tensors: NumPy arrays or PyTorch tensors in host memory, by name.
+        rank: Rank of this process, for messages.
+        noun: Word for one of the tensors, for messages.
 
     Raises:
-        ConfigError: They are none of that, or have no gradient.
+        ConfigError: A tensor has another type, or a dtype without gradient.
     """
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"rank {rank}: {noun}s are {tensors!r:.80}; pass a dict of arrays")

@@ -22,7 +22,7 @@ _SNAPSHOT, _END = range(2)
 
 
 def partner(seed: int, number: int, rank: int, size: int) -> int | None:
-    """Return a rank's partner in a round: a random perfect matching; one rests if `size` is odd."""
+    """Return a rank's partner in a random perfect matching; None for one rank if `size` is odd."""
     order = np.random.default_rng([seed, number]).permutation(size).tolist()
     other: int = order.index(rank) ^ 1
     return order[other] if other < size else None
@@ -32,8 +32,8 @@ class Exchanges:
     """A rank's exchanges of snapshots.
 
     Attributes:
-        training: The other ranks that have not said that they have ended.
-        bytes_sent: To other ranks.
+        training: Other ranks that have not announced their end.
+        bytes_sent: Number of bytes sent to other ranks.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -43,11 +43,13 @@ class Exchanges:
 
     def exchange(self, net: Channel, other: int, snapshot: Sequence[Array],
                  received: Sequence[Array]) -> Schedule[None]:
-        """Send a snapshot to a partner, and receive its own.
+        """Send a snapshot to a partner, and receive the partner's snapshot.
 
         Args:
-            snapshot: Not to be changed until complete.
-            received: Overwritten.
+            net: Channel between all ranks.
+            other: Rank of the partner.
+            snapshot: Vectors, which must not change until the schedule ends.
+            received: Vectors to overwrite.
         """
         leaving = self._send(net, other, snapshot)
         while (yield from _receive_note(net, other)) == _END:
@@ -57,17 +59,18 @@ class Exchanges:
     def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
                snapshot: Callable[[], Sequence[Array]], received: Sequence[Array],
                take: Callable[[], None]) -> Schedule[int]:
-        """Say that this rank has ended; answer the others until all have.
+        """Announce that this rank has ended, and answer the others until all have ended.
 
         Args:
-            number: The first round that this rank has not begun.
-            partner_of: Returns this rank's partner in a round.
-            snapshot: Returns this rank's weights; left alone until the next call.
-            received: Overwritten by a partner's.
-            take: Called when these are there.
+            net: Channel between all ranks.
+            number: First round that this rank has not begun.
+            partner_of: Function that returns this rank's partner in a round.
+            snapshot: Function that returns this rank's weights, unchanged until its next call.
+            received: Vectors to overwrite with a partner's weights.
+            take: Function to call when these weights have arrived.
 
         Returns:
-            The first round that nobody among these ranks' partners has begun.
+            The first round that neither this rank nor any of its partners has begun.
         """
         end = np.array([_END])
         leaving = [net.isend(end, other) for other in self._others]
@@ -91,7 +94,7 @@ class Exchanges:
 
 
 def _receive_note(net: Channel, other: int) -> Schedule[int]:
-    """Return what a rank says next."""
+    """Return the next note of a rank."""
     note = np.empty(1, np.int64)
     yield (net.irecv(note, other),)
     return int(note[0])
@@ -101,7 +104,7 @@ _log = logging.getLogger("mpiring")
 
 
 class PairAveraging(AsynchronousTraining):
-    """Weights that random pairs of ranks average, in the background, instead of all in each step.
+    """Weights that random pairs of ranks average in the background.
 
         with PairAveraging(model, comm, seed=1) as pairs:
             for batch in batches:
@@ -109,28 +112,29 @@ class PairAveraging(AsynchronousTraining):
                 optimizer.step()                # any, of this rank alone
                 pairs.step()
 
-    In each round a perfect matching of the ranks is drawn from the seed, which all know. A rank
-    and its partner exchange snapshots of their weights while they compute. When the partner's has
-    come, half of the difference of the two snapshots is added to the weights, on both sides: so
-    the mean over all ranks is what it would be without, to rounding, whatever was learnt meanwhile.
-    The next round begins then: ranks may be in different rounds, and take several steps in one.
-    Optimizers' states stay each rank's own.
+    In each round all ranks draw the same perfect matching from the seed. A rank and its partner
+    exchange snapshots of their weights while they compute. When the partner's snapshot has
+    arrived, each adds half of the difference of the two snapshots to its weights. The mean over
+    all ranks therefore stays the same, up to rounding, whatever they learned meanwhile. Then the
+    next round begins, so ranks may be in different rounds and may take several steps in one
+    round. Each rank keeps its own optimizer state.
 
     Sources: Lian et al., Can decentralized algorithms outperform centralized algorithms?, NIPS
-    2017 (D-PSGD); Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
+    2017 (D-PSGD). Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
 
     Args:
-        model: A PyTorch module, of which parameters and floating buffers that are saved are
-            averaged, or a dict of NumPy arrays, which may be replaced in it by their like; in host
-            memory. Weights of rank 0 count.
-        comm: The ranks.
-        seed: Of the matchings.
-        delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
-            results do not depend on the speeds of ranks.
+        model: PyTorch module, for its parameters and its saved floating-point buffers, or dict of
+            NumPy arrays, in host memory. The user may replace arrays in the dict by arrays of the
+            same shape and dtype. All ranks start with the weights of rank 0.
+        comm: Communicator of the ranks that train.
+        seed: Seed of the matchings.
+        delay: Number of steps after which a rank waits for its partner; 0 waits in the same step.
+            With 0 or 1, results do not depend on the speeds of ranks.
 
     Attributes:
-        rounds: Rounds that this rank has begun.
-        delay: As above.
+        rounds: Number of rounds that this rank has begun.
+        delay: The argument of the same name.
+        closed: True after `close`.
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
@@ -145,7 +149,7 @@ class PairAveraging(AsynchronousTraining):
             same["seed"] = self._seed = whole_number("seed", seed, 0)
             same["delay"] = self.delay = whole_number("delay", delay, 0)
         self._model = ModelArrays(model, comm, "PairAveraging")
-        # As of the last call.
+        # The model's arrays at the last call.
         self._params, self.rounds = self._model.now(), 0
         self._snapshot, self._partners = (FlatModel(self._model.tensors, 1, name)
                                           for name in ("snapshot", "partner's snapshot"))
@@ -158,14 +162,14 @@ class PairAveraging(AsynchronousTraining):
         super().__init__(comm)
 
     def step(self) -> None:
-        """Take what a partner has sent, and begin the next round; after each optimizer.step().
+        """Apply the partner's weights, and begin the next round; call after each optimizer.step().
 
         Raises:
-            StallError: The partner does not answer after `stall_timeout_s`; names it.
-            ConfigError: The model has other shapes or dtypes than at first.
+            StallError: The partner has not answered within `stall_timeout_s`; names it.
+            ConfigError: A shape or dtype of the model has changed.
             ClosedError: After `close`.
 
-        Collective: no. Blocking: for a partner that is late by `delay` steps.
+        Collective: no. Blocking: until a partner that is late by `delay` steps has answered.
         """
         self._refuse_closed("step()")
         if self._exchange is not None:
@@ -181,11 +185,11 @@ class PairAveraging(AsynchronousTraining):
     def agree(self) -> None:
         """Complete all rounds, and set the weights of all ranks to their mean.
 
-        Before weights are evaluated or saved; training may go on.
+        Call it before the weights are evaluated or saved; training may continue afterwards.
 
         Raises:
             BufferMismatchError: A rank has left without `agree` or `close`.
-            ConfigError, ClosedError: As `step`.
+            ConfigError, ClosedError: As for `step`.
 
         Collective: yes. Blocking: yes, for as long as others train.
         """
@@ -206,7 +210,7 @@ class PairAveraging(AsynchronousTraining):
         self._write_back()
 
     def close(self) -> None:
-        """Let all ranks agree, and end.
+        """Call `agree`, and end the training.
 
         Collective: yes. Blocking: yes, for as long as others train.
         """
@@ -221,10 +225,10 @@ class PairAveraging(AsynchronousTraining):
         return self._costs(self._exchanges.bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes with weights that are saved after `agree()`.
+        """Return the seed and the round, to be saved with the weights after `agree()`.
 
         Raises:
-            ConfigError: An exchange is under way.
+            ConfigError: An exchange is in flight.
 
         Collective: no.
         """
@@ -234,10 +238,13 @@ class PairAveraging(AsynchronousTraining):
         return {"seed": self._seed, "rounds": self.rounds}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from a state, alike on all ranks, before the first step; weights are not in it.
+        """Continue from a state, before the first step; the state does not contain the weights.
+
+        Args:
+            state_dict: Result of `state_dict`; the same on all ranks.
 
         Raises:
-            ConfigError: It is none, or differs between ranks.
+            ConfigError: It is not such a state, or it differs between ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -274,7 +281,7 @@ class PairAveraging(AsynchronousTraining):
             self._calls += 1
 
     def _complete(self) -> None:
-        """Await the exchange that is under way, if there is one, and take what has come."""
+        """Wait for the exchange in flight, if any, and apply the partner's weights."""
         if self._exchange is not None:
             handle, other = self._exchange
             with self._waiting():

@@ -1,4 +1,4 @@
-"""A parameter server whose slices all ranks own: nobody waits, or not for long."""
+"""A parameter server that shards the model over all ranks and bounds how stale weights are."""
 
 import logging
 import operator
@@ -24,7 +24,7 @@ from .layout import FlatModel, ModelArrays, arrays_of
 from .store import SliceStore, refuse_other_than_makers
 
 _log = logging.getLogger("mpiring")
-# A warning names so many tensors.
+# Number of tensors that a warning names.
 _NAMES = 4
 
 
@@ -36,37 +36,38 @@ class ParameterServer(AsynchronousTraining):
                 server.push(gradients(params, batch))
                 server.pull()
 
-    Each rank owns a slice of the model, with the optimizer's state for it, and serves it in the
+    Each rank owns a slice of the model, with the optimizer state for it, and serves it in the
     background. A rank's clock is the number of its pushes. `pull` at clock c returns once every
-    rank has pushed c − `staleness` times, so that nobody reads anything older, and nobody who
-    pulls in every step runs further ahead; a rank always reads its own pushes. Ranks that have
-    finished hold nobody back.
+    rank has pushed c − `staleness` times. No rank reads older weights, and no rank that pulls in
+    every step runs further ahead. A rank always reads its own pushes. Ranks that have finished
+    delay no other rank.
 
-    With a staleness of 0 the pushes of one clock are applied together, as their mean, in the order
-    of ranks: synchronous training, with equal bits in every run. Otherwise each push is an update
-    of its own, when it arrives, with the learning rate over 1 + τ, where τ is the number of updates
-    since the rank last pulled. `lr` and `momentum` that are functions get the number of updates:
-    one per clock, or one per push.
+    With a staleness of 0 the owners apply the pushes of one clock together, as their mean, in rank
+    order. This is synchronous training, bitwise identical in every run. Otherwise each push is
+    applied as a separate update when it arrives. Its learning rate is divided by 1 + τ, where τ is
+    the number of updates since the rank last pulled. Functions passed as `lr` or `momentum` get
+    the number of updates: one per clock, or one per push.
 
-    Sources: Ho et al., NIPS 2013; Zhang et al., IJCAI 2016. See SliceOwner.
+    Sources: Ho et al., NIPS 2013. Zhang et al., IJCAI 2016. See SliceOwner.
 
     Args:
-        params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
-            bfloat16, float32 or float64, alike on all ranks. Those of rank 0 count. `pull` writes
-            into those that are there by then.
-        comm: The ranks.
-        optimizer: Makes one of mpiring.optim that treats each element for itself, given a model:
-            `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
-        staleness: As above, in pushes; None never waits.
-        damped: Divide learning rates by 1 + τ.
+        params: Model as a dict of NumPy arrays or PyTorch tensors in host memory, of dtype
+            float16, bfloat16, float32 or float64. Names, shapes and dtypes are the same on all
+            ranks. Training starts with the values of rank 0. `pull` writes into the arrays that
+            the dict holds at that time.
+        comm: Communicator of the ranks that train.
+        optimizer: Function that makes an elementwise mpiring.optim optimizer from a model, like
+            `SGD` or `functools.partial(AdamW, lr=1e-3)`.
+        staleness: Bound on the difference of clocks, in pushes; None never waits.
+        damped: If true, divide learning rates by 1 + τ.
 
     Attributes:
-        params: As above.
-        grads: Memory for gradients, by name, to write into and `push()`, instead of passing others.
-        clock: This rank's pushes.
-        refused: Those of them that were not finite.
-        staleness: As above.
-        closed: Whether `close` was called.
+        params: The argument of the same name.
+        grads: Memory for gradients, by name; write into it and call `push()` without argument.
+        clock: Number of this rank's pushes.
+        refused: Number of this rank's pushes whose gradients were not finite.
+        staleness: The argument of the same name.
+        closed: True after `close`.
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
@@ -95,12 +96,12 @@ class ParameterServer(AsynchronousTraining):
         self._worker = SliceWorker()
         self._pushed: Message[None] | None = None
         self._finished = False
-        # Last: what is wrong is found before a communicator is made that has to be closed.
+        # Last, so that a wrong argument raises before a communicator exists that must be closed.
         super().__init__(comm)
         self._begin()
 
     def _begin(self) -> None:
-        """Spread rank 0's weights, and begin to serve."""
+        """Broadcast rank 0's weights, and begin to serve."""
         for name, x in self.params.items():
             self._weights.views[name][...] = x
         for flat in self._weights.flats:
@@ -115,21 +116,21 @@ class ParameterServer(AsynchronousTraining):
     # Training
 
     def push(self, gradients: Mapping[str, Any] | None = None) -> None:
-        """Send this rank's gradients; returns while they travel.
+        """Send this rank's gradients; return while the messages are in flight.
 
-        A NaN or Inf in them makes the push void: it counts for the clock, no weight changes, and
-        a warning names the tensors.
+        A push with NaN or Inf is ignored: it counts for the clock, no weight changes, and a
+        warning names the tensors.
 
         Args:
-            gradients: By name, as `params`; copied. None for what was written into `grads`, to be
-                left alone until the next `pull` has returned.
+            gradients: Gradients by name, like `params`; copied. By default those written into
+                `grads`, which must not change until the next `pull` has returned.
 
         Raises:
             ConfigError: Gradients are missing, or have other shapes or dtypes.
-            StallError: The last push does not arrive.
+            StallError: The last push has not arrived within `stall_timeout_s`.
             ClosedError: This rank has finished.
 
-        Collective: no. Blocking: for the last push, where no `pull` followed it.
+        Collective: no. Blocking: until the last push has arrived, unless a `pull` followed it.
         """
         self._refuse_finished("push()")
         self._await_push()
@@ -148,7 +149,7 @@ class ParameterServer(AsynchronousTraining):
             lambda net: self._worker.push(net, self.clock, slices))
 
     def pull(self) -> Mapping[str, Array]:
-        """Write the newest weights into `params`, and return these.
+        """Write the newest weights into `params`, and return `params`.
 
         Returns once no rank is further behind than `staleness` allows.
 
@@ -171,7 +172,7 @@ class ParameterServer(AsynchronousTraining):
         return self.params
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
-        """Push, then pull; return whether the gradients were finite."""
+        """Push, then pull; return True if the gradients were finite."""
         refused = self.refused
         self.push(gradients)
         self.pull()
@@ -179,23 +180,23 @@ class ParameterServer(AsynchronousTraining):
 
     @property
     def clocks(self) -> list[int]:
-        """The pushes of every rank that were applied to this rank's slice."""
+        """The number of pushes of each rank that were applied to this rank's slice."""
         return list(self._owner.clocks)
 
     @property
     def statistics(self) -> Statistics:
-        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls.
+        """Costs of this rank's pushes and pulls so far; `communication_s` counts pulls only.
 
-        Of the bytes that it has sent, some are weights for others.
+        The bytes sent include the weights that this rank has served to others.
         """
         return self._costs(self._worker.bytes_sent + self._owner.bytes_sent)
 
     # The end
 
     def finish(self) -> None:
-        """End this rank's training: it holds others back no more, but serves its slice.
+        """End this rank's training; it delays no other rank, but continues to serve its slice.
 
-        Collective: no. Blocking: for the last push.
+        Collective: no. Blocking: until the last push has arrived.
         """
         if self._finished:
             return
@@ -226,7 +227,7 @@ class ParameterServer(AsynchronousTraining):
     # The state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of weights and optimizer state of the whole model, after all pushes so far.
+        """Return a copy of the model's weights and optimizer state after all pushes so far.
 
         Raises:
             ConfigError: With a staleness of 0, ranks have pushed different numbers of times.
@@ -237,9 +238,10 @@ class ParameterServer(AsynchronousTraining):
             return self._store.whole()
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the same of this rank's slice, for `Checkpoints.save(step, sharded=...)`.
+        """Return this rank's slice of `state_dict`, for `Checkpoints.save(step, sharded=...)`.
 
-        Raises: as `state_dict`.
+        Raises:
+            ConfigError: As for `state_dict`.
 
         Collective: yes. Blocking: yes.
         """
@@ -247,15 +249,15 @@ class ParameterServer(AsynchronousTraining):
             return self._store.sliced()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, on any number of ranks; writes the weights into `params`.
+        """Continue from a state, on any number of ranks; write its weights into `params`.
 
-        All clocks begin at 0 again.
+        All clocks restart at 0.
 
         Args:
-            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint.
+            state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint.
 
         Raises:
-            ConfigError: It is of another model or optimizer, or a rank has finished.
+            ConfigError: It is the state of another model or optimizer, or a rank has finished.
 
         Collective: yes. Blocking: yes.
         """
@@ -270,7 +272,7 @@ class ParameterServer(AsynchronousTraining):
 
     @contextmanager
     def _settled(self) -> Iterator[list[int]]:
-        """Hold all ranks while all pushes so far are applied; yield those that have finished."""
+        """Hold all ranks until all pushes so far are applied; yield the finished ranks."""
         if self.closed:
             raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
                               f"its state before")
@@ -313,7 +315,7 @@ class ParameterServer(AsynchronousTraining):
             x[...] = self._weights.views[name]
 
     def _gather(self) -> None:
-        """Write the weights that all owners have into `params`, while nobody pushes."""
+        """Write the weights of all owners into `params`; no rank may push meanwhile."""
         for owned, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
             x[...] = owned
         for flat, bounds in zip(self._weights.flats, self._weights.bounds):
@@ -334,7 +336,7 @@ class ParameterServer(AsynchronousTraining):
             raise StallError("\n".join([*self._late_ranks(), str(error)])) from None
 
     def _late_ranks(self) -> list[str]:
-        """Return lines about ranks that keep this one waiting."""
+        """Return lines that name the ranks for which this rank waits."""
         silent = sorted(self._worker.unanswered)
         behind = self._owner.behind(self.clock)
         return [f"rank {self._comm.rank} waits at clock {self.clock}", *(

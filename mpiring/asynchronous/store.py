@@ -1,4 +1,4 @@
-"""Updates one rank's slice of a model by an optimiser of mpiring.optim, and saves it by tensor."""
+"""Updates one rank's slice of a model with an mpiring optimizer, and saves it by tensor."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ _WEIGHTS = "w"
 
 
 class _Gradients:
-    """The gradient that an update takes, in the place of an Averager."""
+    """Gradient of one update, with the interface of an Averager."""
 
     steps, step_label, version = 0, "", 1
     scatters, under_way, finite = False, False, True
@@ -32,49 +32,48 @@ class _Gradients:
                         for tensor in bucket.plan.tensors}
 
     def refuse_claim(self, *, scatters: bool) -> None:
-        """Accept: nobody else updates it."""
+        """Accept any claim: there is only one optimizer."""
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Accept: nobody else updates it."""
+        """Accept any claim: there is only one optimizer."""
 
     def bounds(self, bucket: Bucket) -> list[int]:
-        """Return that all of it is this rank's."""
+        """Return bounds that give this rank the complete bucket."""
         return [0, bucket.plan.size]
 
     def own(self, bucket: Bucket) -> slice:
-        """Return all of it."""
+        """Return the complete bucket as a slice."""
         return slice(0, bucket.plan.size)
 
 
 class _Slice:
-    """A rank's slice of a model, as an optimiser sees a model."""
+    """A rank's slice of a model, with the interface that an optimizer expects of a model."""
 
     def __init__(self, comm: Communicator, weights: FlatModel, gradients: Any) -> None:
         self.comm, self.gradients, self._weights = comm, gradients, weights
 
     def vector(self, name: str) -> Array:
-        """Return the elements of a tensor that are here."""
+        """Return this rank's elements of a tensor."""
         return self._weights.views[name]
 
     def wait(self) -> None:
-        """Return: there is nothing to wait for."""
+        """Return at once: gradients are complete."""
 
 
 class SliceStore:
-    """A rank's slice of a model: weights, and an optimiser with its state.
+    """A rank's slice of a model: weights, and an optimizer with its state.
 
     Args:
-        model: All of it.
-        comm: The ranks.
-        optimizer: Makes the optimiser, given a model.
+        model: Layout of the complete model.
+        comm: Communicator of the ranks.
+        optimizer: Function that makes the optimizer from a model.
 
     Attributes:
         weights: Vectors; zeros at first.
-        optimizer: As it was made.
+        optimizer: The optimizer that the function has made.
 
     Raises:
-        ConfigError: It is not an optimiser that updates each element for itself, or ranks made
-            different ones.
+        ConfigError: It is not an elementwise optimizer, or ranks made different ones.
 
     Collective: yes. Blocking: yes.
     """
@@ -87,8 +86,8 @@ class SliceStore:
         self.weights, self._gradients = weights.flats, gradients.flats
         self._slice = _Slice(comm, weights, _Gradients(gradients.buckets))
         self.optimizer = _make_optimizer(optimizer, self._slice, comm.rank)
-        # The first update lays state out, a collective operation, and compiles, for seconds, while
-        # nobody would be served. Zeros stay zeros.
+        # The first update makes the state (a collective operation) and compiles for seconds, which
+        # must not happen while other ranks wait for this one. Zero weights stay zero.
         self.update([self.weights] * min(comm.size, 2), 1.0)
         self.optimizer.steps = 0
 
@@ -99,10 +98,7 @@ class SliceStore:
         self.optimizer.update(1.0, lambda index: None, rate=rate)
 
     def sliced(self) -> dict[str, Any]:
-        """Return a copy of weights and state: this rank's ranges of the model's tensors.
-
-        Collective: no.
-        """
+        """Return a copy of weights and state for this rank's ranges of the model's tensors."""
         saved = self._saved()
         return {**saved, "tensors": {
             name: {vector: Sliced(self._tensors[name].shape, {self._ranges[name]: x}, x.dtype)
@@ -110,20 +106,15 @@ class SliceStore:
             for name, vectors in saved["tensors"].items()}}
 
     def whole(self) -> dict[str, Any]:
-        """Return a copy of weights and state of the whole model, on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return a copy of weights and state of the complete model, on all ranks."""
         state_of_slice = self.sliced()
         return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
 
     def load(self, saved: Any) -> None:
-        """Go on from what `sliced`, of all ranks, or `whole` has returned.
+        """Continue from a result of `whole`, or from results of `sliced` of all ranks.
 
         Raises:
-            ConfigError: It is of another model or optimiser, on all ranks; says how.
-
-        Collective: yes. Blocking: yes.
+            ConfigError: It is the state of another model or optimizer; raised on all ranks.
         """
         loaded = self._saved()
         with same_on_all(self._comm, "the state of a ParameterServer",
@@ -141,7 +132,7 @@ class SliceStore:
             self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
     def _saved(self) -> dict[str, Any]:
-        """Return a copy of the optimiser's state, in which the weights are one more vector."""
+        """Return a copy of the optimizer state, with the weights as one more vector."""
         its = self.optimizer.state_dict()
         for name, vectors in its["tensors"].items():
             vectors[_WEIGHTS] = self._slice.vector(name).copy()
@@ -149,7 +140,7 @@ class SliceStore:
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:
-    """Raise ConfigError unless an argument may make optimizers."""
+    """Raise ConfigError unless the argument may be a function that makes optimizers."""
     if not callable(optimizer) or isinstance(optimizer, Optimizer):
         raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
 

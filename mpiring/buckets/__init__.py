@@ -1,1 +1,1 @@
-"""Flat memory for tensors, and what is remembered about slices of it."""
+"""Flat memory in which the tensors of a model are fused."""

@@ -16,24 +16,24 @@ from ..gpu.arrays import vector_of
 from ..gpu.device import Device, Event, await_event
 from ..memory.arrays import CACHE_LINE_BYTES, Array, aligned_bounds, is_finite
 
-# The first buckets are shorter than wanted: what leaves early has the more computing to hide
-# behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
-# gradients took 678 ms with two buckets of 25 MiB, and 599 ms so. The last ones are short, too:
-# what leaves last has nothing to hide behind. A bucket has at most half of what is left.
+# The first buckets are shorter, because more computation remains to hide what is sent early. Each
+# next one may be twice as long. Measured: between two hosts, a step with 52 MB of gradients took
+# 678 ms with two buckets of 25 MiB, and 599 ms with growing ones. The last ones are also short,
+# because no computation hides them: a bucket has at most half of the remaining bytes.
 FIRST_BUCKET_BYTES = 1 << 20
-# Where nobody says how long buckets are. On one node there is no wire to keep busy, and each bucket
-# costs some calls. Between nodes nothing is sent until a bucket is full, and weights that return
-# are of use once all of theirs are here. Measured: between two hosts at 1 Gbit/s, steps of Sharded
-# with overlap took 539, 517, 490 and 503 ms with buckets of 25, 8, 4 and 2 MiB, and those of
-# DataParallel 574 and 552 ms with 25 and 4. On many nodes, each one's part of a bucket must be
-# worth its messages: in `simulate`, buckets of 4 MiB are about as fast per byte as those of 25 on
-# up to 32 nodes, those of 8 MiB on up to 64.
+# Default length of buckets. On one node no network must be kept busy, and each bucket costs some
+# calls. Between nodes nothing is sent until a bucket is full, and returned weights are usable only
+# once their bucket is complete. Measured between two hosts at 1 Gbit/s, steps of Sharded with
+# overlap took 539, 517, 490 and 503 ms with buckets of 25, 8, 4 and 2 MiB. Steps of DataParallel
+# took 574 and 552 ms with 25 and 4. On many nodes, each node's share of a bucket must be worth its
+# messages. In `simulate`, buckets of 4 MiB are about as fast per byte as buckets of 25 MiB on up
+# to 32 nodes; buckets of 8 MiB on up to 64.
 _LONGEST_BYTES, _SHORTEST_BYTES, _BYTES_PER_NODE = 25 << 20, 4 << 20, 128 << 10
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's name, shape and dtype."""
+    """Name, shape and dtype of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,11 +63,11 @@ class TensorSpec:
 
 
 def refuse_changed(rank: int, before: Sequence[TensorSpec], now: Sequence[TensorSpec]) -> None:
-    """Raise ConfigError if a model's tensors are not those of before; names the first difference.
+    """Raise ConfigError if a model's tensors have changed; names the first difference.
 
     Args:
-        rank: Of this process.
-        before, now: In the model's order.
+        rank: Rank of this process.
+        before, now: Tensors in the model's order.
     """
     for was, its in itertools.zip_longest(before, now):
         if was != its:
@@ -100,10 +100,10 @@ class BucketPlan:
 
 
 def usual_bytes(nodes: int) -> int:
-    """Return how long a bucket is by default.
+    """Return the default length of a bucket.
 
     Args:
-        nodes: How many exchange messages.
+        nodes: Number of nodes that exchange messages.
     """
     if nodes == 1:
         return _LONGEST_BYTES
@@ -116,11 +116,11 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
     """Fuse tensors, in their order, into buckets of one dtype and one kind each.
 
     Args:
-        tensors: In the order in which they become ready.
-        bucket_bytes: A bucket is full when the next tensor would exceed this, or, for the
-            first ones, FIRST_BUCKET_BYTES, twice that, and so on, and for the last ones half
-            of what is left, but no less than the first; a larger tensor has a bucket of its own.
-        kind_of: Tensors of different kinds do not share a bucket.
+        tensors: Tensors in the order in which they become ready.
+        bucket_bytes: Limit on the length of a bucket; a larger tensor has its own bucket. The
+            limit of the first buckets is FIRST_BUCKET_BYTES, twice that, and so on. The limit of
+            the last ones is half of the remaining bytes, but at least that of the first.
+        kind_of: Function of a tensor; tensors of different kinds do not share a bucket.
 
     Returns:
         The buckets, in the order in which their last tensor becomes ready.
@@ -139,7 +139,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
 
 
 def _cut(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
-    """Yield the tensors of each bucket; `plan` says how long these are."""
+    """Yield the tensors of each bucket; see `plan`."""
     left = sum(tensor.padded_bytes for tensor in tensors)
     first = growing = limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
     bucket: list[TensorSpec] = []
@@ -157,20 +157,21 @@ def _cut(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[Tens
 
 
 class Bucket:
-    """A flat piece of memory with views into it: the tensors of a plan.
+    """Contiguous memory with a view for each tensor of a plan.
 
     Args:
-        index: Its position in the order in which buckets are reduced.
-        plan: Its tensors.
-        empty: Allocates the memory: `Communicator.empty`.
-        device: The GPU on which it lies; None for host memory.
+        index: Position in the order in which buckets are reduced.
+        plan: Tensors of the bucket.
+        empty: Function that allocates the memory, like `Communicator.empty`.
+        device: GPU that holds the memory; None for host memory.
 
     Attributes:
-        flat: Shape (plan.size,), of NumPy; on a GPU of CuPy, or a tensor. Zeros at first.
+        flat: Array of shape (plan.size,), zeros at first. It is a NumPy array in host memory, and a
+            CuPy array or a tensor on a GPU.
         views: A view into `flat` for each tensor, by name.
-        missing: The names of tensors that are not ready in this step.
-        written: When the GPU will have written those that are.
-        finite: Whether the means that this rank checks are finite; None while nobody knows.
+        missing: Names of the tensors that are not ready in this step.
+        written: Events after which the GPU has written the ready tensors.
+        finite: Whether the means that this rank checks are finite; None if not yet known.
         label: Index and names of the tensors, for messages.
     """
 
@@ -182,7 +183,7 @@ class Bucket:
         self.device = device
         self.written: list[Event] = []
         self.flat = empty(plan.size, plan.dtype)
-        # Padding is reduced with the rest and must not hold junk.
+        # Padding is reduced with the tensors and must not hold junk.
         self.flat[...] = 0
         self.views: dict[str, Array] = {}
         self._padding: list[slice] = []
@@ -199,11 +200,11 @@ class Bucket:
 
     @property
     def vector(self) -> Any:
-        """`flat` as collectives take it: a DeviceVector where it is on a GPU."""
+        """`flat` in the form that collectives accept: on a GPU, a DeviceVector."""
         return self.flat if self.device is None else vector_of(self.flat)
 
     def bounds(self, size: int) -> list[int]:
-        """Return the offsets that cut it into slices, one for each of `size` ranks.
+        """Return the offsets that cut the bucket into one slice for each of `size` ranks.
 
         Slices start on cache lines; the last ones may be shorter than others, or empty.
         """
@@ -215,13 +216,13 @@ class Bucket:
         self.written = []
 
     def clear_padding(self) -> None:
-        """Write zeros between the tensors, where a lossy Reducer may have left something."""
+        """Write zeros between the tensors, where a lossy Reducer may have left other values."""
         vector = self.vector
         for gap in self._padding:
             vectors.clear(vector[gap])
 
     def holds_finite(self, x: Array) -> bool:
-        """Return whether `flat` or a view is finite, once it is written."""
+        """Return whether `flat` or a view is finite; wait until the GPU has written it."""
         if self.device is None:
             return is_finite(x.reshape(-1))
         for event in self.written:
@@ -231,7 +232,7 @@ class Bucket:
     def not_finite(self, start: int, stop: int) -> list[str]:
         """Return the names of tensors with NaN or Inf in elements from `start` to `stop`.
 
-        What a lossy Reducer has left between the tensors does not count.
+        Values that a lossy Reducer has left between the tensors do not count.
         """
         if self.holds_finite(self.flat[start:stop]):
             return []
@@ -244,23 +245,23 @@ class Bucket:
         return names
 
     def retire(self) -> None:
-        """Make writing through its views an error, in host memory."""
+        """Make the views read-only, so that a write raises; in host memory."""
         if self.device is None:
             for view in self.views.values():
                 view.flags.writeable = False
 
     def poison(self) -> None:
-        """Fill the tensors with NaN, so that a view that is used by mistake is noticed."""
+        """Fill the tensors with NaN, so that use of a stale view is noticed."""
         self.flat[...] = np.nan
-        # Which is reduced with the rest. On a GPU, in the same stream.
+        # Padding is reduced with the tensors. On a GPU, all writes are in one stream.
         for gap in self._padding:
             self.flat[gap] = 0
 
     def mark_as_junk(self, but: slice = slice(0, 0)) -> None:
-        """Put a NaN into each tensor, as `poison` does, but in no time.
+        """Put one NaN into each tensor: like `poison`, but in constant time per tensor.
 
         Args:
-            but: Elements that are no junk; a tensor that lies there as a whole gets no NaN.
+            but: Elements to keep; a tensor that is completely inside gets no NaN.
         """
         start = 0
         for tensor in self.plan.tensors:

@@ -10,12 +10,13 @@ def broadcast(
 ) -> Schedule[None]:
     """Copy `x` of `root` to all ranks along the chain root, root+1, … root-1.
 
-    Every rank passes a piece on while the next one arrives, so all links are busy:
-    n bytes over each link, plus one piece per hop.
+    Every rank sends one piece while it receives the next, so all links are busy: n bytes over
+    each link, plus one piece per hop.
 
     Args:
-        x: Shape (n,), contiguous, overwritten on all ranks but `root`.
-        root: The rank whose data is copied.
+        net: Channel between the ranks.
+        x: Vector of shape (n,), contiguous, overwritten on all ranks but `root`.
+        root: Rank whose data is copied.
         piece_bytes: Length of a piece; the same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).

@@ -1,4 +1,4 @@
-"""Reduce-scatter and allreduce that round once: contributions go straight to the combining rank."""
+"""Reduce-scatter and allreduce that round once: ranks send contributions to the combining rank."""
 
 from collections.abc import Sequence
 
@@ -16,19 +16,20 @@ def reduce_scatter(
 ) -> Schedule[Array]:
     """Combine `chunks[r]` of all ranks on rank r, in rank order, all at once.
 
-    As in a ring, a rank sends p-1 chunks and receives as many, but no sum ever
-    travels: the owner has all contributions in its hands, and rounds when it has
-    combined them. They come in pieces: each is combined while the next arrives.
+    As in a ring, a rank sends and receives p-1 chunks, but no partial sum is ever sent. The owner
+    of a chunk receives all contributions, combines them, and rounds once. Contributions arrive in
+    pieces: the owner combines one piece while the next arrives.
 
     Args:
-        chunks: p vectors of this rank's contribution, of one dtype, lengths equal on all
+        net: Channel between the ranks.
+        chunks: p vectors of this rank's contribution, of one dtype; lengths are equal on all
             ranks. Chunk r is overwritten by the result.
         inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
             times the longest chunk.
-        combine: The op.
+        combine: Implementation of the op.
         piece_bytes: Length of the shortest and longest pieces; the same on all ranks.
-        local: Combines the contributions of a node, of which `chunks` are a part, piece by piece;
-            then all chunks are overwritten.
+        local: If given, combines the contributions of a node piece by piece; `chunks` are slices
+            of one of its vectors. Then all chunks are overwritten.
 
     Returns:
         `chunks[r]`.
@@ -46,9 +47,9 @@ def reduce_scatter(
         return i, slice(k * n // count, (k + 1) * n // count)
 
     def begun(k: int) -> tuple[list[Array], list[Request]]:
-        """Begin to exchange piece k of every chunk; return this rank's, of all ranks."""
+        """Begin to exchange piece k of every chunk; return all ranks' pieces for this rank."""
         sources, requests = [pieces[r][k]] * p, []
-        # Each rank begins with another receiver, so that none is flooded.
+        # Each rank begins with a different receiver, so that no rank is flooded.
         for s in range(1, p):
             source, dest = (r - s) % p, (r + s) % p
             if local is not None:
@@ -75,19 +76,20 @@ def allreduce(
     piece_bytes: tuple[int, int] = Tuning.direct_bytes, ring_bytes: int = Tuning.ring_bytes,
     local: Local | None = None,
 ) -> Schedule[None]:
-    """Combine `x` over all ranks, in place: directly, then around a ring.
+    """Combine `x` over all ranks, in place: a direct reduce-scatter, then a ring allgather.
 
-    It sends as much as a ring, 2(p-1)/p of `x`. The bits are equal on all ranks, and
-    are those of combining in rank order.
+    A rank sends 2(p-1)/p of `x`, as in a ring. The result is bitwise identical on all ranks, and
+    equal to combining in rank order.
 
     Args:
-        x: Shape (n,), contiguous. Overwritten by the result.
+        net: Channel between the ranks.
+        x: Vector of shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements.
-        combine: The op.
-        piece_bytes: As for `reduce_scatter`.
+        combine: Implementation of the op.
+        piece_bytes: Length of the shortest and longest pieces, see `reduce_scatter`.
         ring_bytes: Length of the longest pieces on the ring; the same on all ranks.
-        local: As for `reduce_scatter`; also copies the result to the node's other ranks. Its
-            chunks are those of `x`.
+        local: If given, combines the contributions of a node, and copies the result to its other
+            ranks. Its chunks are those of `x`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -98,14 +100,14 @@ def allreduce(
 
 def inbox_size(n: int, p: int, itemsize: int,
                piece_bytes: tuple[int, int] = Tuning.direct_bytes) -> int:
-    """Return how much scratch memory a rank needs to combine n elements over p ranks."""
+    """Return the number of scratch elements that a rank needs to combine n elements on p ranks."""
     longest = -(-n // p)
     count = _pieces(longest, p, itemsize, piece_bytes)
     return min(count, 2) * (p - 1) * -(-longest // count)
 
 
 def _pieces(longest: int, p: int, itemsize: int, piece_bytes: tuple[int, int]) -> int:
-    """Return in how many pieces chunks of up to `longest` elements travel."""
+    """Return the number of pieces in which chunks of up to `longest` elements are sent."""
     shortest_bytes, longest_bytes = piece_bytes
     nbytes = longest * itemsize
     fair_bytes = nbytes // max(4 * (p - 1), 1)

@@ -1,10 +1,10 @@
 """Short collectives between many ranks in about log2 p steps, each with a rank twice as far away.
 
-A message costs more than its bytes here, so a rank sends log2 p messages in place of p - 1.
+For short vectors a message costs more than its bytes, so a rank sends log2 p messages, not p - 1.
 
-No rank's result is complete before a message of every other rank has had a part in it, and a rank
-sends none before its call was compared: where ranks disagree, no result comes out. Other algorithms
-send their first messages earlier, so these have a lane of their own.
+A rank's result depends on a message of every other rank, and a rank sends none before its call was
+compared. If ranks disagree, no rank returns a result. Other algorithms send their first messages
+earlier, so these algorithms have a separate lane.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ LANE = LANES - 1
 
 
 def gathers(operation: Operation, nbytes: int) -> bool:
-    """Return whether `allgather` is to take the place of a ring, for `nbytes` bytes of all ranks.
+    """Return whether to use `allgather` instead of a ring, for `nbytes` bytes of all ranks.
 
-    Every rank of a node would receive all of them from others.
+    With `allgather`, every rank of a node would receive all bytes from other nodes.
     """
     tuning, nodes = operation.tuning, operation.nodes
     return len(nodes) > tuning.direct_nodes and (
@@ -34,15 +34,15 @@ def allreduce(operation: Operation, net: Channel, x: Array, op: str,
               divisor: float) -> Schedule[None]:
     """Combine a short `x` over the ranks of a channel, in place, in log2 p steps.
 
-    The bits are equal on all ranks: both ranks of a pair combine in the order of their ranks. Sums
-    and products of 16 bits are made, and sent, in float32, and rounded once, at the end.
+    The result is bitwise identical on all ranks, because both ranks of a pair combine in rank
+    order. Sums and products of 16 bits are computed and sent in float32, and rounded once.
 
     Args:
-        operation: Has the memory, and what combines.
-        net: The operation's channel, or some ranks of it.
-        x: Shape (n,), contiguous. Overwritten by the result.
-        op: As in Reduction.
-        divisor: What a mean divides by; else 1.
+        operation: Source of scratch memory and of the implementation of the op.
+        net: Channel of the operation, or of a subset of its ranks.
+        x: Vector of shape (n,), contiguous. Overwritten by the result.
+        op: Name of the op, see Reduction.
+        divisor: Divisor of a mean; 1 for other ops.
 
     Collective: yes. Blocking: no (a schedule).
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
@@ -60,7 +60,7 @@ def allreduce(operation: Operation, net: Channel, x: Array, op: str,
         p, r, net = net.size, net.rank, net.lane(LANE)
         doubled = 1 << p.bit_length() - 1
         paired = 2 * (p - doubled)
-        # So many of the first ranks are too many: of each pair of those, the second stands aside.
+        # p exceeds a power of two by `paired` / 2: of each of these first pairs, one rank combines.
         if r < paired and r % 2:
             yield (net.isend(total, r - 1),)
             yield (net.irecv(total, r - 1),)
@@ -88,9 +88,9 @@ def allgather(operation: Operation, net: Channel, x: Array,
     """Copy every rank's slice of a short `x` to all ranks of a channel, in ceil(log2 p) steps.
 
     Args:
-        operation, net: As for `allreduce`.
-        x: Shape (n,), contiguous. All but this rank's slice is overwritten.
-        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`; from 0 to n.
+        operation, net: Arguments of `allreduce`.
+        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
+        bounds: Offsets from 0 to n; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
 
     Collective: yes. Blocking: no (a schedule).
     Source: Bruck et al., IEEE TPDS 8(11), 1997.
@@ -100,10 +100,10 @@ def allgather(operation: Operation, net: Channel, x: Array,
     start, n = bounds[r], x.size
 
     def length(count: int) -> int:
-        """Return the length of so many slices from rank r's on, around the circle."""
+        """Return the total length of `count` slices, from rank r's onward, around the circle."""
         return bounds[r + count] - start if r + count <= p else bounds[r + count - p] - start + n
 
-    # The slices of ranks r, r + 1, … one after the other.
+    # The slices of ranks r, r + 1, … in this order.
     with operation.borrow(n, x.dtype) as slices:
         copy_to(slices[:length(1)], x[start:bounds[r + 1]])
         count = 1
@@ -118,14 +118,14 @@ def allgather(operation: Operation, net: Channel, x: Array,
 
 
 def broadcast(net: Channel, x: Array, root: int) -> Schedule[None]:
-    """Copy a short `x` of `root` to all ranks, along a binomial tree: in ceil(log2 p) steps.
+    """Copy a short `x` of `root` to all ranks along a binomial tree, in ceil(log2 p) steps.
 
-    A rank's result depends on a few others only: see `Collectives.confirmed`.
+    A rank's result depends on a few other ranks only: see `Collectives.confirmed`.
 
     Args:
-        net: The operation's channel.
-        x: Shape (n,), contiguous. Overwritten on all ranks but `root`.
-        root: The rank whose data is copied.
+        net: Channel of the operation.
+        x: Vector of shape (n,), contiguous. Overwritten on all ranks but `root`.
+        root: Rank whose data is copied.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -145,6 +145,6 @@ def broadcast(net: Channel, x: Array, root: int) -> Schedule[None]:
 
 
 def _bits_of(x: Array) -> Array:
-    """Return a vector; of bfloat16 in host memory, uint16 of the same bits."""
+    """Return a vector; for bfloat16 in host memory, its bits as uint16."""
     is_bfloat = type(x) is np.ndarray and x.dtype.itemsize == 2 and x.dtype != np.float16
     return x.view(np.uint16) if is_bfloat else x

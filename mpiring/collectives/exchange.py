@@ -1,4 +1,4 @@
-"""All-to-all, gather and scatter: each rank is sent what is meant for it alone."""
+"""All-to-all, gather and scatter: each rank receives its own data from the others."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,26 +7,28 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
 from ..transport.base import Channel, Request, Schedule
 
-# With how many ranks a rank exchanges at a time: one message is copied while the next travels,
-# and no rank has to hold what all others send at once.
+# Number of ranks with which a rank exchanges at a time. It copies one message while the next is on
+# the wire, and never holds the messages of all ranks at once.
 IN_FLIGHT = 4
 
 
 def exchange(net: Channel, sends: Mapping[int, Array], receives: Mapping[int, Array],
              in_flight: int = IN_FLIGHT) -> Schedule[None]:
-    """Send `sends[r]` to each rank r in it, and receive `receives[r]` likewise, in p-1 steps.
+    """Send `sends[r]` to each rank r in it, and receive `receives[r]` from each, in p-1 steps.
 
-    In step s rank r sends to r+s and receives from r-s, so that no rank is flooded. An all-to-all
-    has all ranks in both. To gather, all ranks send to `root` only; to scatter, only it sends.
+    In step s rank r sends to r+s and receives from r-s, so that no rank is flooded. In an
+    all-to-all both dicts contain all ranks. In a gather all ranks send to `root` only. In a
+    scatter only `root` sends.
 
     Args:
-        sends: Vectors of any lengths and dtypes, by rank.
-        receives: Vectors by rank, contiguous, overwritten; vector r has as many bytes as rank r
-            sends to this rank.
+        net: Channel between the ranks.
+        sends: Vectors of any lengths and dtypes, by receiving rank.
+        receives: Vectors by sending rank, contiguous, overwritten. Vector r has as many bytes as
+            rank r sends to this rank.
         in_flight: Number of steps that are in flight at once.
 
     Raises:
-        BufferMismatchError: A rank sent another number of bytes.
+        BufferMismatchError: A rank sent a different number of bytes.
 
     Collective: yes. Blocking: no (a schedule).
     """

@@ -1,20 +1,21 @@
 """Combines arrays over nodes of several ranks: in each node's memory, and between the nodes.
 
-An array is cut into pieces, and each piece into R slices, one for each rank of the largest
-node. On every node the local ranks take the slices in turn: rank l of m takes l, l+m, … For
-each of its slices a rank combines what its node has, a ring of all nodes' ranks with that
-slice combines the nodes', and the result goes to the node's other ranks. R rings, not only
-as many as the smallest node has ranks: on large nodes, where most is to be added, all ranks
-add, and each of N nodes still sends 2(N-1)/N of the array, which is the least possible.
+An array is cut into pieces, and each piece into R slices, one for each rank of the largest node.
+On every node the local ranks process the slices in turn: rank l of m processes l, l+m, … A rank
+combines its node's contributions to the slice. A ring of one rank per node combines the slice over
+nodes, and the result is copied to the node's other ranks. There are R rings, even if the smallest
+node has fewer ranks, so that all ranks of large nodes add. Each of N nodes still sends 2(N-1)/N of
+the array, which is the least possible.
 
-If the arrays are in memory that the ranks of a node share, a rank combines and hands out part by
-part, while messages travel; see `local`. Otherwise the ranks meet before and after the rings.
+If the arrays are in memory that the ranks of a node share, a rank combines and copies piece by
+piece while messages are sent; see `local`. Otherwise the ranks synchronize before and after the
+rings.
 
-A few pieces are under way at once, so that the wire carries one while another is added. The
-pieces are the same on all nodes, whatever memory the arrays of each are in.
+A few pieces are in flight at once, so that the network sends one while another is added. The
+pieces are the same on all nodes, independent of the memory that holds the arrays.
 
-Where each rank is to have its own slice only, ring j goes through the slices of the ranks
-with local number j: one on each node, none where a node has fewer ranks.
+If each rank needs only its own slice, ring j processes the slices of the ranks with local number
+j. A node with fewer ranks has none in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,28 +32,29 @@ from . import direct, doubling, ring, shared
 from .local import Local
 from .operation import Operation, Tuning
 
-# One piece of an array, as its slices: those of ring 0, 1, …
+# One piece of an array, as its slices: those of rings 0, 1, …
 Piece = Sequence[slice]
-# What nodes do with a slice: given the ranks that have it, one of each node; the slice, as this
-# node has it; and the number of its ring.
+# Function by which nodes exchange a slice, given the channel of the ranks that have it (one of
+# each node), this node's slice, and the number of its ring.
 Exchange = Callable[[Channel, Array, int], Schedule[T]]
-# Where in a staging slot a section of a slice lies: the slot, its number there, the section.
+# Function that returns a section's position in a staging slot, given the slot, the number of the
+# position, and the section.
 Position = Callable[[Array, int, Array], Array]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """An op on a dtype, as it is done within nodes and between them.
+    """An op on a dtype, split into an op within nodes and one between them.
 
-    Sums and products of 16 bits are rounded twice, once on the node and once at the end:
-    float32 sums would double the bytes on the wire, and every rank's own contribution would
-    take as many times the bytes as a node has ranks. The means of a node and the mean of
-    those are no further apart than the contributions, so neither overflows.
+    Sums and products of 16 bits are rounded twice, once on the node and once at the end. Sums in
+    float32 would double the bytes on the wire, and a node would receive the contribution of
+    every single rank. The means of nodes and their mean are within the range of the
+    contributions, so neither overflows.
 
     Attributes:
-        within: The op on a node.
-        between: The op on what the nodes have.
-        direct: Between nodes, every contribution goes straight to the rank that combines it.
+        within: Implementation of the op on a node.
+        between: Implementation of the op between nodes.
+        direct: If true, nodes send contributions directly to the rank that combines them.
     """
 
     within: Combine
@@ -72,34 +74,36 @@ class Levels:
 
 
 class Inside(Protocol):
-    """How slices are combined within a node, and handed out: at once, or part by part.
+    """How slices are combined within a node and copied to its ranks: at once, or piece by piece.
 
     Attributes:
-        meets: The ranks of the node meet for that, so that it takes all slices of a piece at once.
+        meets: If true, the ranks of the node synchronize, and process all slices of a piece at
+            once.
     """
 
     meets: bool
 
     def collect(self, piece: Piece) -> Schedule[None]:
-        """Combine what the node has of this rank's slices, into its own vector."""
+        """Combine the node's contributions to this rank's slices, into this rank's vector."""
 
     def spread(self, piece: Piece) -> Schedule[None]:
         """Copy this rank's slices to the other ranks of the node."""
 
     def local(self, chunks: Sequence[slice]) -> Local | None:
-        """Return what does both part by part, while other parts are on the wire; or None.
+        """Return a Local that combines and copies while messages are sent; or None.
 
         Args:
-            chunks: What this rank exchanges of its vector.
+            chunks: Ranges of this rank's vector that it exchanges with other nodes.
         """
 
 
 def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[Inside]]:
-    """Meet the ranks of the node; return, per lane, how they combine their vectors.
+    """Synchronize the ranks of the node; return, per lane, how they combine their vectors.
 
     Args:
-        x: This rank's vector.
-        within: The op within the node.
+        operation: Operation of ranks on several nodes.
+        x: Vector of this rank.
+        within: Implementation of the op within the node.
     """
     node, windows, tuning = operation.node, operation.windows, operation.tuning
     positions = yield from node.share(*windows.position_of(x))
@@ -113,9 +117,9 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
     """Combine `x` over all ranks, in place.
 
     Args:
-        operation: Of ranks on several nodes.
-        x: Shape (n,), contiguous. Overwritten by the result.
-        op, combine: The op, and what combines by it on all ranks at once.
+        operation: Operation of ranks on several nodes.
+        x: Vector of shape (n,), contiguous. Overwritten by the result.
+        op, combine: Name of the op, and its implementation on all ranks at once.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -129,9 +133,9 @@ def by_levels(operation: Operation, x: Array, levels: Levels,
     """Continue `allreduce` when all ranks of the node have arrived.
 
     Args:
-        operation, x: As for `allreduce`.
-        levels: The op.
-        inside: Per lane, see `meet`; the nodes' may differ.
+        operation, x: Arguments of `allreduce`.
+        levels: Implementation of the op.
+        inside: Object of each lane that combines vectors within this node; see `meet`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -164,13 +168,13 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
                    combine: Combine) -> Schedule[None]:
     """Combine slice r of `x` over all ranks on rank r.
 
-    Each of N nodes sends the slices of the other nodes' ranks, (N-1)/N of the array where
-    they are equal, which is the least possible.
+    Each of N nodes sends the slices of the other nodes' ranks: (N-1)/N of the array if all are
+    equal, which is the least possible.
 
     Args:
-        x: Shape (n,), contiguous. Overwritten; this rank's slice holds the result.
-        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-        operation, op, combine: As for `allreduce`.
+        operation, op, combine: Arguments of `allreduce`.
+        x: Vector of shape (n,), contiguous. Overwritten; this rank's slice holds the result.
+        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -183,8 +187,8 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
 
         def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
             room = inside[index]
-            # Ranks that meet amid their rings, one of which waits for a rank with several rings,
-            # could wait in a circle.
+            # Synchronizing between rings could deadlock: a rank with several rings may keep
+            # others in a ring waiting, which then do not synchronize.
             if room.meets:
                 for row in rows:
                     yield from room.collect(row)
@@ -204,15 +208,15 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Copy slice r of `x` of rank r to all ranks; the way back from `reduce_scatter`.
+    """Copy slice r of `x` of rank r to all ranks: the inverse of `reduce_scatter`.
 
     Args:
-        x: Shape (n,), contiguous. All but this rank's slice is overwritten.
-        operation, bounds: As for `reduce_scatter`.
+        operation, bounds: Arguments of `reduce_scatter`.
+        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    # Nothing is combined.
+    # An arbitrary op, because nothing is combined.
     inside = yield from meet(operation, x, operation.combiner("max", np.dtype(bool), 1))
     yield from by_rings(operation, x, bounds, inside)
 
@@ -222,8 +226,8 @@ def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
     """Continue `allgather` when all ranks of the node have arrived.
 
     Args:
-        operation, x, bounds: As for `allgather`.
-        inside: Per lane, see `meet`; the nodes' may differ.
+        operation, x, bounds: Arguments of `allgather`.
+        inside: Object of each lane that combines vectors within this node; see `meet`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -246,36 +250,38 @@ def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
 
 def _in_lanes(node: Node, pieces: Sequence[T], count: int,
               lane: Callable[[int, T], Schedule[object]]) -> Schedule[None]:
-    """Deal the pieces out to a few lanes, each of which takes its own one after the other."""
+    """Deal pieces out to a few concurrent lanes, each of which processes its pieces in order."""
     def run(index: int) -> Schedule[None]:
         for piece in pieces[index::count]:
             yield from lane(index, piece)
 
     yield from together(map(run, range(count)), count)
-    # No rank's vector is complete before. And a rank that does not agree with another node is
-    # not here: no result leaves its node.
+    # Only after this barrier every rank's vector is complete. A rank that disagrees with another
+    # node never arrives, so no result leaves its node.
     yield (node.barrier(),)
 
 
 def _ring(operation: Operation, lane: int, j: int) -> Channel:
-    """Return a lane's channel of the ranks, one of each node, that exchange slice j."""
+    """Return a lane's channel between the ranks, one of each node, that exchange slice j."""
     return Members(operation.net.lane(lane), [ranks[j % len(ranks)] for ranks in operation.nodes])
 
 
 def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    """Combine a short vector over all ranks, in place: the nodes' first ranks tell each other.
+    """Combine a short vector over all ranks, in place, through the first rank of each node.
 
-    Between few nodes in one message's time: each of those ranks combines what all have, in the
-    order of nodes. Between more than `tuning.direct_nodes`, see `doubling`. The bits are equal.
+    Between few nodes this takes one message's time: each first rank combines the vectors of all
+    nodes in node order. For more than `tuning.direct_nodes` nodes, see `doubling`. The result is
+    bitwise identical on all ranks.
 
     Args:
-        x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
-        operation, op, combine: As for `allreduce`.
+        operation, op, combine: Arguments of `allreduce`.
+        x: Vector of shape (n,), contiguous, at most as long as a staging slot. Overwritten by
+            the result.
 
     Collective: yes. Blocking: no (a schedule).
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
-    # Not after the messages: a rank that disagrees with another node must not have sent any.
+    # This must precede the messages: a rank that disagrees with another node must not send any.
     if node.met:
         yield (node.barrier(),)
     copies = shared.laid_out(node, x)
@@ -294,7 +300,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
 
 def _short_directly(operation: Operation, net: Channel, x: Array,
                     combine: Combine) -> Schedule[None]:
-    """Combine a short vector over the ranks of a channel: each sends its own to all others."""
+    """Combine a short vector over a channel: each rank sends its vector to all others."""
     with operation.borrow(net.size * x.size, x.dtype) as inbox:
         received = chunks_of(inbox, net.size)
         received[net.rank] = x
@@ -306,20 +312,19 @@ def _short_directly(operation: Operation, net: Channel, x: Array,
 
 def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: Piece,
               exchange: Exchange[T]) -> Schedule[list[T]]:
-    """Combine a piece of `x` within the node, let nodes exchange its slices, and hand them out.
+    """Combine a piece of `x` within the node, exchange its slices between nodes, and copy them.
 
-    All ranks take the slices in the same order, so that the exchanges cannot wait for each
-    other in a circle.
+    All ranks process the slices in the same order, so that the exchanges cannot deadlock.
 
     Args:
-        lane: Whose channel is used.
-        inside: That lane's.
-        piece: Its slices, one for each rank of the largest node.
-        exchange: Replaces a slice, in place, by what all nodes are to have, with the same bits.
-        operation, x: As for `allreduce`.
+        operation, x: Arguments of `allreduce`.
+        lane: Number of the lane whose channel is used.
+        inside: Object that combines vectors within the node in this lane.
+        piece: Slices of the piece, one for each rank of the largest node.
+        exchange: Function that replaces a slice in place, bitwise identically on all nodes.
 
     Returns:
-        What `exchange` has returned for each of this rank's slices.
+        The results of `exchange` for this rank's slices.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -333,7 +338,7 @@ def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: 
 
 def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
               tuning: Tuning) -> list[Piece]:
-    """Cut n elements into pieces, and those into slices."""
+    """Cut n elements into pieces, and each piece into slices."""
     slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, tuning)
     bounds = bounds_of(n, count * slices)
     flat = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
@@ -341,7 +346,7 @@ def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
 
 
 def _chunks_of(part: slice, parts: int) -> list[slice]:
-    """Cut a slice as `chunks_of` cuts a vector."""
+    """Cut a range in the same way as `chunks_of` cuts a vector."""
     n = part.stop - part.start
     return [slice(part.start + i * n // parts, part.start + (i + 1) * n // parts)
             for i in range(parts)]
@@ -349,11 +354,11 @@ def _chunks_of(part: slice, parts: int) -> list[slice]:
 
 def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                      tuning: Tuning) -> list[Sequence[Piece]]:
-    """Cut each rank's slice into as many pieces.
+    """Cut each rank's slice into the same number of pieces.
 
     Returns:
-        Per piece, and per node, a piece of the slice of each of its ranks, and empty ones on
-        nodes that are not the largest.
+        Per piece and per node, a piece of the slice of each of its ranks; smaller nodes get
+        additional empty pieces.
     """
     largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
     parts = [[slice(start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count)
@@ -363,15 +368,15 @@ def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Seque
 
 
 def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]], tuning: Tuning) -> int:
-    """Return in how many pieces n elements travel."""
-    # The ring cuts a slice once more, into as many chunks as there are nodes.
+    """Return the number of pieces in which n elements are sent."""
+    # The ring cuts a slice again, into as many chunks as there are nodes.
     slice_bytes = max(tuning.slice_bytes, len(nodes) * tuning.chunk_bytes)
     return max(1, -(-n * itemsize // (max(map(len, nodes)) * slice_bytes)))
 
 
 def _count_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                      tuning: Tuning) -> int:
-    """Return in how many pieces each rank's slice travels: as if all were as the longest."""
+    """Return the number of pieces of each rank's slice, computed from the longest slice."""
     slices = len(nodes) * max(map(len, nodes))
     return _count(_longest(bounds) * slices, itemsize, nodes, tuning)
 
@@ -382,16 +387,16 @@ def _longest(bounds: Sequence[int]) -> int:
 
 def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Levels,
                tuning: Tuning) -> int:
-    """Return how many elements of scratch memory `allreduce` of n needs."""
+    """Return the number of scratch elements that `allreduce` of n elements needs."""
     slices = max(map(len, nodes)) * _count(n, itemsize, nodes, tuning)
     return _inbox_size((n // slices, -(-n // slices)), itemsize, len(nodes), levels, tuning)
 
 
 def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                          levels: Levels, tuning: Tuning) -> int:
-    """Return how many elements of scratch memory `reduce_scatter` needs."""
+    """Return the number of scratch elements that `reduce_scatter` needs."""
     count = _count_of_slices(bounds, itemsize, nodes, tuning)
-    # Pieces of the slices of all lengths, not only of the longest: see `_inbox_size`.
+    # Slices of all lengths count, not only the longest: see `_inbox_size`.
     sizes = {stop - start for start, stop in zip(bounds, bounds[1:])}
     lengths = {len(nodes) * piece for n in sizes for piece in (n // count, -(-n // count))}
     return _inbox_size(lengths, itemsize, len(nodes), levels, tuning)
@@ -399,7 +404,7 @@ def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[S
 
 def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
                 tuning: Tuning) -> int:
-    """Return how much a few exchanges at once need, each of p ranks and one of some lengths."""
+    """Return the number of scratch elements for a few concurrent exchanges among p ranks."""
     # A longer slice, cut into more pieces, may need less than a shorter one.
     return tuning.in_flight * max(
         direct.inbox_size(n, p, itemsize, tuning.direct_bytes) if levels.direct else
@@ -407,12 +412,13 @@ def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
 
 
 def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[Inside]:
-    """Return how lanes combine private vectors: by way of the node's staging slots.
+    """Return how lanes combine private vectors through the node's staging slots.
 
     Args:
-        x: This rank's vector.
-        combine: The op within the node.
-        in_flight: How many lanes there are.
+        node: Node of this rank.
+        x: Vector of this rank.
+        combine: Implementation of the op within the node.
+        in_flight: Number of lanes.
     """
     slots = node.slots(x.dtype)
     size = slots[0].size // (2 * in_flight)
@@ -423,23 +429,23 @@ def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence
 
 
 class InOneArray:
-    """An array that lies once in the node's memory: what one rank writes, all have."""
+    """An array that exists once in the node's memory, so that copies are not needed."""
 
     meets = False
 
     def collect(self, piece: Piece) -> Schedule[None]:
-        """Move nothing."""
+        """Do nothing."""
         return
         yield ()
 
     spread = collect
 
     def local(self, chunks: Sequence[slice]) -> None:
-        """Return None: each part is where all ranks of the node have it."""
+        """Return None, because all ranks of the node already share each range."""
 
 
 class _InWindows:
-    """A slice is touched by none but the rank that combines it, in any vector: no barriers."""
+    """Vectors in windows; only one rank touches a slice of any vector, so no barrier is needed."""
 
     meets = False
 
@@ -465,9 +471,9 @@ class _InWindows:
 
 
 class _BySlots:
-    """Sections of slices go by the halves of the slots in turn.
+    """Private vectors, whose sections pass through two halves of the staging slots in turn.
 
-    At a barrier, what lies in one half is complete, and the other is not read any more.
+    At a barrier, the data in one half is complete, and no rank reads the other half any more.
     """
 
     meets = True
@@ -478,13 +484,13 @@ class _BySlots:
         self._halves = list(halves)
 
     def collect(self, piece: Piece) -> Schedule[None]:
-        """Combine what the node has of this rank's slices: each lays out those of the others."""
+        """Combine this rank's slices over the node; each rank stages the slices of the others."""
         node, r, m = self._node, self._node.rank, self._node.size
         for parts, position in self._sections(piece, len(piece) - len(piece) // m):
             slots = self._turn()
             for j, part in enumerate(parts):
                 if j % m != r:
-                    # Before j come so many slices that are not r's.
+                    # `(r - j) // m` subtracts rank r's own slices, which it does not stage.
                     copy_to(position(slots[r], j + (r - j) // m, part), part)
             yield (node.barrier(),)
             for j in range(r, len(parts), m):
@@ -493,7 +499,7 @@ class _BySlots:
                     for rank, slot in enumerate(slots)], parts[j])
 
     def spread(self, piece: Piece) -> Schedule[None]:
-        """Copy this rank's slices to the others: each lays out its own."""
+        """Copy this rank's slices to the other ranks; each rank stages its own slices."""
         node, r, m = self._node, self._node.rank, self._node.size
         for parts, position in self._sections(piece, -(-len(piece) // m)):
             slots = self._turn()
@@ -515,10 +521,11 @@ class _BySlots:
         """Cut the slices of a piece into sections that each fit one position in a slot.
 
         Args:
-            positions: How many a half of a slot must have.
+            piece: Slices to cut.
+            positions: Number of positions in half a slot.
 
-        Returns:
-            A section of each slice, and a function that returns where a section lies.
+        Yields:
+            A section of each slice, and a function that returns the position of a section.
         """
         width = self._halves[0][0].size // positions
         slices = [self._x[part] for part in piece]

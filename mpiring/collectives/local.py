@@ -1,27 +1,27 @@
-"""Combines the vectors of a node's ranks, and hands the result out to them, part by part."""
+"""Combines the vectors of a node's ranks, and copies the result to all of them, part by part."""
 
 from collections.abc import Sequence
 
 from ..memory.arrays import Array
 from ..memory.reduction import Combine
 
-# From here on, copies to the vectors of a node go past the caches: the length of a processor's
-# last cache. Measured.
+# Longer vectors of a node are copied around the caches: the size of a processor's last-level
+# cache. Measured.
 _CACHES_BYTES = 32 << 20
 
 
 class Local:
     """The vectors of a node, of which one rank exchanges a part with other nodes.
 
-    The rank combines the vectors just before it sends a part, and stores a result as soon as it
-    has one, while other parts are on the wire. Each source is read once, and each result written
-    once: the node's contributions are combined in one pass with the part from another node.
+    The rank combines the vectors just before it sends a part, and stores each result as soon as
+    it arrives, while other parts are on the wire. Each source is read once and each result is
+    written once: one pass combines the node's contributions with the part from another node.
 
     Args:
-        vectors: Per rank of the node, its vector, in memory that they share.
-        rank: The number of this rank's vector.
-        chunks: What the rank exchanges, as ranges of the vectors.
-        within: The op on the node; also copies.
+        vectors: Vector of each rank of the node, in shared memory.
+        rank: Number of this rank's vector.
+        chunks: Ranges of the vectors that the rank exchanges.
+        within: Implementation of the op on the node; also copies.
     """
 
     def __init__(self, vectors: Sequence[Array], rank: int, chunks: Sequence[slice],
@@ -33,24 +33,27 @@ class Local:
         self._is_long = len(vectors) * vectors[0].nbytes >= _CACHES_BYTES
 
     def collect(self, i: int, part: slice) -> None:
-        """Combine what the node has of a part of chunk `i`, into this rank's vector."""
+        """Combine the node's contributions to a part of chunk `i`, into this rank's vector."""
         sources = self._of_all(i, part)
         self._within.combine(sources, sources[self._rank])
 
     def add(self, i: int, part: slice, received: Array, between: Combine | None, *,
             hands_out: bool) -> None:
-        """Combine what the node has of a part, not collected, and then what came from others.
+        """Combine the node's contributions to a part, not yet collected, with a received part.
 
         Args:
-            between: The op on what all nodes have, if that completes the result.
-            hands_out: Store a complete result into the vectors of all ranks of the node.
+            i: Number of the chunk.
+            part: Range within the chunk.
+            received: Part from another node.
+            between: Implementation of the op between nodes, if this completes the result.
+            hands_out: If true, store a complete result into the vectors of all ranks of the node.
         """
         sources = self._of_all(i, part)
         outs = sources if between and hands_out else [sources[self._rank]]
         (between or self._within).combine([*sources, received], *outs)
 
     def spread(self, i: int, part: slice) -> None:
-        """Copy a result in this rank's vector to the node's other ranks."""
+        """Copy a result from this rank's vector to the node's other ranks."""
         outs = self._of_all(i, part)
         self._within.copy(outs.pop(self._rank), *outs, past_caches=self._is_long)
 

@@ -1,7 +1,7 @@
 """MPI's own nonblocking allreduce as a schedule: the reference, and best for small arrays.
 
-MPI matches collectives by their order on a communicator, and schedules start
-when the network lets them, so native calls are posted strictly in turn.
+MPI matches collectives by their order on a communicator, but schedules start at times that the
+network determines. Native calls are therefore posted strictly in turn.
 """
 
 from collections import deque
@@ -17,14 +17,14 @@ from ..transport.base import Request, Schedule
 # Open MPI refuses counts beyond a C int.
 PIECE_BYTES = 1 << 30
 
-# MPI has no 16-bit floating types, and its MAX and MIN drop NaN (both MPICH and
-# Open MPI were seen to), while ours propagate it.
+# MPI has no 16-bit floating types. Its MAX and MIN drop NaN (measured with MPICH and Open MPI),
+# but those of mpiring propagate it.
 _NAN_SAFE_OPS = ("sum", "mean", "prod")
 _NO_MPI_TYPE = ("float16", "bfloat16", "longdouble", "clongdouble")
 
 
 class NativeTransport(Protocol):
-    """The part of the MPI transport that is used here."""
+    """The part of the MPI transport that this module uses."""
 
     def iallreduce(self, x: Array, op: str) -> Request:
         """Start MPI_Iallreduce of `x`, in place."""
@@ -49,8 +49,8 @@ class Turns:
         """Queue behind all earlier operations.
 
         Raises:
-            RuntimeError: A later operation is in the queue already; native calls must be
-                asked for when the operation is made, not from inside a running schedule.
+            RuntimeError: A later operation is already in the queue. Ask for native calls when the
+                operation is made, not from inside a running schedule.
         """
         if sequence < self._newest:
             raise RuntimeError(
@@ -61,7 +61,7 @@ class Turns:
         return Turn(self._queue, sequence)
 
     def forget(self, sequence: int) -> None:
-        """Take the newest operation, which was not begun, out of the queue."""
+        """Remove the newest operation, which was not begun, from the queue."""
         while self._queue and self._queue[-1] == sequence:
             self._queue.pop()
 
@@ -77,7 +77,7 @@ class Turn:
         return not self._queue or self._queue[0] >= self._sequence
 
     def leave(self) -> None:
-        """Let the next operation in."""
+        """Let the next operation proceed."""
         self._queue.popleft()
 
 
@@ -88,9 +88,11 @@ def allreduce(
     """Combine `x` over all ranks, in place, by MPI_Iallreduce.
 
     Args:
-        x: Shape (n,), contiguous, of a dtype and op that `supports` accepts.
-        turn: This operation's, among the native ones.
-        piece_bytes: Longest piece given to one MPI call.
+        transport: MPI transport of the communicator.
+        turn: Turn of this operation among the native ones.
+        x: Vector of shape (n,), contiguous, of a dtype that `supports` accepts for this op.
+        reduction: The op.
+        piece_bytes: Length of the longest piece given to one MPI call.
 
     Collective: yes. Blocking: no (a schedule).
     """

@@ -1,9 +1,9 @@
-"""Collectives on private vectors by way of the staging slots of one node.
+"""Collectives on private vectors through the staging slots of one node.
 
-A collective goes in rounds: in each, a rank lays pieces into its own slot, and takes from the
-others' what is meant for it. The halves of the slots are used in turn: while piece j is taken
-out of one, piece j+1 is laid into the other, so that a round costs one barrier. One copy in
-and one copy out are the least possible between memories that are not shared.
+A collective runs in rounds: in each, a rank copies pieces to its own slot, and reads from the
+other slots the pieces meant for it. The halves of a slot alternate: while ranks read piece j from
+one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one copy
+out are the least possible between memories that are not shared.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ _ROUND_BYTES = 128 << 10
 
 _BYTES = np.dtype(np.uint8)
 
-# What a rank does in a round, given its number.
+# Action of a rank in a round, given the round's number.
 _Move = Callable[[int], None]
 
 
@@ -29,25 +29,25 @@ class _Slots:
     """The staging slots of a node, with room for the pieces of a round in each half.
 
     Args:
-        node: The meeting place.
-        dtype: Of the vectors.
-        rows: Number of vectors that a rank lays down in a round: one for all ranks, or one for
-            each of them.
+        node: Node whose ranks share the slots.
+        dtype: Dtype of the vectors.
+        rows: Number of vectors that a rank writes in a round: one for all ranks, or one for each
+            rank.
     """
 
     def __init__(self, node: Node, dtype: "np.dtype[np.generic]", rows: int) -> None:
         self._node, self._row = node, node.rank % rows
         self._slots = node.slots(dtype)
-        # The rest is for `announced`.
+        # The rest of the slot is for `announced`.
         self._half = (self._slots[0].size - node.size * 8 // dtype.itemsize) // 2
         self._size = min(self._half, _ROUND_BYTES // dtype.itemsize) // rows
 
     def piece(self, x: Array, j: int) -> Array:
-        """Return piece j of a vector; empty behind its end."""
+        """Return piece j of a vector; empty beyond its end."""
         return x[j * self._size:(j + 1) * self._size]
 
     def position(self, rank: int, row: int, j: int, size: int) -> Array:
-        """Return where a row's piece j, of `size` elements, lies in a rank's slot."""
+        """Return the position of a row's piece j, of `size` elements, in a rank's slot."""
         start = j % 2 * self._half + row * self._size
         return self._slots[rank][start:start + size]
 
@@ -58,27 +58,27 @@ class _Slots:
             copy_to(self.position(self._node.rank, row, j, piece.size), piece)
 
     def take(self, vectors: Mapping[int, Array], j: int) -> None:
-        """Copy piece j of the vectors that other ranks have for this one, by rank."""
+        """Copy piece j of the vectors meant for this rank from the other ranks' slots."""
         for rank, x in vectors.items():
             piece = self.piece(x, j)
             copy_to(piece, self.position(rank, self._row, j, piece.size))
 
     def announced(self, rank: int) -> Array:
-        """Return where a rank notes how many bytes it has for each of the others."""
+        """Return the words in which a rank announces how many bytes it has for each rank."""
         return self._node.slots(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
 
     def rounds(self, longest: int, lay: _Move, take: _Move,
                check: Callable[[], None] = lambda: None) -> Schedule[None]:
-        """Lay down and take vectors, piece by piece.
+        """Write and read vectors, piece by piece.
 
         Args:
-            longest: Length of the longest that this rank lays or takes.
-            lay, take: Are given the number of a round.
-            check: Called before anything is taken.
+            longest: Length of the longest vector that this rank writes or reads.
+            lay, take: Functions that write to the slot and read from slots, given the round.
+            check: Function that is called before anything is read.
         """
         node = self._node
         if node.met:
-            # What an earlier schedule of this operation has laid there may still be read.
+            # Ranks may still read what an earlier schedule of this operation has written.
             yield (node.barrier(),)
         lay(0)
         lengths = yield from node.share(longest)
@@ -95,8 +95,9 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
     """Copy `x` of the node's rank `root` to all its ranks.
 
     Args:
-        x: Shape (n,), contiguous; overwritten on all ranks but `root`.
-        root: Among the ranks of the node.
+        node: Node whose ranks take part.
+        x: Vector of shape (n,), contiguous; overwritten on all ranks but `root`.
+        root: Rank within the node whose data is copied.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -109,8 +110,9 @@ def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
     """Copy `parts[r]` of each rank r of the node to all its ranks.
 
     Args:
-        parts: Per rank of the node a vector, contiguous, of lengths that all ranks agree on;
-            all but this rank's own are overwritten.
+        node: Node whose ranks take part.
+        parts: Contiguous vector for each rank of the node, of lengths that all ranks agree on; all
+            but this rank's vector are overwritten.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -124,9 +126,10 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
     """Combine `chunks[r]` of all ranks of the node on rank r.
 
     Args:
-        chunks: Per rank of the node a vector, contiguous, of lengths that all ranks agree on.
-            This rank's own is overwritten by the result, the others are only read.
-        combine: The op; contributions are combined in the order of ranks.
+        node: Node whose ranks take part.
+        chunks: Contiguous vector for each rank of the node, of lengths that all ranks agree on.
+            This rank's vector is overwritten by the result; the others are only read.
+        combine: Implementation of the op; contributions are combined in rank order.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -147,13 +150,14 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
     """Copy the bytes of `sends[s]` of each rank r of the node to `receives[r]` of rank s.
 
     Args:
-        sends: Vectors by rank of the node, contiguous, of any length.
-        receives: Vectors by rank of the node, each of as many bytes as that rank sends to this
-            one, contiguous; overwritten.
-        rows: Number of ranks to which a rank sends: 1, or all; the same on all ranks.
+        node: Node whose ranks take part.
+        sends: Contiguous vectors of any length, by receiving rank of the node.
+        receives: Contiguous vectors by sending rank of the node, overwritten. Each has as many
+            bytes as that rank sends to this one.
+        rows: Number of ranks to which a rank sends, 1 or all; the same on all ranks.
 
     Raises:
-        BufferMismatchError: A rank sends another number of bytes.
+        BufferMismatchError: A rank sends a different number of bytes.
 
     Collective: yes. Blocking: no (a schedule).
     """

@@ -13,7 +13,7 @@ from ..transport.base import NO_BYTES, Channel, Request, Schedule
 from .local import Local
 from .operation import Tuning
 
-# Pieces under way from each rank; measured: more gain nothing.
+# Number of pieces in flight from each rank. Measured: more gain nothing.
 _IN_FLIGHT = 2
 
 
@@ -25,13 +25,15 @@ def reduce_scatter(
     """Combine `chunks[r]` of all ranks on rank r, in p-1 steps.
 
     Args:
-        chunks: p vectors of this rank's contribution, one dtype, lengths equal on
-            all ranks. All are overwritten; chunk r holds the result.
+        net: Channel between the ranks.
+        chunks: p vectors of this rank's contribution, of one dtype; lengths are equal on all
+            ranks. All are overwritten; chunk r holds the result.
         inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
             times the longest chunk.
-        combine: The op.
-        piece_bytes: Longest message; the same on all ranks.
-        local: Combines the contributions of a node, of which `chunks` are a part, piece by piece.
+        combine: Implementation of the op.
+        piece_bytes: Length of the longest message; the same on all ranks.
+        local: If given, combines the contributions of a node piece by piece; `chunks` are slices
+            of one of its vectors.
 
     Returns:
         `chunks[r]`.
@@ -55,10 +57,11 @@ def allgather(
     """Copy `chunks[r]` of rank r to all ranks, in p-1 steps.
 
     Args:
-        chunks: p vectors, lengths equal on all ranks but not among each other;
-            all but chunk r are overwritten.
-        piece_bytes: Longest message; the same on all ranks.
-        local: Copies the chunks to the node's other ranks, piece by piece.
+        net: Channel between the ranks.
+        chunks: p vectors, which may differ in length; lengths are equal on all ranks. All but
+            chunk r are overwritten.
+        piece_bytes: Length of the longest message; the same on all ranks.
+        local: If given, copies the chunks to the node's other ranks, piece by piece.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -72,17 +75,18 @@ def allreduce(
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place, around a ring.
 
-    Each of the p ranks sends 2(p-1)/p of `x` in 2(p-1) steps: the least traffic
-    there is, at a latency that grows with p. The bits are equal on all ranks:
-    each chunk is finished on one rank and copied to the others.
+    Each of the p ranks sends 2(p-1)/p of `x` in 2(p-1) steps: the least possible traffic, at a
+    latency that grows with p. The result is bitwise identical on all ranks, because one rank
+    completes each chunk and the others copy it.
 
     Args:
-        x: Shape (n,), contiguous. Overwritten by the result.
+        net: Channel between the ranks.
+        x: Vector of shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
-        combine: The op.
-        piece_bytes: Longest message; the same on all ranks.
-        local: Combines the contributions of a node, and copies the result to its other ranks, piece
-            by piece. Its chunks are those of `x`.
+        combine: Implementation of the op.
+        piece_bytes: Length of the longest message; the same on all ranks.
+        local: If given, combines the contributions of a node, and copies the result to its other
+            ranks, piece by piece. Its chunks are those of `x`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -99,11 +103,11 @@ def _circulate(
     net: Channel, chunks: Sequence[Array], steps: range, piece_bytes: int, local: Local | None,
     inbox: Array = NO_BYTES, combine: Combine | None = None,
 ) -> Schedule[None]:
-    """Take a range of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
+    """Run a range of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
 
-    In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in
-    step s+1. The k pieces of a chunk follow each other, and the oldest under way is
-    waited for and combined while the next travels, across the steps as within them.
+    In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in step s+1. The
+    k pieces of a chunk follow each other. The rank waits for the oldest piece in flight and
+    combines it while the next is on the wire, also across steps.
     """
     p, r = net.size, net.rank
     k = _pieces(len(max(chunks, key=len)), chunks[r].itemsize, piece_bytes)
@@ -114,7 +118,7 @@ def _circulate(
         return slots[hop % len(slots)][:piece(hop + k).size]
 
     def add(hop: int, combine: Combine, *, last: bool) -> None:
-        """Combine what arrived in a hop with what this rank, or its node, has."""
+        """Combine the piece received in a hop with this rank's (or its node's) contribution."""
         if local is not None:
             local.add(*at(hop + k), slot(hop), combine if last else None, hands_out=steps.stop >= p)
             return
@@ -130,7 +134,7 @@ def _circulate(
                 local.collect(*at(hop))
             inward = slot(hop) if hop < copying else piece(hop + k)
             under_way.append((net.irecv(inward, (r - 1) % p), net.isend(piece(hop), (r + 1) % p)))
-            # An allreduce has stored what this rank has finished.
+            # An allreduce has already stored the chunk that this rank has completed.
             if local is not None and hop >= copying + k * bool(combine):
                 local.spread(*at(hop))
         landing = hop - len(slots) + 1
@@ -145,9 +149,9 @@ def _circulate(
 def _order_of(
     chunks: Sequence[Array], r: int, k: int,
 ) -> tuple[Callable[[int], Array], Callable[[int], tuple[int, slice]]]:
-    """Return functions of a hop: the piece that rank r sends, and its chunk and place there.
+    """Return two functions of a hop: the piece that rank r sends, and its chunk and range.
 
-    It was received k hops before.
+    Rank r received the piece k hops before.
     """
     p, pieces = len(chunks), [chunks_of(chunk, k) for chunk in chunks]
 
@@ -163,7 +167,7 @@ def _order_of(
 
 
 def inbox_size(n: int, p: int, itemsize: int, piece_bytes: int = Tuning.ring_bytes) -> int:
-    """Return how many elements of scratch memory a ring of p ranks needs for n elements."""
+    """Return the number of scratch elements that a ring of p ranks needs for n elements."""
     if p == 1:
         return 0
     k = _pieces(-(-n // p), itemsize, piece_bytes)
@@ -171,5 +175,5 @@ def inbox_size(n: int, p: int, itemsize: int, piece_bytes: int = Tuning.ring_byt
 
 
 def _pieces(n: int, itemsize: int, piece_bytes: int) -> int:
-    """Return in how many pieces the longest chunk, of n elements, travels."""
+    """Return the number of pieces in which the longest chunk, of n elements, is sent."""
     return max(1, -(-n * itemsize // piece_bytes))

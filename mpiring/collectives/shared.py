@@ -1,9 +1,8 @@
 """Combines and copies vectors through memory that the ranks of a node share.
 
-Rank r combines slice r out of all ranks' memory, block by block while it is in the
-cache, and stores each finished block into all ranks' memory: 2n bytes per rank, which
-is the least possible. The slices are combined in rank order, so that the result does
-not depend on which rank combines them.
+Rank r combines slice r out of all ranks' memory, block by block while a block is in the cache, and
+stores each finished block into all ranks' memory. This moves 2n bytes per rank, which is the least
+possible. Slices are combined in rank order, so the result does not depend on the combining rank.
 """
 
 from collections.abc import Sequence
@@ -23,21 +22,21 @@ def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int)
     """Return whether every rank may combine all vectors.
 
     Args:
-        nbytes, dtype: Of each vector.
-        ranks: How many vectors there are; few count as four.
-        limit: On the bytes of all.
+        nbytes, dtype: Length and dtype of each vector.
+        ranks: Number of vectors; less than four count as four.
+        limit: Limit on the total number of bytes.
     """
-    # In the padding of an extended double every rank would leave its own junk.
+    # Every rank would leave different junk in the padding of an extended double.
     return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
 def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    """Combine `x` over the ranks of a node, in place: in windows, or by way of staging slots.
+    """Combine `x` over the ranks of a node, in place: in windows, or through staging slots.
 
     Args:
-        operation: Of the ranks of one node.
-        x: Shape (n,), contiguous, in host memory. Overwritten by the result.
-        op, combine: The op, and what combines by it.
+        operation: Operation of the ranks of one node.
+        x: Vector of shape (n,), contiguous, in host memory. Overwritten by the result.
+        op, combine: Name of the op, and its implementation.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -47,11 +46,11 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
 def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array, op: str,
             combine: Combine) -> Schedule[None]:
-    """Go on with `allreduce` when all ranks have told where their vectors are.
+    """Continue `allreduce` when all ranks have shared the positions of their vectors.
 
     Args:
-        positions: Per rank of the node, the window and the offset there; or NOWHERE or IN_SLOT.
-        operation, x, op, combine: As for `allreduce`.
+        operation, x, op, combine: Arguments of `allreduce`.
+        positions: Window and offset of the vector of each rank of the node; or NOWHERE or IN_SLOT.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -70,9 +69,10 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
     Args:
-        x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
-        operation, op, combine: As for `allreduce`.
-        root: The only rank that is to have the result; by default, all.
+        operation, op, combine: Arguments of `allreduce`.
+        x: Vector of shape (n,), contiguous, at most as long as a staging slot. Overwritten by
+            the result.
+        root: Only rank that needs the result; by default, all ranks do.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -85,48 +85,46 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
-    """Do as `reduce_scatter` with a short vector: each rank reads its slice of all."""
+    """Do as `reduce_scatter` with a short vector: each rank reads its slice of all vectors."""
     node = operation.node
     plan = slot_plan("reduce_scatter", x.size, node.rank, node.size, bounds=bounds)
     return moved(node, x, plan, combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Do as `allgather` with a short vector: each rank lays down its slice."""
+    """Do as `allgather` with a short vector: each rank writes its slice to its staging slot."""
     node = operation.node
     return moved(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
 
 
 def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
-    """Copy a short vector of the node's rank `root` to all ranks of the node.
-
-    Args: as for `eager`.
-    """
+    """Copy a short vector of the node's rank `root` to all ranks of the node."""
     node = operation.node
     return moved(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
 
 
 def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
-    """Lay a part of a short vector down, meet, and combine or take what all have laid down.
+    """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
-    One barrier: nobody lays down anything else before all have left the operation. This is what a
-    fast call does, see transport.layout, to the bit.
+    It costs one barrier, because no rank writes to its slot again before all have left the
+    operation. It does exactly what a fast call does, see transport.layout.
 
     Args:
-        x: Shape (n,), contiguous, not longer than a staging slot.
-        plan: Which parts.
-        combine: The op, where any is combined.
+        node: Node whose ranks take part.
+        x: Vector of shape (n,), contiguous, at most as long as a staging slot.
+        plan: Parts that this rank writes, reduces and reads.
+        combine: Implementation of the op, if the plan reduces.
 
     Collective: yes. Blocking: no (a schedule).
     """
     if node.met:
-        # What an earlier schedule of this operation has left in the slots may still be read.
+        # Ranks may still read what an earlier schedule of this operation has left in the slots.
         yield (node.barrier(),)
     yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:
-    """Copy a short vector to this rank's staging slot, and return where all ranks' copies are."""
+    """Copy a short vector to this rank's staging slot; return the copies of all ranks."""
     copies = node.slots(x.dtype, x.size)
     copy_to(copies[node.rank], x)
     return copies
@@ -135,11 +133,12 @@ def laid_out(node: Node, x: Array) -> Sequence[Array]:
 def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:
     """Combine vectors in shared memory over the ranks of a node, in place.
 
-    To be called when all ranks have arrived and shared where their vectors are.
+    Call it when all ranks have arrived and shared the positions of their vectors.
 
     Args:
-        slices: Per rank of the node, slice `node.rank` of its vector, see `slice_of`.
-        combine: The op.
+        node: Node whose ranks take part.
+        slices: Slice `node.rank` of each rank's vector, see WindowFinder.slices.
+        combine: Implementation of the op.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -150,14 +149,16 @@ def staged(node: Node, x: Array, combine: Combine,
            piece_bytes: int = Tuning.staged_bytes) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    Of a piece, a rank lays out the others' slices, combines its own one, lays out the result, and
-    takes the others'. Pieces go by the halves of the slots in turn: at a barrier a piece is
-    combined, and the next lies ready. To be called when all ranks have arrived.
+    For each piece, a rank writes the other ranks' slices to its slot, combines its own slice,
+    writes the result to its slot, and reads the results of the others. Pieces use the halves of
+    the slots in turn: at a barrier one piece is combined, and the next is ready. Call it when all
+    ranks have arrived.
 
     Args:
-        x: Shape (n,), contiguous, in host memory. Overwritten by the result.
-        combine: The op.
-        piece_bytes: Longest piece; the same on all ranks.
+        node: Node whose ranks take part.
+        x: Vector of shape (n,), contiguous, in host memory. Overwritten by the result.
+        combine: Implementation of the op.
+        piece_bytes: Length of the longest piece; the same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -166,14 +167,14 @@ def staged(node: Node, x: Array, combine: Combine,
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                    combine: Combine) -> Schedule[None]:
-    """Combine slice r of `x` over the ranks of a node on rank r: out of windows, or staged.
+    """Combine slice r of `x` over the ranks of a node on rank r: in windows, or staged.
 
     Args:
-        operation: Of the ranks of one node.
-        x: Shape (n,), contiguous. This rank's slice is overwritten by the result, the others
-            are only read.
-        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-        op, combine: The op, and what combines by it.
+        operation: Operation of the ranks of one node.
+        x: Vector of shape (n,), contiguous. This rank's slice is overwritten by the result; the
+            other slices are only read.
+        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
+        op, combine: Name of the op, and its implementation.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -185,17 +186,17 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     rank_slice = slice(bounds[node.rank], bounds[node.rank + 1])
     sources = [vector[rank_slice] for vector in vectors]
     combine.combine(sources, sources[node.rank])
-    # The others may still read what this rank has contributed.
+    # Other ranks may still read this rank's contribution.
     yield (node.barrier(),)
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Copy slice r of `x` of rank r to all ranks of a node: out of windows, or staged.
+    """Copy slice r of `x` of rank r to all ranks of a node: from windows, or staged.
 
     Args:
-        operation: Of the ranks of one node.
-        x: Shape (n,), contiguous. All but this rank's slice is overwritten.
-        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
+        operation: Operation of the ranks of one node.
+        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
+        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -212,7 +213,7 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
 
 
 def _vectors(operation: Operation, x: Array) -> Schedule[Sequence[Array] | None]:
-    """Meet the ranks of the node; return their vectors if all lie in one window."""
+    """Synchronize the ranks of the node; return their vectors if all are in one window."""
     windows = operation.windows
     positions = yield from operation.node.share(*windows.position_of(x))
     return windows.vectors(positions, x)

@@ -1,1 +1,1 @@
-"""Runs operations: in which order, in the background, until they are complete or failed."""
+"""Runs operations: their order, their progress in the background, and their end."""

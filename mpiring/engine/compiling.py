@@ -1,4 +1,4 @@
-"""Compiles what runs sums and means, once per kind of machine, rather than amid other work."""
+"""Compiles sums and means once per kind of machine, before they are needed."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,14 +15,15 @@ COMPILED_EARLY = ("float32", "float64", "int64")
 
 
 def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
-    """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
+    """Compile sums and means for fast calls, unless they are on disk; without numba, do nothing.
 
-    The ranks of a node share the work. One that keeps nothing on disk (see the setting
-    `tuning_folder`) does not compile: it would at every start.
+    The ranks of a node divide the work. A rank that keeps nothing on disk (see the setting
+    `tuning_folder`) does not compile, because it would have to at every start.
 
     Args:
-        group: Short sums are compiled if its ranks share one memory, long ones if any do.
-        dtypes: Their names, the same on all ranks.
+        group: Group of ranks. Short sums are compiled if all its ranks share one memory, long
+            sums if any of them do.
+        dtypes: Names of dtypes, the same on all ranks.
 
     Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """
@@ -31,7 +32,8 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
         return
     memory = group.sharing.memory
     compilations = [*_compilations(group, dtypes)] if memory and group.config.tuning_folder else []
-    # What others save is loaded; what cannot be saved is made by each.
+    # First each rank compiles its share; then it loads the others' code, or compiles what is not
+    # on disk.
     for share in (compilations[memory.rank::len(memory.ranks)] if memory else [], compilations):
         for compilation in share:
             compilation(compiles=True)

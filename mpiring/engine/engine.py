@@ -1,8 +1,8 @@
-"""Advances operations: in the caller's thread during a wait, else in a background thread.
+"""Advances operations: in the caller's thread during a wait, otherwise in a background thread.
 
-MPI makes no progress by itself: a thread has to test. One that tests without pause takes the
-core that computation needs, so the engine's thread sleeps, longer the more rarely something
-moves, and steps aside during a wait: the waiting caller tests without pause.
+MPI makes no progress by itself, so a thread must test requests. A thread that tests without pause
+takes a core from the computation. The engine's thread therefore sleeps, longer if operations
+rarely move, and leaves the work to a caller that waits, which tests without pause.
 """
 
 import threading
@@ -23,13 +23,13 @@ from .handle import Action, Handle, Lane
 
 
 class Pause:
-    """Pauses of the thread, which settle at a fraction of the time between two movements.
+    """Pauses of the thread, which adapt to a fraction of the time between two movements.
 
-    Pauses that began anew after each movement would test, and take the core from a
-    computation, ten times for each piece of a long message.
+    If each movement reset the pause, the thread would take the core from the computation ten
+    times for each piece of a long message.
 
     Args:
-        longest_s: The longest pause, in seconds.
+        longest_s: Length of the longest pause, in seconds.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -37,7 +37,7 @@ class Pause:
         self._next_s = waiting.FIRST_PAUSE_S
 
     def after(self, moved: bool) -> float:
-        """Return the seconds to sleep after tests that moved something, or nothing."""
+        """Return the seconds to sleep after tests that moved something (or nothing)."""
         if moved:
             self._next_s = max(self._next_s / waiting.PAUSE_SHRINKAGE, waiting.FIRST_PAUSE_S)
         pause = min(self._next_s, self._longest_s)
@@ -47,21 +47,21 @@ class Pause:
 
 
 class Engine:
-    """Advances the operations of a communicator and of all that were split from it.
+    """Advances the operations of a communicator and of all communicators split from it.
 
     Args:
         config: Settings.
-        threaded: Advance in the background; MPI must offer MPI_THREAD_MULTIPLE.
-        end_job: Called with an error of the background thread that no caller has met.
-        recorder: Records what becomes of operations; a new one by default.
-        patience: How a caller waits for the other ranks of its node.
+        threaded: If true, advance in the background; needs MPI_THREAD_MULTIPLE.
+        end_job: Function to call with an error of the background thread that no caller has seen.
+        recorder: Recorder of the operations; a new one by default.
+        patience: Policy by which a caller waits for the other ranks of its node.
 
     Attributes:
-        recorder, threaded, patience: As above.
-        given_up: Nothing is advanced any more, see `give_up`.
-        failure: The first error of any operation; no result can be trusted after it.
-        lock: Held to step operations. Reentrant, because a signal handler may raise between
-            taking it and the `try` that follows: that must not block the main thread.
+        recorder, threaded, patience: The arguments of the same name.
+        given_up: True after `give_up`; nothing is advanced any more.
+        failure: First error of any operation; no result can be trusted after it.
+        lock: Lock for stepping operations. It is reentrant, because a signal handler may raise
+            between acquiring it and the following `try`, which must not block the main thread.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Engine:
         """Return a lane for the operations of a communicator.
 
         Args:
-            look: Called now and then; raises StallError if an operation is overdue.
-            in_flight: How many operations may be under way; by default, as in the settings.
+            look: Function to call now and then; raises StallError if an operation is overdue.
+            in_flight: Number of operations that may be in flight; by default, as in the settings.
         """
         lane = Lane(self, look, in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
@@ -105,13 +105,13 @@ class Engine:
         return lane
 
     def guard(self, counter: OperationCounter) -> None:
-        """Let no fast calls of a communicator begin once any operation has failed."""
+        """Prevent fast calls of a communicator once any operation has failed."""
         self._gates.add(counter)
         if self.failure is not None:
             counter.close(GATE_FAILED)
 
     def take_back(self, *lanes: Lane) -> None:
-        """Advance the operations of a dropped communicator, which is to be closed after all."""
+        """Advance the operations of a dropped communicator again, so that it can be closed."""
         with self.lock:
             for lane in lanes:
                 lane.dropped = False
@@ -119,12 +119,13 @@ class Engine:
                     self._lanes.append(lane)
 
     def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
-        """Forget a communicator; return its operations that are not complete.
+        """Remove a communicator; return its incomplete operations.
 
-        When it was the last one, stop the thread.
+        Stop the thread after the last communicator.
 
         Args:
-            quietly: Incomplete operations are no failure.
+            lane: Lane of the communicator.
+            quietly: If true, incomplete operations are no failure.
         """
         with self.lock:
             left = [*lane.active, *lane.queue]
@@ -137,10 +138,10 @@ class Engine:
         return left
 
     def give_up(self, error: BaseException) -> list[Task[Any]]:
-        """Stop for good, because a rank has died; return the schedules under way.
+        """Stop for good, because a rank has died; return the schedules in flight.
 
         Args:
-            error: What every later call raises.
+            error: Error that every later call raises.
         """
         self.stop()
         self.given_up = True
@@ -153,7 +154,7 @@ class Engine:
             for lane in self._lanes:
                 lane.active.clear()
                 lane.queue.clear()
-            # Not the first failure: its traceback keeps the user's arrays alive.
+            # Drop the first failure's schedule: its traceback keeps the user's arrays alive.
             self._failed = None
             self._fail_with(error)
         return left
@@ -167,10 +168,10 @@ class Engine:
             self._thread.join()
 
     def submit(self, handle: Handle[T]) -> Handle[T]:
-        """Advance an operation from now on, behind those submitted before."""
+        """Queue an operation behind those submitted before, and advance it."""
         self.raise_failure()
         handle.lane.queue.append(handle)
-        # Post its first messages at once, unless the thread is at work anyway.
+        # Post its first messages at once, unless the thread is already working.
         self._unless_busy(lambda: self._admit(handle.lane))
         if not handle.lane.rests:
             self._wake.set()
@@ -184,11 +185,11 @@ class Engine:
         self.wait(handle)
 
     def adopt(self, handle: Handle[T]) -> None:
-        """Advance from now on an operation that has begun without the engine."""
+        """Advance an operation that has begun without the engine."""
         with self.lock:
             handle.lane.begun(handle.flight.started_s)
             handle.lane.at_once_s += handle.flight.exposed_s
-            # Not among those in the background, of which few are under way, the same on all ranks.
+            # It must not count among background operations, whose limit is equal on all ranks.
             self._blocking.append(handle)
         self._wake.set()
 
@@ -196,8 +197,8 @@ class Engine:
         """Return when `handle` is complete, testing in this thread.
 
         Raises:
-            StallError: It is not, after `timeout_s`; late by 10 ms at most, plus the duration of
-                a step of an operation or of an action.
+            StallError: It is not complete after `timeout_s`. The error is late by at most 10 ms,
+                plus the duration of one step of an operation or an action.
             ClosedError: This process is a fork.
         """
         forks.refuse_calls(self.recorder.rank)
@@ -211,7 +212,7 @@ class Engine:
             while not handle.done:
                 self.raise_failure()
                 moved = False
-                # Locks are not fair: a thread whose operations move may take it again and again.
+                # Locks are not fair: a thread with moving operations may acquire it repeatedly.
                 if self.lock.acquire(timeout=-1 if timeout_s is None else waiting.LATE_S):
                     try:
                         moved = self._progress()
@@ -238,7 +239,7 @@ class Engine:
                     self._nobody_waits.set()
 
     def advance(self) -> None:
-        """Make progress once, unless another thread does, without waiting for anything."""
+        """Make progress once, unless another thread is doing so; never wait."""
         forks.refuse_calls(self.recorder.rank)
         if not self._unless_busy(self._progress):
             waiting.give_way()
@@ -248,14 +249,14 @@ class Engine:
         forks.refuse_calls(self.recorder.rank)
         handle.lane.actions.append((handle, action))
         self._call_actions(handle.lane)
-        # The thread may just have found nothing to call.
+        # The thread may have checked for actions just before.
         self._wake.set()
 
     def _call_actions(self, *lanes: Lane) -> None:
-        """Call the actions of complete operations. The caller does not hold the lock.
+        """Call the actions of complete operations. The caller must not hold the lock.
 
         Args:
-            lanes: Whose actions; all by default.
+            lanes: Lanes whose actions are called; all by default.
         """
         for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
@@ -270,7 +271,7 @@ class Engine:
         """Remember an error that is about to be raised.
 
         Args:
-            task: The schedule that raised it, if the engine does not know it.
+            task: Schedule that raised it, if the engine does not know it.
         """
         if self.failure is None:
             self._failed = task
@@ -283,7 +284,7 @@ class Engine:
             counter.close(GATE_FAILED)
 
     def raise_failure(self) -> None:
-        """Raise the first error of any operation, if there was one."""
+        """Raise the first error of any operation, if there is one."""
         if self.failure is not None:
             first, self._failure_noticed = not self._failure_noticed, True
             if first:
@@ -292,7 +293,7 @@ class Engine:
                 f"an earlier operation failed: {self.failure!r}") from self.failure
 
     def _unless_busy(self, action: Callable[[], bool]) -> bool:
-        """Return `action()`, called under the lock; False where another thread has it."""
+        """Return `action()`, called under the lock; False if another thread holds it."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -304,7 +305,7 @@ class Engine:
         """Step every operation once; return whether any moved. The caller holds the lock.
 
         Args:
-            lanes: Whose operations in the background; by default, all lanes'.
+            lanes: Lanes whose background operations are stepped; all by default.
         """
         if self.failure is not None:
             return False
@@ -330,18 +331,18 @@ class Engine:
         return moved
 
     def _forget_dropped(self) -> None:
-        """Forget dropped communicators that have nothing under way. The caller holds the lock."""
+        """Remove dropped communicators with nothing in flight. The caller holds the lock."""
         waited_for = [handle.lane for handle in self._blocking]
         for lane in tuple(self._lanes):
             if not lane.in_use and lane not in waited_for:
                 self._lanes.remove(lane)
 
     def _progress_awake(self) -> bool:
-        """Do as `_progress`, but leave lanes alone that rest."""
+        """Do as `_progress`, but skip lanes that rest."""
         return self._progress([lane for lane in self._lanes if not lane.rests])
 
     def _admit(self, lane: Lane) -> bool:
-        """Start queued operations, in order, while few are under way; return whether any was."""
+        """Start queued operations, in order, up to the limit; return True if any was started."""
         admitted = False
         while lane.queue and len(lane.active) < lane.in_flight:
             self._start(lane.queue.popleft(), lane.active)
@@ -362,11 +363,11 @@ class Engine:
             active.append(handle)
 
     def _completed(self, handle: Handle[T]) -> None:
-        """Note that an operation is complete."""
+        """Record that an operation is complete."""
         now = time.monotonic()
         self.recorder.ended(handle.flight, now)
         handle.lane.ended(now)
-        # Last: a caller that sees it may read the statistics.
+        # Last, because a caller that sees it may read the statistics.
         handle.done = True
 
     def _loop(self) -> None:
@@ -385,16 +386,16 @@ class Engine:
                 moved = [self._unless_busy(self._progress_awake) for _ in range(waiting.TESTS)]
                 self._call_actions()
                 time.sleep(pause.after(any(moved)))
-            # A waiting caller may have met a failure: the actions of others are still due.
+            # A waiting caller may have raised a failure, but other callers' actions are still due.
             self._call_actions()
         except BaseException as error:
             self._hand_over(error)
 
     def _hand_over(self, error: BaseException) -> None:
-        """Leave an error to the main thread; end the job if it does not meet it."""
+        """Leave an error to the main thread; end the job if that thread does not raise it."""
         self._call_actions()
         if isinstance(error, ProcessFailedError):
-            # It can be survived, whenever the main thread meets it.
+            # The main thread may survive it whenever it raises it.
             return
         deadline = time.monotonic() + waiting.GRACE_S
         while time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""Prepares node calls and runs them in the caller's thread; what is late goes to the engine.
+"""Prepares node calls and runs them in the caller's thread; passes late ones to the engine.
 
-A call is prepared when one like it was made, or as a persistent operation. Then it is called, or
-started and waited for. Either way it ends in the protocol (see transport.protocol), which notes it
-in the counter, unless the engine has got it.
+A call is prepared after an equal call, or as a persistent operation. Then it is called at once, or
+started and waited for. In both cases the protocol (see transport.protocol) completes it and records
+it in the counter, unless the engine runs it.
 """
 
 import time
@@ -31,27 +31,27 @@ from .handle import Action, Handle, Lane
 from .opening import Sharing
 
 K = TypeVar("K", NodeCall, Call)
-# A program may combine vectors of ever new shapes.
+# A limit is needed, because a program may combine vectors of ever new shapes.
 _MOST_CALLS = 256
-# So many of a kind may be started at once.
+# Number of calls of a kind that may be started at once.
 _MOST_STARTED = AREAS - 1
-# A name of the call, op or root, dtype, shape. Then, of an allreduce in place, the position of this
-# rank's vector; of those of which several are started at once, a number.
+# Name of the call, op or root, dtype, shape. Then, for an allreduce in place, the position of this
+# rank's vector, or, for several calls started at once, a number.
 _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
-# It combines nothing.
+# Vector for calls that combine nothing.
 NOTHING = np.empty(0, np.float32)
 _OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
-# What node calls of an allreduce do to the bit, see collectives.shared: every rank combines all
-# vectors, by slots; or a slice of all, in windows.
+# Algorithms of an allreduce with the same bits as the node call, see collectives.shared: every rank
+# combines all vectors, through slots, or every rank combines one slice, in windows.
 BY_SLOTS, IN_PLACE = "eager", "shared"
-# At how many barriers a vector lies in its slot, if it was to be combined in place.
+# Number of barriers for which a vector stays in its slot if others combine in place.
 _BARRIERS = 3
 
 
 class CallingGroup(Protocol):
-    """What fast calls need of their group; see group.Group."""
+    """The part of a group that fast calls need; see group.Group."""
 
     config: Config
     sharing: Sharing
@@ -66,7 +66,7 @@ class CallingGroup(Protocol):
         """Return the schedules of an operation."""
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun by itself."""
+        """Advance and watch an operation that has begun without the engine."""
 
     def check_open(self) -> None:
         """Raise ClosedError unless the group is open, and MPI is running in this process."""
@@ -75,32 +75,33 @@ class CallingGroup(Protocol):
 class FastCalls:
     """The node calls that a group has prepared: short ones, and allreduces in windows.
 
-    Whether a call is fast, each rank decides by itself: the others cannot tell.
+    Each rank decides by itself whether a call is fast; the other ranks need not know.
 
     Args:
-        group: Its ranks.
-        memory: The one that all of them share; None where no call is fast.
+        group: Group of the ranks.
+        memory: Memory that all ranks share; None if no call is fast.
 
     Attributes:
-        group, memory: As above.
-        started: What was started, and is neither complete nor the engine's.
+        group, memory: The arguments of the same name.
+        started: Handles that were started, are not complete, and were not passed to the engine.
     """
 
     def __init__(self, group: CallingGroup, memory: NodeMemory | None) -> None:
         self.group, self.memory = group, memory
         self.started: list[FastHandle[Any]] = []
         self._counter = group.sharing.counter
-        # An allreduce that is prepared for each position of a vector has its Call here.
+        # Maps to the Call of an allreduce that is prepared separately for each position of x.
         self._calls: dict[_Key, NodeCall | Call] = {}
 
     def again(self, name: str, x: Any, op_or_root: Any = None) -> bool:
-        """Run a collective on `x` if one like it was noted; return whether.
+        """Run a collective on `x` if an equal one was noted; return False otherwise.
 
         Args:
-            name, op_or_root: As for `note`.
-            x: A NumPy array.
+            name, op_or_root: Arguments of `note`.
+            x: NumPy array.
 
-        Raises: as the collective.
+        Raises:
+            MpiringError: The collective has failed.
         """
         key = name, op_or_root, x.dtype, x.shape
         call = self._noted(key, x)
@@ -111,14 +112,15 @@ class FastCalls:
         return self.run(call, x if x.ndim == 1 else x.reshape(-1))
 
     def barrier(self) -> bool:
-        """Return whether every rank has called a barrier; False if none was noted."""
+        """Return True once every rank has called a barrier; False if none was noted."""
         call: Any = self._calls.get(_OF_BARRIER)
         return call is not None and self.run(call, NOTHING)
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
-        """Begin to combine `x` over all ranks, in place, if such a call was noted.
+        """Begin to combine `x` over all ranks, in place, if an equal call was noted.
 
-        Args: as Communicator.iallreduce.
+        Args:
+            x, op: Arguments of Communicator.iallreduce.
 
         Returns:
             The handle, or None.
@@ -139,9 +141,9 @@ class FastCalls:
         try:
             call = self._calls.get(key)
         except TypeError:
-            # An op that is none; the ordinary path says so.
+            # The op is not hashable; the ordinary path raises the error.
             return None
-        # Nothing is known about the array: its memory, shape and flags may change at any time.
+        # Check each time, because the array's memory, shape and flags may change at any time.
         return call if call is not None and x.flags.carray else None
 
     def _at_position(self, call: Call, key: _Key, x: Any) -> Any:
@@ -152,15 +154,15 @@ class FastCalls:
             (*key, position), self.in_place(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
-        """Prepare a collective that was made: the next one like it is fast, if it can be.
+        """Prepare the next equal call after a collective was made, so that it is fast if possible.
 
         Args:
-            name: What stands for the call among others on such arrays.
-            call: What it was.
-            x: Its array, of NumPy.
-            op_or_root: Where it has one.
-            kind: "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier": how it
-                plans; by default, as its name.
+            name: Name that tells the call from others on such arrays.
+            call: Description of the collective.
+            x: NumPy array of the call.
+            op_or_root: Op or root, if the collective has one.
+            kind: Collective that it works like, if not `name`: "allreduce", "reduce_scatter",
+                "allgather", "broadcast" or "barrier".
         """
         if (self.memory is None or type(op_or_root) not in (str, int, type(None))
                 or not x.flags.carray):
@@ -182,18 +184,18 @@ class FastCalls:
         return call
 
     def forget(self) -> None:
-        """Forget what was noted: there may be a better way now, or too much."""
+        """Forget the noted calls, because faster code may exist now or there are too many."""
         self._calls.clear()
 
     def prepare(self, call: Call, x: Array, kind: str, op_or_root: Any = None, *,
                 instead: bool = False) -> NodeCall | None:
-        """Return what runs a collective on short vectors by slots; None where it cannot.
+        """Return a call that runs a collective on short vectors through slots; None if impossible.
 
         Args:
-            call: What it is.
-            x: A vector like those that are to be combined or copied.
-            kind, op_or_root: As for `note`.
-            instead: Of an allreduce: others may combine it by `in_place`.
+            call: Description of the collective.
+            x: Vector with the length and dtype of those to be combined or copied.
+            kind, op_or_root: Arguments of `note`.
+            instead: If true, other ranks may combine the same allreduce by `in_place`.
         """
         op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
         memory = self.memory
@@ -208,11 +210,12 @@ class FastCalls:
         return node_call
 
     def in_place(self, call: Call, x: Array, op: str) -> NodeCall:
-        """Return what combines a vector in a window in place, if `is_compiled`.
+        """Return a call that combines a vector in a window, in place; needs `is_compiled`.
 
         Args:
-            call, op: What it is.
-            x: The vector; it stays where it is.
+            call: Description of the allreduce.
+            x: Vector, which must not move.
+            op: Name of the op.
         """
         memory: Any = self.memory
         windows = self.group.windows
@@ -229,7 +232,7 @@ class FastCalls:
                         code if self.group.config.rounds == "auto" else None, **settings)
 
     def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
-        """Return whether an allreduce by an algorithm would be fast, and compiled."""
+        """Return whether an allreduce would be fast and compiled with this algorithm."""
         return (self.memory is not None and self.group.config.rounds == "auto"
                 and self.group.collectives().algorithm_of(x, op).name == algorithm
                 and compiled.code(op, dtype_name(x.dtype), len(self.memory.ranks)) is not None)
@@ -238,13 +241,13 @@ class FastCalls:
         """Run a call to its end; return False, and do nothing, if the gate is closed.
 
         Args:
-            call: Prepared.
-            x: Its vector.
-            status: What its beginning has returned, if that was done.
+            call: Prepared call.
+            x: Vector of the call.
+            status: Status that `begin` has returned, if the call was begun.
         """
         try:
             if call.is_short and status == GATED:
-                # As call.run, in a third of the time.
+                # This does the same as call.run, in a third of the time.
                 status = call.begin(call.address, data_address(x))
             elif call.code is not None and status == GATED:
                 status = call.run(BEGIN, x)
@@ -254,7 +257,7 @@ class FastCalls:
             raise
 
     def _go_on(self, status: int, call: NodeCall, x: Array) -> bool:
-        """Run what is left of a call to its end; return False if the gate is closed."""
+        """Complete a call; return False if the gate is closed."""
         with self._counter:
             if status == GATED:
                 status = self._begin(BEGIN, call, x)
@@ -262,7 +265,7 @@ class FastCalls:
                 status = call.run(GO_ON, x)
             if status in (DONE, GATED):
                 return status == DONE
-            # From here on all is as for any operation.
+            # From here on it is an ordinary operation.
             self.hand_over()
             handle = FastHandle(self, call, x, None, time.monotonic_ns() - call[CALL_BEGAN])
             handle.hand_over()
@@ -273,8 +276,8 @@ class FastCalls:
         """Start a call, and return its handle; None, and do nothing, if the gate is closed.
 
         Args:
-            call, x: As for `run`.
-            result: What the handle's `wait` returns.
+            call, x: Arguments of `run`.
+            result: Result of the handle's `wait`.
         """
         try:
             with self._counter:
@@ -284,7 +287,7 @@ class FastCalls:
                 handle = FastHandle(self, call, x, result)
                 self.started.append(handle)
                 if status == LATE:
-                    # An operation in flight has the area.
+                    # An operation in flight uses the area.
                     self.hand_over()
                 else:
                     self._counter.close(GATE_STARTED)
@@ -294,7 +297,7 @@ class FastCalls:
             raise
 
     def _begin(self, how: int, call: NodeCall, x: Array) -> int:
-        """Begin a call, if need be after a look at those that were started. Holds the lock."""
+        """Begin a call, after running started calls if necessary. Needs the counter's lock."""
         status = call.run(how + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
@@ -306,81 +309,80 @@ class FastCalls:
         return status
 
     def hand_over(self) -> None:
-        """Let the engine run what was started: other operations may have to wait for it."""
+        """Pass started calls to the engine, because other operations may have to wait for them."""
         with self._counter:
             for handle in tuple(self.started):
                 if not handle.look():
                     handle.hand_over()
 
     def leave(self, handle: "FastHandle[Any]") -> None:
-        """Take note that no call need look at a handle any more. The caller holds the lock."""
+        """Remove a handle from the started ones. The caller holds the lock."""
         if handle in self.started:
             self.started.remove(handle)
             if not self.started:
                 self._counter.open(GATE_STARTED)
 
     def fail(self, call: NodeCall, error: BaseException) -> None:
-        """Let later calls fail if an error came amid a call: the other ranks go on."""
+        """Make later calls fail if an error interrupted a call, because other ranks continue."""
         if call[CALL_STAGE]:
             self.group.engine.fail(error)
 
 
 class FastHandle(Handle[T]):
-    """Handle of a fast call that is published: no other rank needs anything of this one for it.
+    """Handle of a published fast call, for which no other rank waits for this one.
 
-    What is left, to meet the others and to combine, is done by `wait`, `test` or a look at `done`;
-    or by the engine, once something else of this rank might wait for it (see `hand_over`). Until
-    then, whoever runs it holds the counter's lock: threads run it one after the other.
+    `wait`, `test` or reading `done` does the rest: waiting for the other ranks, and combining. The
+    engine does it once another operation of this rank might wait for it (see `hand_over`). Until
+    then, a thread must hold the counter's lock to run it.
 
     Args:
-        calls: Those of its group.
-        call, x: What runs, on which vector.
-        result: What `wait` returns.
-        waited_ns: How long the caller has waited since it began.
+        calls: Fast calls of the group.
+        call, x: Call and its vector.
+        result: Result of `wait`.
+        waited_ns: Time, in ns, that the caller has waited since the call began.
     """
 
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
                  waited_ns: int = 0) -> None:
-        # Not that of Handle: what only the engine needs is made when it gets this.
+        # Does not call Handle's constructor: the engine's state is made when it gets the call.
         self._calls, self._call, self._result = calls, call, result
         self._x: Any = x
         self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
         self._waited_ns, self._is_done, self._is_running = waited_ns, False, False
         self._counter = calls.group.sharing.counter
-        # The engine's.
+        # The engine's handle.
         self._handle: Handle[Any] | None = None
 
     def __repr__(self) -> str:
         return f"#{self._sequence} {self._call.call}"
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the engine needs, for who looks at it."""
+        """Return an attribute that only the engine's handle has."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.hand_over(), name)
 
     @property
     def done(self) -> bool:  # type: ignore[override]
-        """Whether it is complete."""
+        """Whether the operation is complete."""
         return self.look()
 
     def look(self) -> bool:
-        """Run it as far as the others have come, unless the engine does; return whether it is done.
-        """
+        """Run it as far as possible, unless the engine does; return whether it is complete."""
         if not (self._is_done or self._handle or self._is_void):
             with self._counter:
-                # A signal's handler may look amid a run.
+                # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
                     self._run(LOOK)
         return self._is_done if self._handle is None else self._handle.done
 
     @property
     def _is_void(self) -> bool:
-        """Whether it cannot go on here: an operation has failed, or this process is a fork."""
+        """Whether it cannot continue here: an operation failed, or this process is a fork."""
         return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
 
     def _run(self, how: int) -> bool:
-        """Run what is left, in this thread, which holds the lock; return whether it is complete."""
+        """Run the rest in this thread, which holds the lock; return whether it is complete."""
         began_ns, self._is_running = time.monotonic_ns(), True
         try:
             status = self._call.run(how, self._x)
@@ -393,16 +395,16 @@ class FastHandle(Handle[T]):
             self._calls.fail(self._call, error)
             raise
         if status == DONE:
-            # Whoever remembers the handle shall not keep the array.
+            # A handle that is kept must not keep the array alive.
             self._is_done, self._x = True, None
-            # Not all of the time that was noted.
+            # The protocol has recorded all the time since the call began, also without a wait.
             self._counter.words[COUNTER_NANOSECONDS] -= (
                 ended_ns - self._began_ns - self._waited_ns)
             self._calls.leave(self)
         return self._is_done
 
     def hand_over(self) -> Handle[Any]:
-        """Let the engine run what is left, unless it does; return the engine's handle."""
+        """Let the engine run the rest, unless it does already; return the engine's handle."""
         with self._counter:
             if self._handle is None:
                 group, call, began_s = self._calls.group, self._call, self._began_ns / 1e9
@@ -412,21 +414,21 @@ class FastHandle(Handle[T]):
                 handle = Handle(group.lane, flight, Task(_finish(group, call, self._x)))
                 handle.done, self._handle, self._x = self._is_done, handle, None
                 if not handle.done:
-                    # The record is kept by the engine.
+                    # The engine records it, not the protocol.
                     call[CALL_BEGAN] = 0
                     group.adopt(handle)
                 self._calls.leave(self)
             return self._handle
 
     def test(self) -> bool:
-        """Make some progress; return whether the operation is complete; see Handle."""
+        """Make some progress; return whether the operation is complete. See Handle."""
         if self._handle is not None:
             return self._handle.test()
         self._refuse_void()
         return self.look()
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Return the operation's result when it is complete on this rank; see Handle."""
+        """Return the operation's result when it is complete on this rank. See Handle."""
         if not self._is_done and self._handle is None:
             self._refuse_void()
             with self._counter:
@@ -442,7 +444,7 @@ class FastHandle(Handle[T]):
             self._calls.group.engine.raise_failure()
 
     def when_done(self, action: Action) -> None:
-        """Call `action` once the operation is complete or has failed; see Handle."""
+        """Call `action` once the operation is complete or has failed. See Handle."""
         if self._handle is None:
             self._refuse_void()
         self.hand_over().when_done(action)
@@ -454,7 +456,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
     if request.status == DISAGREE:
         refuse_others(call.call, call.node())
     if request.status == OTHERWISE:
-        # Not all vectors are in windows.
+        # Some vectors are not in windows.
         node = call.node()
         operation = group.collectives(node, call[CALL_SEQUENCE])
         yield from shared.located(operation, node.notes(2), x, call.op,
@@ -464,7 +466,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
 
 
 class _Unfinished:
-    """What is left of a node call; complete when the call is, or when it cannot go on by itself."""
+    """The rest of a node call; complete when the call is, or if it needs another algorithm."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:
         self.status, self._call, self._x = LATE, call, x
@@ -473,7 +475,7 @@ class _Unfinished:
         return f"stage {self._call[CALL_STAGE]} of a node call"
 
     def test(self) -> bool:
-        """Run it as far as it goes; return whether anything is left to wait for."""
+        """Run it as far as possible; return whether the request is complete."""
         if self.status == LATE:
             self.status = self._call.run(LOOK, self._x)
         return self.status != LATE

@@ -1,4 +1,4 @@
-"""Runs the operations of a group of ranks: numbers them, hands them to the engine, closes."""
+"""Runs the operations of a group of ranks: numbers them, passes them to the engine, closes."""
 
 import atexit
 import time
@@ -49,21 +49,22 @@ class Group:
     """The operations of the ranks of a private duplicate of an MPI communicator.
 
     Args:
-        mpi_comm: The communicator to duplicate.
+        mpi_comm: MPI communicator to duplicate.
         config: Settings.
-        engine: Of the group from which this one is split; None to start one.
+        engine: Engine of the group from which this one is split; None to start one.
 
     Attributes:
-        config: As above.
-        rank, size: This rank, and the number of ranks.
-        sharing: Which ranks share nodes and memories.
-        recorder: The last operations of this rank.
-        engine, lane: Advances the operations; they queue there.
-        gpus: The GPUs that operations have used.
-        fast_calls: Node calls that are prepared.
-        closed: Whether `close` was called, or a rank has died.
+        config: The argument of the same name.
+        rank, size: Number of this rank, and number of ranks.
+        sharing: Ranks that share nodes and memories.
+        recorder: Recorder of this rank's last operations.
+        engine, lane: Engine that advances the operations, and the lane in which they queue.
+        gpus: GPUs that operations have used.
+        fast_calls: Prepared node calls.
+        closed: True after `close`, or after a rank has died.
 
-    Raises: as Communicator.
+    Raises:
+        ConfigError, StallError, TransportError: As for Communicator.
 
     Collective: yes. Blocking: yes.
     """
@@ -99,7 +100,7 @@ class Group:
         atexit.register(self._close_at_exit)
 
     def _create_resources(self) -> None:
-        """Begin with empty pools: no memory of earlier operations is kept."""
+        """Make empty pools, which drops the memory of earlier operations."""
         windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
@@ -107,10 +108,10 @@ class Group:
             self.sharing.order, self.sharing.memory_groups, self.config.algorithm)
 
     def tune(self, *, fresh: bool = False) -> Model:
-        """Measure what each algorithm costs here; from then on "auto" takes the fastest.
+        """Measure the cost of each algorithm; from then on "auto" uses the fastest.
 
         Args:
-            fresh: Measure even if an earlier job has.
+            fresh: If true, measure even if an earlier job has.
 
         Collective: yes. Blocking: yes.
         """
@@ -125,14 +126,14 @@ class Group:
 
     @property
     def cluster(self) -> str:
-        """Text of what the speed of operations depends on."""
+        """Description of the cluster's properties that determine the speed of operations."""
         shape = [len(ranks) for ranks in self._resources.nodes]
         library = " ".join(load_mpi().Get_library_version().split()[:4])
         return (f"{library}, ranks per node {shape}, "
                 f"{'thread' if self.engine.threaded else 'inline'} progress")
 
     def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], wish: str, gpu: str) -> str:
-        """Return the algorithm of a mean of vectors, if `wish` is wished for; see Case."""
+        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
         resources = self._resources
         wish = resources.algorithm if wish == "auto" else wish
         return choose(Case(nbytes, dtype, "mean", self.size, len(resources.nodes),
@@ -140,12 +141,12 @@ class Group:
 
     @property
     def operations_in_flight(self) -> int:
-        """Number of operations in the background that advance at a time."""
+        """Number of background operations that advance at a time."""
         return int(self.lane.in_flight)
 
     @operations_in_flight.setter
     def operations_in_flight(self, count: int) -> None:
-        """Change it, also while operations are in flight."""
+        """Change the number, also while operations are in flight."""
         self.lane.in_flight = count
 
     def tune_once(self) -> None:
@@ -163,12 +164,12 @@ class Group:
         """Begin an operation in the background.
 
         Args:
-            call: What it is; compared across ranks and shown in reports.
-            build: Returns its schedule, given the collectives bound to its channel.
+            call: Description of the operation; compared across ranks and shown in reports.
+            build: Function that returns its schedule, given the collectives of its channel.
 
         Collective: yes. Blocking: no.
         """
-        # Several threads' operations queue in the order of their numbers, as on all ranks.
+        # Operations of several threads queue in the order of their numbers, as on all ranks.
         with self._counter:
             flight, schedule = self._prepare(call, build)
             try:
@@ -179,19 +180,19 @@ class Group:
                 elif handle.step() and handle.task.done:
                     handle.done = True
                     return handle
-                # Also a rank that is alone may have to wait: for its GPU.
+                # Even a rank alone may have to wait for its GPU.
                 return self.engine.submit(handle)
             except BaseException as error:
                 self.engine.fail(error)
                 raise
 
     def run(self, call: Call, build: Build[T], *, patient: float | bool = False) -> T:
-        """Run an operation, ahead of those in the background, and return its result.
+        """Run an operation ahead of those in the background, and return its result.
 
         Args:
-            call, build: As for `submit`.
-            patient: Other ranks may arrive later than `stall_timeout_s`, if their background
-                threads answer: after so many seconds; True for a day.
+            call, build: Arguments of `submit`.
+            patient: Seconds for which a wait may last beyond `stall_timeout_s`, as long as the
+                background threads of other ranks answer. True means a day.
 
         Collective: yes. Blocking: yes.
         """
@@ -214,7 +215,7 @@ class Group:
         return task.result  # type: ignore[return-value]
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun by itself."""
+        """Advance and watch an operation that has begun without the engine."""
         try:
             self._note(handle.flight)
             self._watch.enter(handle)
@@ -238,11 +239,11 @@ class Group:
         return self._resources.windows
 
     def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
-        """Return the schedules of an operation; see there."""
+        """Return the collectives of an operation; see Collectives."""
         return Collectives(self._resources, node, sequence)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
-        """Start an operation; return whether it is complete after a moment."""
+        """Start an operation, and spin briefly; return whether it is complete."""
         engine, lane, recorder = self.engine, self.lane, self.recorder
         if engine.failure is not None:
             engine.raise_failure()
@@ -269,11 +270,11 @@ class Group:
         return task.done
 
     def _prepare(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
-        """Compose the schedule of the next operation, and note that it was called.
+        """Make the schedule of the next operation, and record the call.
 
-        Its number is not used up yet: mistakes in the call show here. Afterwards not even a
-        signal whose handler raises may take an operation from one rank unnoticed. The caller
-        holds the counter's lock, until the number is used up.
+        The operation's number is not used yet, because mistakes in the call raise here. Once it
+        is used, even an exception in a signal handler must not drop the operation on one rank.
+        The caller holds the counter's lock until then.
         """
         self.check_open()
         if self.fast_calls.started:
@@ -291,12 +292,12 @@ class Group:
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbours, call, schedule)
         except BaseException:
-            # The operation is void: later ones must not wait for its turn.
+            # The operation is cancelled: later ones must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
 
     def poke(self) -> None:
-        """Make some progress, where no background thread does."""
+        """Make some progress, unless a background thread does."""
         if forks.in_fork:
             forks.refuse_calls(self.rank)
         if not self.engine.threaded:
@@ -304,26 +305,26 @@ class Group:
 
     @property
     def statistics(self) -> Statistics:
-        """What this group's operations have cost so far."""
+        """Costs of this group's operations so far."""
         fast_s = self._counter.fast_s
-        # A rank that is alone has some only where its GPU makes it wait.
+        # A rank that is alone has costs only if its GPU makes it wait.
         operations = self.lane.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
                           self.lane.communication_s + fast_s, self.lane.exposed_s + fast_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
-        """Return a group of the ranks that pass the same color; None where that is None.
+        """Return a group of the ranks that pass the same color; None if the color is None.
 
-        Waits for all operations.
+        It first waits for all operations.
 
         Collective: yes. Blocking: yes.
         """
         from ..transport.mpi import create_communicator
         self.check_open()
         mpi = load_mpi()
-        # Native collectives and MPI's split must come in the same order on all ranks.
+        # Native collectives and MPI's split must be called in the same order on all ranks.
         self._wait_for_all()
-        # MPI's call cannot stall once every rank is here.
+        # MPI's call cannot stall once every rank has arrived.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         comm = self._transport.comm
         part = create_communicator(
@@ -331,19 +332,19 @@ class Group:
         return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
 
     def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
-        """Return a group over `part`, with this one's engine; free `part`."""
+        """Return a group over `part` that uses this group's engine; free `part`."""
         try:
             return Group(part, config, self.engine)
         finally:
             part.Free()
 
     def subgroup(self, ranks: Sequence[int], tag: int, config: Config) -> "Group":
-        """Return a group of some ranks, with this one's engine.
+        """Return a group of some ranks that uses this group's engine.
 
         Args:
-            ranks: Of this group, this rank among them, in their new order.
-            tag: Another one for each of the groups that overlapping ranks make at once.
-            config: The new group's settings.
+            ranks: Ranks of this group in their new order, including this rank.
+            tag: Number that differs between groups made at once on overlapping ranks.
+            config: Settings of the new group.
 
         Collective: yes, among those ranks. Blocking: yes.
         """
@@ -359,7 +360,7 @@ class Group:
         return self._child(part, config)
 
     def messages(self) -> Messages:
-        """Return single messages between these ranks, beside the collectives.
+        """Return the single messages between these ranks, which are separate from collectives.
 
         Collective: yes, the first time. Blocking: yes.
         """
@@ -371,10 +372,10 @@ class Group:
         return self._messages
 
     def beside(self) -> "Group":
-        """Return another group of the same ranks, whose operations have their own order.
+        """Return another group of the same ranks, whose operations have a separate order.
 
-        Needs `messages()`: a rank may be amid an operation of this group, and nothing else is
-        collective on their communicator.
+        It duplicates the communicator of `messages()`, on which nothing else is collective. A rank
+        may be in an operation of this group meanwhile.
 
         Collective: yes. Blocking: yes.
         """
@@ -392,15 +393,15 @@ class Group:
         return self.engine.threaded
 
     def start_trace(self, folder: str) -> None:
-        """Trace from now on what this rank does, also in groups that were split from this one.
+        """Start a trace of this rank, including groups that were split from this one.
 
         Args:
-            folder: As the setting `trace`.
+            folder: Folder for the trace, see the setting `trace`.
 
         Collective: yes. Blocking: yes.
         """
         self.stop_trace()
-        # Clocks are compared by messages of MPI, which would wait for ever.
+        # Clocks are compared by plain MPI messages, which would wait forever for a missing rank.
         self.run(Call("start trace"), lambda collectives: collectives.barrier())
         self._trace = self.recorder.trace = TraceFile(
             self._transport.comm, folder, self.sharing.topology.node_rank)
@@ -408,7 +409,7 @@ class Group:
             counter.close(GATE_TRACED)
 
     def stop_trace(self) -> str:
-        """End the trace that this group has begun; return the name of its file, "" for none.
+        """End the trace that this group began; return the name of its file, "" for none.
 
         Collective: yes. Blocking: yes.
         """
@@ -425,7 +426,7 @@ class Group:
     def _leave_engine(self) -> None:
         self._counter.close(GATE_CLOSED)
         if forks.in_fork:
-            # Copies of locks may be held for ever, by threads that a fork does not have.
+            # A fork may have copied locks held by threads that it does not have.
             return
         if self._messages is not None:
             self._messages.leave()
@@ -445,7 +446,7 @@ class Group:
         self.check_open()
         if self.size > 1:
             self._wait_for_all()
-            # Other ranks may compute for hours before they close, too.
+            # Other ranks may compute for hours before they also close.
             self.run(Call("close"), lambda collectives: collectives.barrier(), patient=True)
         self.closed = True
         if self._trace is not None:
@@ -457,14 +458,14 @@ class Group:
         self._transport.free()
 
     def survivors(self) -> "Survivors":
-        """Return what lets these ranks go on when one of them dies."""
+        """Return the object by which these ranks can continue after one of them has died."""
         from ..transport.survivors import Survivors
         return Survivors(self._transport.comm)
 
     def abandon(self, error: BaseException) -> None:
         """Close without waiting for operations or other ranks, because a rank has died.
 
-        Groups split from this one cannot be used any more, either: calls raise `error`.
+        Groups split from this one also become unusable: their calls raise `error`.
         """
         if not self.closed and not forks.in_fork:
             self.closed = True
@@ -472,9 +473,9 @@ class Group:
             self._forget()
 
     def drop(self) -> None:
-        """Give back thread and memory of a group that was lost unclosed; for the collector.
+        """Release thread and memory of an unclosed group that was garbage-collected.
 
-        What other ranks need to close it stays until the end of the program.
+        Resources that other ranks need to close it stay until the end of the program.
 
         Collective: no. Blocking: no.
         """

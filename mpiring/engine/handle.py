@@ -1,4 +1,4 @@
-"""Handles of operations under way, and the lanes in which these queue."""
+"""Handles of operations in flight, and the lanes in which operations queue."""
 
 import threading
 import time
@@ -11,20 +11,26 @@ from ..record.flight import Flight
 from ..transport import waiting
 from ..transport.base import T, Task
 
-# Called with None when an operation is complete, or with the error that ended it.
+# Function to call with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
 
 
 class Handle(Generic[T]):
     """Handle of an operation in progress.
 
+    Args:
+        lane: Lane of the operation's communicator.
+        flight: Record of the operation.
+        task: Schedule of the operation.
+        patient: Seconds for which ranks that answer may stay away, if more than
+            `stall_timeout_s`; True for a day.
+
     Attributes:
-        flight: What the operation is, and when it did what.
-        task: Its schedule.
-        lane: The operations of its communicator.
-        done: Whether it is complete and counted.
-        patience_s: Seconds that ranks which answer may stay away, where that is more than
-            `stall_timeout_s`; made of `patient`, True for a day.
+        flight: Record of the operation's call and of the times of its steps.
+        task: Schedule of the operation.
+        lane: Lane of the operation's communicator.
+        done: True once the operation is complete and counted.
+        patience_s: Number of seconds that `patient` allows.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
@@ -62,13 +68,13 @@ class Handle(Generic[T]):
         """Return the operation's result when it is complete on this rank.
 
         Args:
-            timeout_s: Give up after this many seconds; the operation stays under way. By
-                default the settings decide.
+            timeout_s: Seconds after which to give up; the operation stays in flight. By default
+                the settings decide.
 
         Raises:
-            BufferMismatchError: The ranks called different things.
+            BufferMismatchError: The ranks made different calls.
             StallError: Some ranks did not arrive in time.
-            TransportError: MPI failed, or an earlier operation did.
+            TransportError: MPI failed, or an earlier operation failed.
 
         Collective: no. Blocking: yes.
         """
@@ -79,35 +85,35 @@ class Handle(Generic[T]):
     def when_done(self, action: Action) -> None:
         """Call `action` once the operation is complete or has failed.
 
-        Actions of one communicator are called one after the other, in the order of these calls,
-        by whatever thread makes progress; by this thread, now, if the operation is complete
-        already. An action may wait for other operations.
+        Actions of one communicator run one after another, in the order of these calls, in any
+        thread that makes progress. If the operation is already complete, the action runs now, in
+        this thread. An action may wait for other operations.
 
         Args:
-            action: Takes None, or the error; raises nothing.
+            action: Function of None, or of the error; it must not raise.
 
         Collective: no. Blocking: no.
         """
         self.lane.engine.call(self, action)
 
     def step(self) -> bool:
-        """Advance as far as the network allows; for the engine."""
+        """Advance as far as the network allows; called by the engine."""
         moved = self.task.step()
         if moved:
             self._moved_s = time.monotonic()
         return moved
 
     def start(self) -> None:
-        """Post the first requests; for the engine."""
+        """Post the first requests; called by the engine."""
         self._moved_s = self.flight.started_s = time.monotonic()
         self.task.step()
 
 
 class Driver(Protocol):
-    """What advances operations; see engine.Engine.
+    """Interface of the object that advances operations; see engine.Engine.
 
     Attributes:
-        threaded: In the background, too.
+        threaded: True if it also advances them in the background.
     """
 
     threaded: bool
@@ -116,7 +122,7 @@ class Driver(Protocol):
         """Make progress once."""
 
     def raise_failure(self) -> None:
-        """Raise the first error of any operation, if there was one."""
+        """Raise the first error of any operation, if there is one."""
 
     def wait(self, handle: Handle[Any], timeout_s: float | None = None, /) -> None:
         """Return when `handle` is complete, or raise StallError after `timeout_s`."""
@@ -127,24 +133,28 @@ class Driver(Protocol):
 
 @dataclass(eq=False)
 class Lane:
-    """One communicator's operations: a few are under way in the background, the rest queue.
+    """One communicator's operations: a few are in flight in the background, the rest queue.
 
-    Each communicator has its own, because two ranks may call the operations of two
+    Each communicator has its own lane, because two ranks may call the operations of two
     communicators in different orders.
 
     Attributes:
-        look: Called now and then; raises StallError if an operation is overdue.
-        in_flight: How many may be under way.
-        actions: What to call when operations are complete, in this order.
-        calling: Held by the thread that calls actions.
-        dropped: No operation will be submitted any more: the engine forgets the lane once
-            nothing is under way.
-        operations: How many were completed.
-        under_way: How many have begun and are not complete.
-        communication_s: Seconds in which at least one of them was under way.
-        rests_until_s: See `rest`; in `time.monotonic`.
-        at_once_s, waited_s: Seconds that callers spent in blocking calls before these became
-            operations under way, and waiting for such; each is changed under a lock of its own.
+        engine: Engine that advances the operations.
+        look: Function to call now and then; raises StallError if an operation is overdue.
+        in_flight: Number of operations that may be in flight.
+        queue: Operations that wait to be started.
+        active: Background operations in flight.
+        actions: Actions to call when operations are complete, in this order.
+        calling: Lock held by the thread that calls actions.
+        dropped: If true, no operation will be submitted any more, and the engine removes the lane
+            once nothing is in flight.
+        operations: Number of completed operations.
+        under_way: Number of operations that have begun and are not complete.
+        communication_s: Seconds in which at least one of them was in flight.
+        at_once_s: Seconds that callers spent in blocking calls before these went to the engine.
+        waited_s: Seconds that callers spent waiting for operations in flight. `at_once_s` and
+            `waited_s` are changed under separate locks.
+        rests_until_s: End of a rest, in `time.monotonic`; see `rest`.
     """
 
     engine: Driver
@@ -164,31 +174,31 @@ class Lane:
     _busy_since_s: float = 0.0
 
     def rest(self) -> None:
-        """Leave the operations in the background to whoever waits for one of them, for 0.3 s.
+        """Leave background operations to the thread that waits for one of them, for 0.3 s.
 
-        For a caller that soon waits, and needs its core until then: the engine's thread would
-        take it again and again, and hide nothing. After 0.3 s it advances them after all.
+        A caller uses this if it will soon wait and needs its core until then. The engine's thread
+        would take the core repeatedly, and hide nothing. After 0.3 s it advances them again.
         """
         self.rests_until_s = time.monotonic() + waiting.REST_S
 
     @property
     def rests(self) -> bool:
-        """Whether the engine's thread is to leave the operations in the background alone."""
+        """Whether the engine's thread must leave the background operations alone."""
         return time.monotonic() < self.rests_until_s
 
     @property
     def busy(self) -> bool:
-        """Whether any operation is under way or queues in the background."""
+        """Whether any operation is in flight or queued in the background."""
         return bool(self.active or self.queue)
 
     def begun(self, now_s: float) -> None:
-        """Note that an operation is under way since `now_s`."""
+        """Record that an operation is in flight since `now_s`."""
         if not self.under_way:
             self._busy_since_s = now_s
         self.under_way += 1
 
     def ended(self, now_s: float) -> None:
-        """Note that an operation that was under way is complete."""
+        """Record that an operation in flight is complete."""
         self.operations += 1
         self.under_way -= 1
         if not self.under_way:
@@ -196,10 +206,10 @@ class Lane:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that callers spent waiting."""
+        """Number of seconds that callers have waited."""
         return self.at_once_s + self.waited_s
 
     @property
     def in_use(self) -> bool:
-        """Whether there is anything to do, or to come."""
+        """Whether any work is left or may still come."""
         return bool(not self.dropped or self.busy or self.actions or self.calling.locked())

@@ -1,4 +1,4 @@
-"""Sends single messages from rank to rank, any number at once, beside the collectives."""
+"""Sends single messages from rank to rank, any number at once, separate from collectives."""
 
 import logging
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..transport.mpi import Mailbox, MpiTransport
 
 _log = logging.getLogger("mpiring")
-# MPI tag 0 is the watch's; -1 is a tag of callers within this package.
+# MPI tag 0 belongs to the watch; -1 is a tag of callers within this package.
 _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
 # MPI may still read or write these messages' memory after the communicator is closed.
@@ -34,7 +34,7 @@ class _Received(Request, Protocol):
 
 
 class Message(Handle[T]):
-    """A message under way, whose `wait` returns the rank at its other end; or several."""
+    """One or several messages in flight; for one, `wait` returns the rank at its other end."""
 
     def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
@@ -42,18 +42,18 @@ class Message(Handle[T]):
         self._messages, self._other = messages, other
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Return the result, of a message the rank at its other end, once it is complete here.
+        """Return the result once it is complete on this rank; for one message, the other rank.
 
         After `stall_warning_s`, a report says what that rank is doing.
 
         Args:
-            timeout_s: Give up after this many seconds; the message stays under way. By default
+            timeout_s: Seconds after which to give up; the message stays in flight. By default
                 the setting `stall_timeout_s`.
 
         Raises:
             StallError: It is not complete by then; holds the report.
-            BufferMismatchError: Another number of bytes arrived.
-            TransportError: MPI failed, or an earlier operation did.
+            BufferMismatchError: A different number of bytes arrived.
+            TransportError: MPI failed, or an earlier operation failed.
 
         Collective: no. Blocking: yes.
         """
@@ -69,19 +69,19 @@ class Message(Handle[T]):
 
 
 class Messages:
-    """Messages between the ranks of a communicator, told apart by tags.
+    """Messages between the ranks of a communicator, which tags tell apart.
 
     Args:
-        transport: Its own; nothing else is sent there.
-        post: Short notes on the same communicator.
-        engine: Advances the messages; they do not queue behind each other.
+        transport: Transport that nothing else uses.
+        post: Mailbox for short notes on the same communicator.
+        engine: Engine that advances the messages; they do not queue behind each other.
         config: Settings.
 
     Attributes:
-        comm: The MPI communicator.
-        config: As above; may be replaced.
-        lane: Of the engine.
-        watch: Reports messages that do not arrive.
+        comm: MPI communicator.
+        config: Settings; may be replaced.
+        lane: Lane of the engine.
+        watch: Watch that reports messages that do not arrive.
     """
 
     def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
@@ -92,17 +92,17 @@ class Messages:
         self.lane = engine.join(self.watch.look, math.inf)
         self._transport, self._post = transport, post
         self._engine = engine
-        # The numbers of two ranks' messages have nothing to do with each other.
+        # Two ranks number their messages independently.
         self._name = f"messages of rank {engine.recorder.rank}"
         self._number = 0
 
     def isend(self, x: Array, dest: int, tag: int = 0) -> Message[int]:
-        """Begin to send the bytes of a contiguous array; leave it alone until complete.
+        """Begin to send the bytes of a contiguous array; do not change it until complete.
 
         Args:
-            x: Any shape and dtype, in host memory.
-            dest: The rank that receives.
-            tag: A whole number; messages with the same tag arrive in the order of sending.
+            x: Array of any shape and dtype, in host memory.
+            dest: Rank that receives.
+            tag: Whole number; messages with the same tag arrive in the order of sending.
 
         Raises:
             ConfigError: There is no such rank or tag.
@@ -117,17 +117,17 @@ class Messages:
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
               ) -> Message[int]:
-        """Begin to receive the bytes of a contiguous array; `wait` returns who sent them.
+        """Begin to receive the bytes of a contiguous array; `wait` returns the sender's rank.
 
         Args:
-            x: Overwritten; exactly this many bytes must arrive.
-            source: The rank that sends; None for any.
-            tag: As in `isend`.
-            then: Given the schedule that receives, returns the one that is run.
+            x: Array to overwrite; exactly this many bytes must arrive.
+            source: Rank that sends; None for any.
+            tag: Tag of the message, see `isend`.
+            then: Function that is given the receiving schedule and returns the schedule to run.
 
         Raises:
-            ConfigError: There is no such rank or tag, or the array travels in several messages
-                and `source` is None.
+            ConfigError: There is no such rank or tag, or the array needs several messages and
+                `source` is None.
 
         Collective: no. Blocking: no.
         """
@@ -147,13 +147,14 @@ class Messages:
 
     def submit(self, call: Call, build: Callable[[Channel], Schedule[T]],
                other: int | None = None) -> Message[T]:
-        """Begin a schedule of this rank's own, which sends to other ranks and receives from them.
+        """Begin a schedule of this rank that sends to other ranks and receives from them.
 
         Args:
-            call: What it is, for reports; other ranks need not call the same.
-            build: Returns the schedule, given the channel that all such schedules share; its lanes
-                are the first tags of `isend` and `irecv`, which are not to be used beside it.
-            other: The rank that is asked when it stalls; None for all.
+            call: Description, for reports; other ranks need not make the same call.
+            build: Function that returns the schedule, given the channel that all such schedules
+                share. Its lanes are the first tags of `isend` and `irecv`, which must not be used
+                at the same time.
+            other: Rank to ask if it stalls; None for all.
 
         Collective: no. Blocking: no.
         """
@@ -180,13 +181,13 @@ class Messages:
         return message
 
     def leave(self) -> None:
-        """Cease to advance messages; nothing may be called afterwards but `free`."""
+        """Stop advancing messages; afterwards only `free` may be called."""
         if left := self._engine.leave(self.lane, quietly=True):
             _log.warning("%d messages were never completed, the first is %s", len(left), left[0])
             _abandoned.extend(left)
 
     def free(self) -> None:
-        """Give the communicator back to MPI; collective."""
+        """Return the communicator to MPI; collective."""
         self._post.close()
         self._transport.free()
 

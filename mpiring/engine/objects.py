@@ -1,4 +1,4 @@
-"""Sends Python objects between ranks, as bytes: most fit into one short message."""
+"""Sends Python objects between ranks as bytes; most fit into one short message."""
 
 import pickle
 from typing import Any
@@ -11,7 +11,7 @@ from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
 
-# What most objects fit into travels with the length, in one message.
+# The first message holds the length and this many bytes, which suffice for most objects.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
 
 
@@ -54,7 +54,7 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
 
 def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
                root: int | None) -> None:
-    """Run a copy of a short vector; from the second time on, a fast call where that may be."""
+    """Copy a short vector; from the second time on, by a fast call if possible."""
     # A label may be the name of another collective.
     fast_calls, name = group.fast_calls, f"object: {call.kind}"
     if not fast_calls.again(name, x, root):
@@ -64,7 +64,7 @@ def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
 
 
 def _head(data: NDArray[Any]) -> NDArray[Any]:
-    """Return a vector of the length of some bytes, and the first of them: what travels at once."""
+    """Return the first message: the length of some bytes, and the first of them."""
     head = np.empty(_HEAD_BYTES, np.uint8)
     head[:_LENGTH_BYTES].view(np.int64)[0] = data.size
     first = data[:_HEAD_BYTES - _LENGTH_BYTES]
@@ -77,9 +77,9 @@ def _length(head: NDArray[Any]) -> int:
 
 
 def _pickled(obj: object) -> tuple[NDArray[Any], str]:
-    """Return a pair of an object and a problem, "" if it pickles, as bytes; and the problem.
+    """Return a pickled pair of the object and a problem ("" if it pickles), and the problem.
 
-    The other ranks wait for the bytes, and so learn of the problem.
+    The other ranks wait for the bytes, and learn of the problem from them.
     """
     problem = ""
     try:

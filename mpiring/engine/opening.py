@@ -1,4 +1,4 @@
-"""Opens a group of ranks: its own MPI communicator, its shared memories, its engine."""
+"""Opens a group of ranks: its MPI communicator, its shared memories, its engine."""
 
 import logging
 import math
@@ -39,16 +39,16 @@ _log = logging.getLogger("mpiring")
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which ranks share what.
+    """Ranks that share nodes and memories.
 
     Attributes:
-        topology: This rank among the nodes.
+        topology: Position of this rank among the nodes.
         order: All ranks, node after node.
-        memory_groups: The ranks that share a memory, for each memory, in that order.
-        memory: The memory that this rank shares; None where it is alone in its group.
-        counter: The number of the group's next operation, and its last fast calls.
-        neighbours: From `launch.topology.neighbours`.
-        first_ranks: The ranks, as the first group numbers them.
+        memory_groups: Ranks that share a memory, for each memory, in that order.
+        memory: Memory that this rank shares; None if it is alone in its group.
+        counter: Counter of the group's operations and its last fast calls.
+        neighbours: Result of `launch.topology.neighbours`.
+        first_ranks: Ranks as numbered by the first group.
     """
 
     topology: Topology
@@ -62,15 +62,15 @@ class Sharing:
 
 @dataclass(frozen=True)
 class GroupParts:
-    """What an open group is made of.
+    """The parts of an open group.
 
     Attributes:
-        transport: A private duplicate of an MPI communicator.
-        sharing: Which of its ranks share what.
-        engine: Advances its operations, and those of the groups split from it.
-        end_job: Ends the whole job because of an error.
-        name: In reports and traces; "" for the first group.
-        trace: The trace file, where this group has begun one.
+        transport: Private duplicate of an MPI communicator.
+        sharing: Ranks that share nodes and memories.
+        engine: Engine that advances its operations, and those of groups split from it.
+        end_job: Function that ends the complete job because of an error.
+        name: Name in reports and traces; "" for the first group.
+        trace: Trace file, if this group has begun one.
     """
 
     transport: "MpiTransport"
@@ -85,12 +85,13 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     """Open a group over the ranks of an MPI communicator.
 
     Args:
-        mpi_comm: The communicator to duplicate.
+        mpi_comm: MPI communicator to duplicate.
         config: Settings; compared between ranks.
-        engine: Of the group from which this one is split; None to start one.
+        engine: Engine of the group from which this one is split; None to start one.
 
     Raises:
-        ConfigError: Not an intracommunicator, or the settings differ, or cannot work here.
+        ConfigError: It is no intracommunicator, or the settings differ or cannot work here.
+        StallError: A rank has not called in time.
 
     Collective: yes. Blocking: yes.
     """
@@ -130,20 +131,23 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
 
 
 def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -> bool:
-    """Return once all ranks have come to open a group, where MPI's own calls would wait for ever.
+    """Wait until all ranks open a group, because MPI's own calls would wait forever for a rank.
 
     Args:
-        settings: Compared between ranks, in the same message.
+        comm: MPI communicator of the ranks.
+        config: Settings, for the timeouts.
+        settings: Settings to compare between ranks in the same message.
 
     Returns:
-        Whether all ranks have these.
+        Whether all ranks have the same settings.
 
     Raises:
-        StallError: A rank has not, after `stall_timeout_s` or ten minutes, if that is longer.
+        StallError: A rank has not called within `stall_timeout_s` or ten minutes, whichever is
+            longer.
     """
     from ..transport.mpi import create_communicator, start_maximum
     number = digest([repr(settings).encode()]) >> 1
-    # Equal if the greatest is the least.
+    # Equal on all ranks if the maximum is the minimum.
     numbers = np.array([number, -number])
     request = create_communicator(comm, lambda: start_maximum(comm, numbers))
     began_s = time.monotonic()
@@ -158,7 +162,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
             raise StallError(text)
         if waited_s >= warning_s:
             warning_s = math.inf
-            # Not all of them. Rank 0 may be the one that is missing.
+            # Two ranks print it, not all, because rank 0 may be the missing one.
             if comm.rank <= 1:
                 print_at_once(text)
         time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
@@ -166,7 +170,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
 
 
 def _first_report(memory: NodeMemory) -> FirstReport:
-    # The hook lives as long as the process; the memory need not.
+    # The hook lives as long as the process, but the memory may be freed earlier.
     still_there, rank = weakref.ref(memory), memory.rank
 
     def words() -> Sequence[memoryview] | None:
@@ -190,15 +194,17 @@ def _refuse_different_settings(comm: "MPI.Intracomm", settings: dict[str, Any]) 
 
 
 def _share(comm: "MPI.Intracomm", config: Config, first_rank: int) -> Sharing:
-    """Find out which ranks share a node, and map memory that these share.
+    """Determine which ranks share a node, and map memory that they share.
 
     Args:
-        first_rank: This rank, as the first group numbers it.
+        comm: MPI communicator of the ranks.
+        config: Settings.
+        first_rank: Number of this rank in the first group.
     """
     from ..transport.mpi import MpiNode, gathered
     node, counter, memory = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
-        # No descriptor is kept for it: forks make no calls, and so do not write there.
+        # No descriptor is kept to make it private in forks: they make no calls and never write.
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
         if segments is not None:
             memory = NodeMemory(segments, node.rank, node.ranks, counter.words)
@@ -214,7 +220,7 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int) -> Sharing:
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
-    """Return whether operations can and shall advance in a background thread."""
+    """Return whether operations advance in a background thread."""
     multiple: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
     if config.progress == "thread" and not multiple:
         raise ConfigError(
@@ -227,4 +233,4 @@ def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
 
 
 def _leave(error: BaseException) -> None:
-    """Leave an error of the background thread to the next call."""
+    """Do nothing: the next call raises the background thread's error."""

@@ -1,4 +1,4 @@
-"""An operation that is made once and started again and again."""
+"""An operation that is made once and started many times."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic
@@ -21,25 +21,26 @@ from .handle import Handle
 if TYPE_CHECKING:
     from .group import Build, Group
 
-# From here on a second barrier costs less than a copy of a vector, and of all others'. Measured.
+# From this length on, a second barrier costs less than copying all vectors. Measured.
 _IN_PLACE_BYTES = 4 << 10
 
 
 class Persistent(Generic[T]):
-    """An operation on one array, made once: `start()` and `wait()` it, or call it, again and again.
+    """An operation on one array, made once: call it, or `start()` and `wait()`, many times.
 
-    Arguments are checked, the algorithm is chosen and the call is composed when it is made. Made by
-    the `persistent_` methods of a Communicator; it keeps the array and the communicator, and
-    needs no end.
+    The `persistent_` methods of a Communicator make it. They check the arguments, choose the
+    algorithm and prepare the call. It keeps the array and the communicator alive, and need not be
+    closed.
 
     Args:
-        group: Its ranks.
-        call: What it is, the same on all ranks.
-        build: Returns, for each time, what builds the schedule, after a look at the array.
-        result: What `wait` returns.
-        owner: Is kept alive.
-        vector: The array as a vector in host memory; None where no fast call takes it.
-        kind, op_or_root: Of the collective; see FastCalls.note.
+        group: Group of the ranks.
+        call: Description of the operation, the same on all ranks.
+        build: Function to call before each run; it checks the array and returns the function
+            that builds the schedule.
+        result: Result of `wait`.
+        owner: Object to keep alive.
+        vector: The array as a vector in host memory; None if no fast call can use it.
+        kind, op_or_root: Description of the collective, see FastCalls.note.
 
     Collective: yes. Blocking: yes.
     """
@@ -50,11 +51,11 @@ class Persistent(Generic[T]):
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
         self._fast_calls = fast_calls = group.fast_calls
-        # What runs when it is called, and when it is started.
+        # The prepared calls for `__call__` and for `start`.
         self._called = self._started = None
         self._begin: Callable[[int, int], int] | None = None
         self._words = self._address = 0
-        # All ranks make the same ones, and in the same order.
+        # All ranks must make the same operations in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
         if vector is None:
@@ -70,11 +71,11 @@ class Persistent(Generic[T]):
             self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         self._started = fast_calls.prepare(call, vector, kind, op_or_root, instead=in_windows)
         self._called = self._started
-        # A long vector in a window is combined in place, whatever the others do.
+        # A long vector in a window is combined in place, whatever the other ranks do.
         if in_windows or (kind == "allreduce" and group.windows.position_of(vector) != NOWHERE
                           and fast_calls.is_compiled(vector, op_or_root, IN_PLACE)):
             self._called = fast_calls.in_place(call, vector, op_or_root)
-        # Where the memory may move, it has to be looked at each time.
+        # Only the memory of a NumPy array is known not to move; other memory is checked each time.
         if self._called is not None and self._called.is_short and type(result) is np.ndarray:
             self._begin, self._words = self._called.begin, self._called.address
             self._address = data_address(vector)
@@ -86,7 +87,7 @@ class Persistent(Generic[T]):
         """Begin the operation; leave the array alone until `wait()` returns.
 
         Raises:
-            ConfigError: It is started already, or the array was moved or made read-only.
+            ConfigError: It is already started, or the array was moved or made read-only.
 
         Collective: yes. Blocking: no.
         """
@@ -102,7 +103,7 @@ class Persistent(Generic[T]):
 
         Raises:
             ConfigError: It was not started.
-            MpiringError: As `wait` of a Handle.
+            MpiringError: As for `wait` of a Handle.
 
         Collective: no. Blocking: yes.
         """
@@ -113,9 +114,10 @@ class Persistent(Generic[T]):
         return self._result
 
     def __call__(self) -> T:
-        """Run the operation, ahead of those in the background, and return its result.
+        """Run the operation ahead of those in the background, and return its result.
 
-        Raises: as `start` and `wait`.
+        Raises:
+            MpiringError: As for `start` and `wait`.
 
         Collective: yes. Blocking: yes.
         """
@@ -124,7 +126,7 @@ class Persistent(Generic[T]):
         begin, called = self._begin, self._called
         try:
             if begin is not None and called is not None:
-                # As FastCalls.run, in two thirds of its time; the array is where it was.
+                # This does the same as FastCalls.run, in two thirds of its time.
                 status = begin(self._words, self._address)
                 if status == DONE or status != GATED and self._fast_calls.run(
                         called, self._vector, status):
@@ -145,9 +147,9 @@ class Persistent(Generic[T]):
 
 def _are_in_windows(collectives: Collectives, x: Array, op: str,
                     fast_calls: FastCalls) -> Schedule[bool]:
-    """Return whether all ranks are to combine short vectors in place, which takes compiled code.
+    """Return whether all ranks must combine short vectors in place, which needs compiled code.
 
-    Shorter ones are faster copied; with longer ones it goes without saying.
+    Shorter vectors are faster copied; longer ones are always combined in place.
     """
     if len(collectives.nodes) > 1 or collectives.size == 1:
         yield from collectives.barrier()

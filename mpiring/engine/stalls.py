@@ -1,4 +1,4 @@
-"""Finds out, when an operation or a message stalls, what the other ranks are doing."""
+"""Asks the other ranks what they are doing when an operation or a message stalls."""
 
 import functools
 import json
@@ -22,33 +22,33 @@ from .handle import Handle
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
 
-# A report shows this many operations before the one that stalls, on this many ranks: this one,
-# and the first of those that have not called it.
+# Number of operations that a report shows before the stalled one, and number of ranks that it
+# shows: this rank, and the first ranks that have not called the operation.
 _LAST, _RANKS = 4, 4
-# Among up to so many ranks, each asks all others. Of more, a rank asks rank 0, then four times as
-# many of the first ranks, until one of them waits, too, and so reports on all: in all some messages
-# per rank. A report lists at most so many ranks.
+# With up to _FEW ranks, each rank asks all others. With more, a rank asks rank 0, then _MORE times
+# as many of the first ranks, and so on, until one of them also waits and therefore reports on all.
+# In total this costs a few messages per rank. A report lists at most _FEW ranks.
 _FEW, _MORE = 64, 4
-# How often, in `stall_timeout_s`, ranks are asked for which a patient rank waits.
+# Number of times per `stall_timeout_s` that a patient rank asks the ranks it waits for.
 _QUESTIONS = 2
 _SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
 class StallWatch:
-    """Watch over the operations of one rank in one communicator, in touch with the other ranks'.
+    """Watches the operations of one rank in one communicator, and asks the other ranks.
 
     Args:
-        rank, size: This rank, and the number of ranks.
-        post: Carries questions and answers.
-        config: `stall_warning_s` and `stall_timeout_s`.
-        recorder: The last operations of this rank.
-        counter: Its last fast calls in this communicator.
-        warn: Takes the text of a report; prints to standard error by default.
+        rank, size: Number of this rank, and number of ranks.
+        post: Mailbox for questions and answers.
+        config: Settings `stall_warning_s` and `stall_timeout_s`.
+        recorder: Recorder of this rank's last operations.
+        counter: Counter of its last fast calls in this communicator.
+        warn: Function that is given the text of a report; by default, it prints to standard error.
 
     Attributes:
-        config: As above; may be replaced.
-        last: What this rank called last, other than fast calls. Not its handle: that would keep
-            the user's array alive.
+        config: Settings; may be replaced.
+        last: Record of this rank's last call, except fast calls. A handle would keep the user's
+            array alive.
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
@@ -60,7 +60,7 @@ class StallWatch:
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
-        self._lock = threading.Lock()    # the caller enters, the engine's thread looks
+        self._lock = threading.Lock()    # the caller enters operations, the engine's thread looks
         self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
 
@@ -71,16 +71,16 @@ class StallWatch:
             self._unfinished = [other for other in self._unfinished if not other.done] + [handle]
 
     def unfinished(self) -> list[Handle[Any]]:
-        """Return the operations that this rank has called and that are not complete."""
+        """Return this rank's incomplete operations."""
         with self._lock:
             self._unfinished = [handle for handle in self._unfinished if not handle.done]
             return list(self._unfinished)
 
     def look(self) -> None:
-        """Answer the others; ask them, report, or raise when the oldest operation stalls.
+        """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
 
         Raises:
-            StallError: After `stall_timeout_s`; holds the report.
+            StallError: `stall_timeout_s` has passed; holds the report.
         """
         for source, message in self._post.poll():
             self._read(source, json.loads(message))
@@ -97,12 +97,12 @@ class StallWatch:
         elif warning_s and oldest.waited_s >= warning_s and not inquiry.reported:
             if self._has_answers(inquiry, "warning"):
                 inquiry.reported = True
-                # One report is enough: the lowest of the ranks that wait prints it.
+                # One report is enough: the lowest waiting rank prints it.
                 if not any(rank < self._rank for rank in inquiry.waiting):
                     self._warn(self._report(inquiry, " has waited"))
 
     def _is_overdue(self, inquiry: "_Inquiry") -> bool:
-        """Whether an operation has stalled too long, or a rank has been silent too long in it."""
+        """Return whether an operation has stalled, or a rank been silent in it, for too long."""
         handle, timeout_s, now_s = inquiry.handle, self.config.stall_timeout_s, time.monotonic()
         if not timeout_s or handle.waited_s < timeout_s:
             return False
@@ -111,24 +111,24 @@ class StallWatch:
         if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
             inquiry.asked_again_s = now_s
             _ask(self._post, handle.flight.sequence, self._watched)
-        # Without a background thread a rank that computes does not answer, either.
+        # Without a background thread, a rank that computes does not answer either.
         return handle.lane.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
             for rank in self._watched)
 
     @functools.cached_property
     def _watched(self) -> list[int]:
-        """The ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
+        """Ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
         p = self._size
         distances = range(1, p) if p <= _FEW else [1 << k for k in range((p - 1).bit_length())]
         return [(self._rank + distance) % p for distance in distances]
 
     def _patience_s(self, handle: Handle[Any]) -> float:
-        """Seconds that an operation may stall while all ranks answer."""
+        """Return the seconds that an operation may stall while all ranks answer."""
         return max(self.config.stall_timeout_s, handle.patience_s)
 
     def _has_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
-        """Ask other ranks once per purpose; return whether they answered, or had time to."""
+        """Ask other ranks once per purpose; return True once they answered, or had time to."""
         if inquiry.purpose != purpose:
             inquiry.purpose, inquiry.asked = purpose, 0
             for answers in (inquiry.answers, inquiry.last, inquiry.waiting):
@@ -143,7 +143,7 @@ class StallWatch:
         return False
 
     def _ask_more(self, inquiry: "_Inquiry") -> None:
-        """Ask some ranks beyond those that were asked; all, once no lower rank is left."""
+        """Ask more ranks; ask all if no lower rank is left."""
         before = self._asked(inquiry)
         inquiry.asked, inquiry.asked_s = max(1, _MORE * inquiry.asked), time.monotonic()
         if self._size <= _FEW or inquiry.asked > self._rank:
@@ -165,7 +165,7 @@ class StallWatch:
                 inquiry.waiting.add(source)
 
     def _position(self, sequence: int) -> tuple[str, bool]:
-        """Return where this rank stands with an operation, and whether it waits in it."""
+        """Return how far this rank is with an operation, and whether it waits in it."""
         unfinished = self.unfinished()
         for handle in unfinished:
             if handle.flight.sequence == sequence and handle.flight.started_s:
@@ -176,7 +176,7 @@ class StallWatch:
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
-        # What was started and not waited for yet is in no list.
+        # An operation that was started but not waited for is in neither list.
         if max(last.sequence, self._counter.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
@@ -198,7 +198,7 @@ class StallWatch:
             *(f"  {line}" for text in last for line in text.splitlines())])
 
     def _positions(self, inquiry: "_Inquiry") -> list[str]:
-        """Return a line for each rank that was asked; of many, first for those that do not wait."""
+        """Return a line for each rank that was asked; of many, first those that do not wait."""
         asked = sorted(self._asked(inquiry), key=lambda rank: (
             self._size > _FEW and rank in inquiry.waiting, rank))
         lines = [f"rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in asked[:_FEW]]
@@ -212,10 +212,20 @@ class StallWatch:
 
 @dataclass
 class _Inquiry:
-    """What the other ranks have answered about a stalled operation.
+    """The answers of other ranks about a stalled operation.
 
     Attributes:
-        asked: So many of the first ranks were asked.
+        handle: Handle of the operation.
+        reported: True once this rank or a lower one has reported it.
+        purpose: Purpose of the questions: "warning", "timeout" or "".
+        asked: Number of the first ranks that were asked.
+        asked_s: Time of the last questions.
+        asked_again_s: Time of the last question to the watched ranks.
+        began_s: Time when the inquiry began.
+        heard_s: Time of each rank's last answer.
+        answers: Each rank's answer.
+        last: Last operations of each rank.
+        waiting: Ranks that wait in the operation.
     """
 
     handle: Handle[Any]
@@ -232,21 +242,21 @@ class _Inquiry:
 
 
 class Owner(Protocol):
-    """Whose messages are watched.
+    """Owner of the messages that are watched.
 
     Attributes:
-        config: Its settings; may be replaced.
+        config: Settings; may be replaced.
     """
 
     config: Config
 
 
 class MessageWatch:
-    """Watch over the messages for which callers wait, in touch with the other ranks'.
+    """Watches the messages for which callers wait, and asks the other ranks.
 
     Args:
-        rank, size, post, recorder, warn: As for StallWatch.
-        owner: Its `config.stall_warning_s` counts.
+        rank, size, post, recorder, warn: Arguments of StallWatch.
+        owner: Owner of the messages, whose `config.stall_warning_s` counts.
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Owner", recorder: Recorder,
@@ -257,7 +267,7 @@ class MessageWatch:
         self._owner = owner
         self._recorder = recorder
         self._warn = warn or print_at_once
-        # Without a lock: each change is atomic, and a fork may happen at any time.
+        # No lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
 
     @contextmanager
@@ -266,11 +276,12 @@ class MessageWatch:
         """Watch a message while a caller waits; yield a function that returns a report's lines.
 
         Args:
-            other: The rank at its other end; None for any.
-            limit_s: When the caller gives up; 0 for never.
+            handle: Handle of the message.
+            other: Rank at its other end; None for any.
+            limit_s: Seconds after which the caller gives up; 0 for never.
         """
         warning_s = self._owner.config.stall_warning_s
-        # Answers must be there by the end of the wait.
+        # Ask early enough that answers arrive before the wait ends.
         ask_s = min([s for s in (warning_s, limit_s / 2) if s], default=math.inf)
         wait = self._waits[id(handle)] = _Wait(
             handle, [rank for rank in self._others if other in (None, rank)], time.monotonic(),
@@ -281,7 +292,7 @@ class MessageWatch:
             del self._waits[id(handle)]
 
     def look(self) -> None:
-        """Answer the others; ask them about messages that are late, and report these."""
+        """Answer other ranks; ask them about late messages, and report these."""
         for source, content in self._post.poll():
             message = json.loads(content)
             if "ask" in message:
@@ -317,7 +328,7 @@ class MessageWatch:
 
 @dataclass
 class _Wait:
-    """A caller's wait for a message, and what the ranks at its other end have answered."""
+    """A caller's wait for a message, and the answers of the ranks at its other end."""
 
     handle: Handle[Any]
     peers: list[int]
@@ -342,6 +353,6 @@ def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, w
 
 def print_at_once(text: str) -> None:
     """Print a report to standard error."""
-    # One write (print makes two), so that the launcher does not mix ranks' lines.
+    # One write (print makes two), so that the launcher does not mix lines of ranks.
     sys.stderr.write(f"mpiring: {text}\n")
     sys.stderr.flush()

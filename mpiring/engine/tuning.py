@@ -15,21 +15,21 @@ from ..transport.base import Schedule
 
 _log = logging.getLogger("mpiring")
 
-# To be raised when the algorithms change so much that saved models mislead.
+# Increase it when the algorithms have changed so much that saved models mislead.
 _EDITION = 2
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
-# The fastest of this many calls counts: disturbances only make calls slower.
+# The minimum of this many calls counts: disturbances only make calls slower.
 _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
-# No size is begun that would end later than this: half a second is promised.
+# No size is begun that would end later than this; the documentation promises half a second.
 _BUDGET_S = 0.35
-# A saved model is checked at a size that outlasts what a network buffers, if it has one.
+# A saved model is checked at a size beyond a network's buffers, if it has one.
 _CHECKED_BYTES = 512 << 10
-# A saved model is wrong if one call takes this many times longer or shorter.
+# A saved model is wrong if one call takes this many times longer, or shorter.
 _TOLERANCE = 2.0
 
 
-# Returns the result of the schedule that is built; the text is for reports.
+# Function that returns the result of the schedule that is built; the text is for reports.
 Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
@@ -37,27 +37,27 @@ class Tunable(Protocol):
     """A group whose speed is tuned by its user.
 
     Attributes:
-        operations_in_flight: As in Config; may be changed at any time.
+        operations_in_flight: Number of operations as in Config; may be changed at any time.
     """
 
     operations_in_flight: int
 
     @property
     def cluster(self) -> str:
-        """Text of what the speed of operations depends on."""
+        """Description of the cluster's properties that determine the speed of operations."""
 
     def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", wish: str, gpu: str) -> str:
-        """Return the algorithm of a mean of vectors, if `wish` is wished for; see Case."""
+        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
 
 
 class Tuner:
-    """Finds the model of a communicator.
+    """Determines the cost model of a communicator.
 
     Args:
-        run: Runs an operation of all ranks, blocking.
-        rank: This rank.
-        candidates: The algorithms to measure.
-        cluster: Text of what the speed depends on; a model is saved by that.
+        run: Function that runs an operation of all ranks to its end.
+        rank: Number of this rank.
+        candidates: Names of the algorithms to measure.
+        cluster: Description of the cluster, by which a model is saved.
         folder: The setting `tuning_folder`.
     """
 
@@ -69,10 +69,10 @@ class Tuner:
         self._cache = Cache(folder, "", f"{_EDITION} {cluster}")
 
     def find(self, *, fresh: bool = False) -> Model:
-        """Return the saved model if one call confirms it, else measure and save a new one.
+        """Return the saved model if one call confirms it; otherwise measure and save a new one.
 
         Args:
-            fresh: Measure in any case.
+            fresh: If true, measure in any case.
 
         Collective: yes. Blocking: yes.
         """
@@ -95,7 +95,7 @@ class Tuner:
             times = {name: measured[-1][1] * size / measured[-1][0]
                      for name, measured in points.items() if measured}
             ahead_s = sum(seconds * (1 + _calls(seconds)) for seconds in times.values())
-            # With the smallest sizes, latency makes this a gross overestimate.
+            # For the smallest sizes, latency makes this a gross overestimate.
             if size > SIZES[1] and self._slowest(
                     time.perf_counter() - began_s) + ahead_s > _BUDGET_S:
                 break
@@ -105,14 +105,14 @@ class Tuner:
         return Model(tuple((name, Curve(tuple(measured))) for name, measured in points.items()))
 
     def _zeros(self, nbytes: int) -> Array:
-        """Return a vector of float32, in the memory that buckets use."""
+        """Return a float32 vector of zeros, in memory like that of buckets."""
         x: Array = self._run(f"memory for {nbytes} bytes",
                              lambda collectives: collectives.empty((nbytes // 4,), np.float32))
         x[...] = 0
         return x
 
     def _time_of(self, algorithm: str, x: Array, expected_s: float) -> float:
-        """Return the seconds of an allreduce, on the slowest rank."""
+        """Return the duration of an allreduce on the slowest rank, in seconds."""
         def allreduce() -> None:
             self._run(f"{algorithm} of {x.nbytes} bytes",
                       lambda collectives: collectives.allreduce(x, algorithm=algorithm))
@@ -120,7 +120,7 @@ class Tuner:
         allreduce()
         times = []
         for _ in range(_calls(expected_s)):
-            # Ranks that come late would be counted as slow communication.
+            # Synchronize first: late ranks would count as slow communication.
             self._slowest(0.0)
             began_s = time.perf_counter()
             allreduce()
@@ -128,14 +128,14 @@ class Tuner:
         return self._slowest(min(times))
 
     def _slowest(self, seconds: float) -> float:
-        """Return the largest of all ranks' numbers."""
+        """Return the maximum of all ranks' numbers."""
         x = np.array([seconds])
         self._run("compare times", lambda collectives: collectives.allreduce(
             x, op="max", algorithm="ring"))
         return float(x[0])
 
     def _is_right(self, model: Model) -> bool:
-        """Return whether a saved model still fits: links may have changed under the same names."""
+        """Return whether a saved model still fits; links may have changed under the same names."""
         curves = dict(model.curves)
         if tuple(curves) != tuple(self._candidates):
             return False
@@ -146,7 +146,7 @@ class Tuner:
         return 1 / _TOLERANCE < ratio < _TOLERANCE
 
     def _saved(self) -> Model | None:
-        """Return the model that rank 0 finds on its disk."""
+        """Return the model that rank 0 has on disk."""
         text = self._cache.read("model") if self._rank == 0 else ""
         try:
             text = Model.from_json(text).to_json() if text else ""
@@ -158,7 +158,7 @@ class Tuner:
         return Model.from_json(text) if text else None
 
     def _save(self, model: Model) -> None:
-        """Write the model, unless the folder cannot be written to."""
+        """Save the model if the folder is writable; otherwise warn."""
         try:
             self._cache.write("model", model.to_json())
         except OSError as exc:
@@ -169,5 +169,5 @@ class Tuner:
 
 
 def _calls(expected_s: float) -> int:
-    """Return how often to time a call."""
+    """Return how many calls to time."""
     return _LONG_CALLS if expected_s > _LONG_S else _CALLS
