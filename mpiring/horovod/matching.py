@@ -275,17 +275,17 @@ class Matcher:
         active = [rank for rank, joined in enumerate(is_joined) if not joined]
         if not active:
             batch, active = self._without_join(batch), list(range(self._comm.size))
-        here = {request.name: request for request in batch}
+        by_name = {request.name: request for request in batch}
         ready = []
         for name, terms in lists[active[0]].items():
             if terms.kind != JOIN and all(name in lists[rank] for rank in active):
                 problem = self._problem(name, lists, active)
-                request = here.pop(name, None)
+                request = by_name.pop(name, None)
                 if problem and request is not None:
                     request.error = HorovodInternalError(problem)
                 elif not problem:
                     ready.append(request or self._zeros(name, terms, batch))
-        self._left = list(here.values())
+        self._left = list(by_name.values())
         self._report(lists)
         return ready
 

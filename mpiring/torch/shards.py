@@ -166,11 +166,11 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
         gradients = layout.gradients.buckets[index]
-        own = layout.gradients.own(gradients)
-        ranges = ranges_in(bucket.plan, own.start, own.stop)
+        own_slice = layout.gradients.own(gradients)
+        ranges = ranges_in(bucket.plan, own_slice.start, own_slice.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)
-            start, stop = own.start + run[0].start, own.start + run[-1].stop
+            start, stop = own_slice.start + run[0].start, own_slice.start + run[-1].stop
             shards.append(Shard(
                 Parameter(flat(bucket, slice(start, stop))), flat(gradients, slice(start, stop)),
                 index, list(ranges_in(bucket.plan, start, stop))))

@@ -69,8 +69,8 @@ class _Normalize(torch.autograd.Function):
         # The maximum avoids a NaN for an empty batch.
         mean = rows.sum(1) / max(count, 1)
         deviation = (rows - mean[:, None]).square().sum(1)
-        own = torch.stack([torch.full_like(mean, count), mean, deviation])
-        counts, means, deviations = _gathered(own, comm).unbind(1)
+        local_statistics = torch.stack([torch.full_like(mean, count), mean, deviation])
+        counts, means, deviations = _gathered(local_statistics, comm).unbind(1)
         total = counts.sum(0)
         if float(total[0]) <= 1:
             raise ValueError(f"rank {comm.rank}: expected more than 1 value per channel over all "
@@ -98,9 +98,9 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, inverse, total = ctx.saved_tensors
         dy_wide, deviation = dy.to(mean.dtype), x.to(mean.dtype) - _as(mean, x)
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        own = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
-        dw, db = own[1] * inverse, own[0]
-        sums = own.clone()
+        local_sums = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
+        dw, db = local_sums[1] * inverse, local_sums[0]
+        sums = local_sums.clone()
         ctx.comm.allreduce(sums)
         sum_dy, sum_dy_deviation = sums / total
         dx = dy_wide - _as(sum_dy, x) - deviation * _as(sum_dy_deviation * inverse.square(), x)

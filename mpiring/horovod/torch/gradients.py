@@ -249,13 +249,13 @@ class StepGradients:
         sparse: set[str] = set().union(*comm.allgather_object(
             {name for name, p in parameters.items() if how.gathers(p.grad)}))
         for part in parts:
-            own = cast(Communicator, comm.split(0))
+            private_comm = cast(Communicator, comm.split(0))
             reducers = {name: reducer for group in how.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
                 for reducer in [how.reducer()] for name in group}
             averaging = StepAveraging(
-                part, {p for name, p in part.items() if name in sparse}, own,
-                (SumWeighing if how.op == Sum else Weighing)(own),
+                part, {p for name, p in part.items() if name in sparse}, private_comm,
+                (SumWeighing if how.op == Sum else Weighing)(private_comm),
                 Settings(bucket_bytes, reducers), completed=_nothing, steps=0)
             self._averagings.append(averaging)
             self._home.update(dict.fromkeys(part.values(), averaging))
