@@ -1,4 +1,4 @@
-"""Data for training: balanced batches, and batches made ready while earlier ones are used."""
+"""Training data: batches with similar numbers of tokens, and batches loaded in the background."""
 
 from .prefetched import prefetch
 from .token_batches import TokenBatches

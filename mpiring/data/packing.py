@@ -1,4 +1,4 @@
-"""Packs samples into batches of a token budget, and shares a batch among ranks."""
+"""Packs samples into batches with a token budget, and divides batches among ranks."""
 
 import functools
 import heapq
@@ -11,21 +11,22 @@ import numpy.typing as npt
 
 from ..memory.arrays import Array
 
-# A window has at least so many samples: with fewer, samples of a batch differ more in length, and
-# padding grows (of 18,814 functions of Python's library: 2.9 % at 2048, 1.3 % at 4096).
+# Smallest number of samples in a window. With fewer, lengths in a batch vary more, and padding
+# grows: for 18,814 functions of Python's library, from 1.3 % at 4096 to 2.9 % at 2048.
 _LEAST_SAMPLES = 4096
-# A batch gives up at most an eighth of its samples to have a number that many sizes divide.
+# Largest share of samples that a batch gives up to reach a number that many sizes divide.
 _GIVEN_UP = 1 / 8
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How samples are packed.
+    """Settings of the packing of samples.
 
     Attributes:
-        tokens: At most so many in a batch of all ranks.
-        longest: Longer samples count as so many tokens; None: all count whole.
-        window: Samples are sorted by length within windows of so many batches, about.
+        tokens: Largest number of tokens in a batch of all ranks.
+        longest: Number of tokens that longer samples count as; None to count all tokens.
+        window: Approximate number of batches in a window, within which samples are sorted by
+            length.
     """
 
     tokens: int
@@ -34,13 +35,13 @@ class TokenBudget:
 
 
 class EpochPlan:
-    """The batches of an epoch, of all ranks together.
+    """The batches of an epoch, for all ranks together.
 
     Args:
-        order: Samples, batch after batch, within a batch longest first.
-        bounds: Where in `order` batches begin; the last one is its length.
-        lengths: Of all samples, in tokens, whether or not they are in `order`.
-        longest: Longer samples count as so many.
+        order: Samples, batch after batch; within a batch, the longest first.
+        bounds: Offsets in `order` at which batches begin; the last one is its length.
+        lengths: Lengths of all samples in tokens, including samples that are not in `order`.
+        longest: Number of tokens that longer samples count as.
     """
 
     def __init__(self, order: Array, bounds: Array, lengths: Array, longest: int | None) -> None:
@@ -51,7 +52,7 @@ class EpochPlan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> tuple[list[int], list[int]]:
-        """Return the samples of a batch, and how many tokens each counts."""
+        """Return the samples of a batch, and the number of tokens that each counts."""
         samples = self.order[self.bounds[index]:self.bounds[index + 1]]
         return samples.tolist(), _counted(self._lengths[samples], self._longest).tolist()
 
@@ -61,7 +62,7 @@ class EpochPlan:
         return [[samples[position] for position in share] for share in shares(lengths, size)]
 
     def waste(self, size: int) -> tuple[float, float]:
-        """Return `TokenBatches.padding` and `TokenBatches.imbalance`, for so many ranks."""
+        """Return `TokenBatches.padding` and `TokenBatches.imbalance` for a number of ranks."""
         tokens = padded = heaviest = 0
         for index in range(len(self)):
             _, lengths = self.batch(index)
@@ -75,15 +76,17 @@ class EpochPlan:
 
 def plan(lengths: Array, samples: Array, budget: TokenBudget,
          random: np.random.RandomState | None) -> EpochPlan:
-    """Pack samples into batches of about equally many tokens, of samples of similar length.
+    """Pack samples into batches with similar numbers of tokens, from samples of similar length.
 
-    Samples are shuffled and cut into windows; those of a window are sorted by length and cut into
-    batches, whose order is shuffled. What a batch has depends on no number of ranks.
+    Samples are shuffled and cut into windows. The samples of a window are sorted by length and cut
+    into batches, whose order is shuffled. The result does not depend on the number of ranks.
 
     Args:
-        lengths: Of all samples, in tokens: a vector of whole numbers.
-        samples: Those to pack: a vector of indices. It becomes the plan's order, in place.
-        random: Shuffles; None leaves the order of samples, and has a window's longest first.
+        lengths: Lengths of all samples in tokens, a vector of whole numbers.
+        samples: Samples to pack, a vector of indices. It becomes the plan's order, in place.
+        budget: Settings of the packing.
+        random: Generator that shuffles. None keeps the order of samples; windows then have the
+            longest samples first.
     """
     if random is not None:
         random.shuffle(samples)
@@ -102,14 +105,14 @@ def plan(lengths: Array, samples: Array, budget: TokenBudget,
 
 
 def _counted(lengths: Array, longest: int | None) -> Array:
-    """Return how many tokens samples count, in a dtype as small as may be: it sorts faster."""
+    """Return the numbers of tokens that samples count, in the smallest dtype, for fast sorting."""
     if longest is None or not lengths.size or longest >= lengths.max():
         return lengths
     return np.minimum(lengths, longest).astype(np.min_scalar_type(longest))
 
 
 def _windows(counted: Array, budget: TokenBudget) -> Iterator[slice]:
-    """Cut samples into windows that are equally long, but for one sample."""
+    """Divide samples into windows of equal length, up to one sample."""
     n = len(counted)
     batches = int(counted.sum(dtype=np.int64)) / budget.tokens
     count = max(1, min(n // _LEAST_SAMPLES, int(batches / budget.window))) if n else 0
@@ -118,19 +121,19 @@ def _windows(counted: Array, budget: TokenBudget) -> Iterator[slice]:
 
 
 def cuts(ends: Sequence[int], tokens: int) -> list[int]:
-    """Cut samples, longest first, into batches that are even, so that the last is no tiny one.
+    """Divide samples, longest first, into batches of similar size; no small remainder is left.
 
-    A batch is as long as what is left, cut evenly, allows; with a number of samples that a power
-    of two divides, so that ranks get equally many (with 4 ranks and 27 samples of equal length,
-    three would wait for a seventh of the step).
+    A batch is as long as an even division of the remaining samples allows. Its number of samples is
+    divisible by a power of two, so that ranks get equal numbers. (With 25 samples of equal length,
+    three of four ranks would wait for a seventh of the step.)
 
     Args:
-        ends: How many tokens the samples up to and with each one have together; none has more
-            than `tokens`.
-        tokens: No batch has more.
+        ends: Cumulative numbers of tokens, up to and including each sample. No sample has more
+            tokens than `tokens`.
+        tokens: Largest number of tokens in a batch.
 
     Returns:
-        Where batches begin, and how many samples there are.
+        The offsets at which batches begin, then the number of samples.
     """
     bounds, begin, before = [0], 0, 0
     while begin < len(ends):
@@ -138,10 +141,10 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
         even = before + left // -(-left // tokens)
         end = bisect_right(ends, even, begin)
         if end == begin:
-            end += 1    # One sample alone is more.
+            end += 1    # A single sample exceeds the even size.
         elif end < len(ends) and (ends[end] + ends[end - 1] < 2 * even
                                   and ends[end] - before <= tokens):
-            end += 1    # One more is nearer to even.
+            end += 1    # One more sample is closer to the even size.
         if end < len(ends):
             end = begin + _divisible(end - begin)
         bounds.append(end)
@@ -151,7 +154,7 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
 
 @functools.lru_cache(10_000)
 def _divisible(count: int) -> int:
-    """Return the number not much below `count` that the highest power of two divides."""
+    """Return a number slightly below `count`, divisible by the highest possible power of two."""
     power = 1
     while count % (2 * power) <= count * _GIVEN_UP:
         power *= 2
@@ -160,7 +163,7 @@ def _divisible(count: int) -> int:
 
 def _batches_shuffled(positions: Array, bounds: Array, random: np.random.RandomState) -> tuple[
         Array, Array]:
-    """Return the batches' samples in an order of batches by chance, and where batches begin."""
+    """Return the samples with batches in random order, and the offsets at which batches begin."""
     order = random.permutation(len(bounds) - 1)
     sizes = np.diff(bounds)[order]
     shuffled = np.concatenate([np.zeros(1, bounds.dtype), sizes.cumsum()])
@@ -169,13 +172,13 @@ def _batches_shuffled(positions: Array, bounds: Array, random: np.random.RandomS
 
 
 def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Share a batch among ranks: the longest sample first, each to the rank with fewest tokens.
+    """Divide a batch among ranks: the longest sample first, each to the rank with fewest tokens.
 
-    The heaviest rank has at most 4/3 - 1/(3 size) times as many tokens as in the best of all ways.
+    The heaviest rank has at most 4/3 - 1/(3 size) times as many tokens as in the best division.
 
     Returns:
-        For each rank, positions in `lengths`, longest first; of equal ranks the lower one comes
-        first, so that every rank finds the same.
+        Positions in `lengths` for each rank, longest first. Ties go to the lower rank, so that all
+        ranks get the same result.
 
     Source: LPT, R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
     17 (1969).

@@ -24,57 +24,57 @@ from ..memory.pytrees import mapped
 from ..memory.tensors import is_tensor
 
 T = TypeVar("T")
-# Returns a batch, where it is to be used.
+# Returns a batch on its device.
 Arrive = Callable[[], Any]
 
 _log = logging.getLogger("mpiring")
 
-# A loader that is busy when nobody wants its batches any more is waited for so long.
+# Longest wait for a busy loader whose batches are no longer wanted.
 _PATIENCE_S = 5.0
-# CPython does not end a wait for a signal that came just before it began: the next look does.
+# A signal just before a wait does not interrupt the wait in CPython; a new wait notices it.
 _LOOK_S = 1.0
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
              comm: Communicator | None = None) -> "Prefetched":
-    """Iterate over a loader's batches, each made ready while earlier ones are used.
+    """Iterate over a loader's batches, each prepared while earlier ones are used.
 
         for images, labels in mpiring.data.prefetch(loader, "cuda"):
             ...
 
-    A thread draws batches from the loader. For a GPU, it copies their arrays into pinned memory,
-    and has the GPU fetch them on a stream of its own; for the CPU, it leaves them as they are. The
-    loader is therefore `depth` batches ahead of training, or one more: what is to be saved in a
-    checkpoint is `state_dict()` of what is returned, not of the loader.
+    A thread draws batches from the loader. For a GPU, it copies their arrays to pinned memory, and
+    queues the copy to the GPU on a separate stream. For the CPU, it leaves them unchanged. The
+    loader is therefore up to `depth` + 1 batches ahead of training. Save `state_dict()` of the
+    result in checkpoints, not that of the loader.
 
-    Work in Python itself, unlike NumPy's or PyTorch's, holds the interpreter's lock: where loading
-    is made of it, each operation of training waits for up to 5 ms. DataLoader's workers avoid that;
+    Loading that runs Python code holds the interpreter's lock, unlike functions of NumPy or
+    PyTorch. Each operation of training may then wait for up to 5 ms. DataLoader workers avoid this;
     sys.setswitchinterval(0.0002) shortens it.
 
-    On a GPU, NumPy arrays become CuPy's, and PyTorch's CPU tensors become tensors there; in C's
-    order, row after row. Whatever else is in a batch stays what it is.
+    On a GPU, NumPy arrays become CuPy arrays, and PyTorch CPU tensors become GPU tensors, in C
+    order. All other objects in a batch remain unchanged.
 
     Use batches on the stream that is current when they are drawn. Arrays live as long as you keep
-    them; those of a batch share memory, so that one keeps the memory of all.
+    references to them. Arrays of one batch share memory, so that one array keeps the memory of all.
 
     Args:
-        loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples. For the
-            CPU, it must not write again to those that it has yielded.
-        device: "cuda" for the GPU that is current now, "cuda:1" for a certain one (also as a
-            torch.device); "xpu" for tensors on one of Intel's; "cpu" for none.
-        depth: How many batches are drawn ahead.
-        comm: Where there is a trace (`MPIRING_TRACE`), of which communicator: the time that the
-            program waits for batches is written to it.
+        loader: Any iterable over batches, which are arrays or pytrees of dicts, lists and tuples.
+            For the CPU, it must not overwrite batches that it has yielded.
+        device: Name of the device: "cuda" for the current GPU, "cuda:1" for a certain one, "xpu"
+            for tensors on an Intel GPU, "cpu" for none. It may also be a torch.device.
+        depth: Number of batches that are drawn ahead.
+        comm: Communicator whose trace (`MPIRING_TRACE`) records the time that the program waits for
+            batches; None for no record.
 
     Returns:
-        An iterable, with a length if the loader has one, and a state. Each iteration is one of the
-        loader; its exceptions are raised after the batches before them. An iteration that is left
-        early waits for the batch that is being loaded, but no longer than 5 s.
+        A Prefetched: an iterable, with a length if the loader has one, and with state. Each
+        iteration is one of the loader, whose exceptions are raised after the batches before them.
+        An iteration that is left early waits up to 5 s for the batch that is being loaded.
 
     Raises:
-        ConfigError: There is no such device, or `comm` is no communicator.
-        MissingDependencyError: There is no GPU, or no CuPy (PyTorch's tensors need none); also
-            from the iteration.
+        ConfigError: There is no such device, or `comm` is not a communicator.
+        MissingDependencyError: There is no GPU, or no CuPy (not needed for PyTorch tensors). The
+            iteration may also raise it.
 
     Collective: no.
     """
@@ -90,8 +90,8 @@ class Prefetched:
     Args:
         loader: Any iterable.
         gpu: Kind and index of the GPU; None for the CPU.
-        depth: How many batches are drawn ahead.
-        comm: Whose trace tells of waits for batches, or None.
+        depth: Number of batches that are drawn ahead.
+        comm: Communicator whose trace records waits for batches, or None.
     """
 
     def __init__(self, loader: Iterable[Any], gpu: tuple[str, int] | None, depth: int,
@@ -99,22 +99,22 @@ class Prefetched:
         self._loader, self._gpu, self._depth = loader, gpu, depth
         self._waited = None if comm is None else comm.recorder.waited_for_data
         self._carriers: dict[type[Carrier], Carrier] = {}
-        # The loader's, as of the last batch that was yielded; None where it is not ahead.
+        # State of the loader after the last batch that was yielded; None if it is not ahead.
         self._state: Any = None
-        # The thread of an iteration that was left.
+        # Thread of an iteration that was left early.
         self._left: BackgroundIterator[tuple[Arrive, Any]] | None = None
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """Yield batches; the thread ends with the generator, however that ends."""
+        """Yield batches; the thread ends with the generator, even after an exception."""
         if self._left is not None:
-            # The loader may not be drawn from twice at once.
+            # Two threads may not draw from the loader at once.
             self._left.join()
         if self._has_state() and self._state is None:
             self._state = self._loader_state()
-        # map keeps no reference to a batch: its memory is free once its user drops it.
+        # map keeps no reference to a batch, whose memory is free once its user drops it.
         ahead = BackgroundIterator(map(self._drawn, self._loader), self._depth, self._waited)
         try:
             yield from map(self._received, ahead)
@@ -123,13 +123,13 @@ class Prefetched:
             self._left = None if ahead.close() else ahead
 
     def state_dict(self) -> Any:
-        """Return the loader's state as of the last batch that was yielded.
+        """Return the loader's state after the last batch that was yielded.
 
-        Batches that were drawn ahead do not count: they come again. Save it after training on
-        that batch.
+        Batches that were drawn ahead do not count; they will be drawn again. Save the state after
+        training on the batch.
 
         Returns:
-            A copy of what the loader's own `state_dict()` has returned.
+            A copy of the result of the loader's `state_dict()`.
 
         Raises:
             ConfigError: The loader has no such method.
@@ -140,15 +140,15 @@ class Prefetched:
         return copy.deepcopy(self._state) if self._state is not None else self._loader_state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the next iteration resume where `state_dict` was called.
+        """Let the next iteration resume at a saved position.
 
         Args:
-            state: Passed to the loader's own `load_state_dict()`.
+            state: State for the loader's `load_state_dict()`.
 
         Raises:
             ConfigError: The loader has no such method.
 
-        Collective: no, but for what the loader does.
+        Collective: no, unless the loader's method is.
         """
         self._refuse_stateless()
         cast(Any, self._loader).load_state_dict(state)
@@ -165,11 +165,11 @@ class Prefetched:
                 f"TokenBatches, or save the sampler's: sampler.state_dict(seen=...)")
 
     def _loader_state(self) -> Any:
-        # The loader may return the same object again and again, and go on to change it.
+        # The loader may return the same object every time, and change it later.
         return copy.deepcopy(cast(Any, self._loader).state_dict())
 
     def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
-        """Send a batch; return how to receive it, and the loader's state."""
+        """Send a batch; return a function that receives it, and the loader's state."""
         arrive = (lambda: batch) if self._gpu is None else self._sent(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
@@ -205,7 +205,7 @@ class Prefetched:
         return arrive
 
     def _carrier_of(self, carrier: type[Carrier]) -> Carrier:
-        """Return the carrier to the GPU; raises MissingDependencyError, or ConfigError."""
+        """Return the carrier to the GPU; raise ConfigError or MissingDependencyError if none."""
         if carrier not in self._carriers:
             kind, index = cast(tuple[str, int], self._gpu)
             if carrier is TensorCarrier:
@@ -221,7 +221,7 @@ class Prefetched:
 
 
 def _kind_of(leaf: object) -> type[Carrier] | None:
-    """Return what brings a leaf of a batch to a GPU; None for what stays as it is."""
+    """Return the class that copies a leaf of a batch to a GPU; None to leave it unchanged."""
     if is_tensor(leaf):
         dense = leaf.device.type == "cpu" and leaf.layout is sys.modules["torch"].strided
         return TensorCarrier if dense else None
@@ -243,7 +243,7 @@ def _gpu_of(device: object) -> tuple[str, int] | None:
 
 
 def _current_gpu(kind: str) -> int:
-    """Return the GPU that this thread has in use, by PyTorch or by CuPy: both ask CUDA."""
+    """Return the GPU that this thread uses with PyTorch or CuPy, which both ask CUDA."""
     problem = None
     if "torch" in sys.modules:
         from ..gpu import accelerator
@@ -261,20 +261,20 @@ def _current_gpu(kind: str) -> int:
 
 @dataclass(frozen=True)
 class _End:
-    """Comes after the last item: why there are no more."""
+    """Marks the end of the items, with the error that ended them, if any."""
 
     error: BaseException | None = None
 
 
 class BackgroundIterator(Iterator[T], Generic[T]):
-    """Items of an iterator, drawn by a thread; at most `depth` wait to be asked for.
+    """Items of an iterator, drawn by a thread; at most `depth` items are ready at a time.
 
-    Exceptions of the iterator are raised after the items before them. To be closed.
+    Exceptions of the iterator are raised after the items before them. Close it after use.
 
     Args:
-        items: Asked for its items in the thread only.
-        depth: As above.
-        waited: Is told from when to when a caller has waited for an item or the end, in times of
+        items: Iterator that only the thread uses.
+        depth: Number of items that are drawn ahead.
+        waited: Function that is called with start and end of each wait for an item, in times of
             time.monotonic().
     """
 
@@ -287,7 +287,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         # A daemon, because the program may end while the iterator hangs.
         self._thread = threading.Thread(target=self._draw, daemon=True, name="mpiring prefetch")
         self._thread.start()
-        # A thread that runs on while Python is torn down may crash it.
+        # A thread that still runs during Python's shutdown may crash it.
         atexit.register(self.close)
 
     def __next__(self) -> T:
@@ -295,7 +295,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         try:
             item = self._item()
         except BaseException:
-            # A signal, as of Ctrl-C: the iterator may never return.
+            # After a signal, such as that of Ctrl-C, the iterator may never return.
             self._patience_s = 0.0
             raise
         if self._waited is not None:
@@ -312,16 +312,16 @@ class BackgroundIterator(Iterator[T], Generic[T]):
                 return self._ready.get(timeout=_LOOK_S)
 
     def close(self) -> bool:
-        """End the thread, which may be in the midst of a draw; wait some seconds for it.
+        """End the thread, which may be drawing an item; wait some seconds for it.
 
         Returns:
-            Whether it has ended.
+            Whether the thread has ended.
         """
         atexit.unregister(self.close)
         self._stop.set()
         self._room.release()
         patience_s, self._patience_s = self._patience_s, 0.0
-        # Garbage may be collected in any thread.
+        # Garbage collection may call this in any thread.
         if patience_s and self._thread is not threading.current_thread():
             self._thread.join(patience_s)
             if self._thread.is_alive():
@@ -342,7 +342,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         end = _End()
         try:
             while self._room.acquire() and not self._stop.is_set():
-                # No reference to an item stays here: its memory is its user's.
+                # Without a reference here, the item's memory is free once its user drops it.
                 self._ready.put(next(self._items))
         except StopIteration:
             pass

@@ -1,4 +1,4 @@
-"""Gives every rank its share of batches of a token budget, each sample once per epoch."""
+"""Gives every rank its share of batches with a token budget; each sample comes once per epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -14,7 +14,7 @@ from ..memory.digest import digest
 from ..operations.consistency import same_on_all
 from .packing import EpochPlan, TokenBudget, plan
 
-# What a state says: which samples, and in what order.
+# Keys of a state that identify the samples and their order.
 _IDENTITY = ("lengths", "digest", "seed", "shuffle")
 
 
@@ -23,9 +23,9 @@ class _Iteration:
     """An iteration that has begun.
 
     Attributes:
-        epoch, history: As TokenBatches has them.
+        epoch, history: Values of TokenBatches when the iteration began.
         plan: The batches of all ranks.
-        drawn: How many batches were drawn from it.
+        drawn: Number of batches that were drawn.
     """
 
     epoch: int
@@ -35,72 +35,74 @@ class _Iteration:
 
     @property
     def first(self) -> int:
-        """The batch with which the iteration begins."""
+        """Index of the first batch of the iteration."""
         return int(self.plan.bounds.searchsorted(self.history[-1][-1]))
 
     def __len__(self) -> int:
         return len(self.plan) - self.first
 
     def position_after(self, batches: int) -> tuple[int, list[list[Any]]]:
-        """Return the epoch and its history once so many batches are done."""
+        """Return the epoch and its history after a number of batches."""
         done = int(self.plan.bounds[self.first + batches])
         return self.epoch, [*self.history[:-1], [*self.history[-1][:-1], done]]
 
 
 class TokenBatches:
-    """This rank's samples, batch by batch, where samples have different lengths.
+    """This rank's samples, batch by batch, for samples of different lengths.
 
-    A batch of all ranks has at most so many tokens, of samples of similar length (little padding);
-    each rank gets as even a share of it as there is (no rank waits for another). Every sample comes
-    once per epoch, and in which batch does not depend on the number of ranks.
+    A batch of all ranks has a limited number of tokens, and samples of similar length, for little
+    padding. Each rank gets a share with a similar number of tokens, so that ranks wait little for
+    each other. Every sample comes once per epoch, in a batch that does not depend on the number of
+    ranks.
 
         batches = TokenBatches(lengths, comm, tokens=8192, seed=1)
         while batches.epoch < 10:
-            for mine in batches:                      # [17, 4, 101]: this rank's samples
-                model.weigh(sum(lengths[i] for i in mine))
+            for samples in batches:                   # [17, 4, 101]: this rank's samples
+                model.weigh(sum(lengths[i] for i in samples))
                 ...
 
-    It is also a `batch_sampler` of PyTorch's DataLoader and of torchdata's StatefulDataLoader. What
-    shares a loader among ranks by itself must not: leave it out of Accelerate's `prepare`, and pass
-    Lightning's Trainer `use_distributed_sampler=False`.
+    It can also be the `batch_sampler` of PyTorch's DataLoader or of torchdata's StatefulDataLoader.
+    Tools that divide a loader among ranks must not do so here. Leave it out of Accelerate's
+    `prepare`, and pass `use_distributed_sampler=False` to Lightning's Trainer.
 
-    An iteration has the batches of an epoch; once all were drawn, the next one has those of the
-    next epoch. One that was broken off begins again where it had begun, since what draws ahead
-    of training, as workers do, has drawn more than was trained on; to go on after the last batch
-    that was drawn, `load_state_dict(state_dict())`. Ranks have to break off, and to save and load
-    states, at the same batch: this is not compared.
+    An iteration has the batches of one epoch. Once all were drawn, the next iteration has those of
+    the next epoch. An iteration that was broken off starts again from its beginning, because
+    workers may have drawn more batches than were trained on. To continue after the last batch
+    drawn, call `load_state_dict(state_dict())`. All ranks have to break off, save and load at the
+    same batch; this is not checked.
 
-    All ranks take part in every batch. Of those with about as many samples as ranks some get more
-    than others (see `imbalance`), and of those with fewer some get an empty list (and
-    `model.weigh(0)`, which counts nothing of theirs): so it is with samples longer than
-    `tokens / comm.size`. The load is even where `tokens` is `4 * comm.size` times the longest.
+    All ranks take part in every batch. If a batch has about as many samples as ranks, some ranks
+    get more than others (see `imbalance`). If it has fewer, some ranks get an empty list; call
+    `model.weigh(0)`, which gives them no weight. This happens with samples longer than
+    `tokens / comm.size`. The load is even if `tokens` is `4 * comm.size` times the longest sample.
 
     Args:
-        lengths: Of all samples, in tokens: a sequence or a vector of whole numbers of at least 1,
-            the same on every rank. It is copied, in 1 to 8 bytes each.
-        comm: The ranks.
-        tokens: At most so many in a batch of all ranks together, padding not counted. There are 5
-            to 10 percent fewer: batches are even, and most have a number of samples that a power
-            of two divides, so that as many ranks can share it evenly.
-        longest: Longer samples count as so many tokens: you cut them to that. By default, all
-            count whole.
-        seed: Of the order, from 0 to 2**31 - 1. An order is the same with any version of NumPy.
-        shuffle: Anew in each epoch. Without it, samples are sorted by length only within windows
-            of the order that they have, and each epoch is as the first.
-        window: Samples are sorted by length within windows of about so many batches, and of not
-            fewer than 4096 samples. More makes less padding, and batches that more often have the
-            same company.
+        lengths: Lengths of all samples in tokens: a sequence or vector of whole numbers of at least
+            1, the same on every rank. The copy takes 1 to 8 bytes per sample.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        tokens: Largest number of tokens in a batch of all ranks, without padding. Batches have 5 to
+            10 percent fewer, because they are even. In most of them, the number of samples is also
+            divisible by a power of two, and thus by many numbers of ranks.
+        longest: Number of tokens that longer samples count as, because you cut them to this length.
+            By default, all tokens count.
+        seed: Seed of the order, from 0 to 2**31 - 1. The order is the same with any version of
+            NumPy.
+        shuffle: If true, each epoch has a new order. If false, samples are sorted by length only
+            within windows of the given order, and all epochs are the same.
+        window: Approximate number of batches in a window, within which samples are sorted by
+            length; at least 4096 samples. A larger window makes less padding, but the same samples
+            meet more often in a batch.
 
     Raises:
-        ConfigError: A length is not such a number; a sample is longer than `tokens`; ranks differ
-            in lengths or settings, or a setting is wrong.
+        ConfigError: A length is not such a number, a sample is longer than `tokens`, a setting is
+            wrong, or ranks differ in lengths or settings.
 
-    Planning an epoch, at its first batch, takes some 0.1 s per million samples, and with lengths
-    and order up to 20 bytes per sample; a half of that stays.
+    The first batch of an epoch plans the epoch. This takes about 0.1 s per million samples. Lengths
+    and order take up to 20 bytes per sample during planning, and half of it afterwards.
 
-    Collective: yes; iterations and all the rest are not. Blocking: yes.
+    Collective: yes; iterations and methods are not. Blocking: yes.
 
-    Source: shares are by LPT; see `packing.shares`.
+    Source: LPT divides batches among ranks; see `packing.shares`.
     """
 
     def __init__(self, lengths: Sequence[int] | Array, comm: Communicator, *, tokens: int,
@@ -126,14 +128,18 @@ class TokenBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the iteration under way; of the next one if there is none."""
+        """Epoch of the current iteration, or of the next one if there is none."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch at its first batch, unless it is the present one.
+        """Begin an epoch at its first batch, unless it is the current one.
 
-        Iterations move on by themselves: only who wants another order of epochs, or has a framework
-        that does so, calls this. The present epoch stays where it is, such as one that was resumed.
+        Iterations proceed to the next epoch automatically. Call this only for another order of
+        epochs; some frameworks also call it. The current epoch, for example a resumed one, keeps
+        its position.
+
+        Args:
+            epoch: Number of the epoch.
 
         Raises:
             ConfigError: The epoch is not a whole number from 0.
@@ -145,27 +151,28 @@ class TokenBatches:
             self._begin(epoch)
 
     def _leave_behind(self) -> None:
-        """Move on from an iteration whose batches were all drawn.
+        """Proceed to the next epoch if all batches of the iteration were drawn.
 
-        Who knows how many there are, as Lightning does, never asks for the end.
+        Code that counts batches, such as Lightning, never asks for the end.
         """
         now = self._under_way()
         if now is not None and now.drawn == len(now):
             self._begin(now.epoch + 1)
 
     def _under_way(self) -> _Iteration | None:
-        """Return the last iteration, unless it was left behind."""
+        """Return the last iteration, unless the epoch has changed since."""
         now = self._iteration
         return now if now is not None and now.epoch == self._epoch else None
 
     def _begin(self, epoch: int, history: list[list[Any]] | None = None,
                planned: EpochPlan | None = None) -> None:
-        """Let the next iteration be of an epoch.
+        """Set the epoch of the next iteration.
 
         Args:
-            history: What was done of it: by which budgets, and how many samples by each; the last
-                one is this object's.
-            planned: What `_plan_of` returns for them, if it is there already.
+            epoch: Number of the epoch.
+            history: Completed samples of the epoch: budgets, and the number of samples with each.
+                The last budget is this object's.
+            planned: Result of `_plan_of` for this history, if it is known.
         """
         self._epoch = epoch
         self._history = history or [[*astuple(self._budget), 0]]
@@ -173,16 +180,16 @@ class TokenBatches:
         self._wasted: tuple[float, float] | None = None
 
     def __len__(self) -> int:
-        """Return how many batches the iteration under way has, or the next one if there is none.
+        """Return the number of batches in the current iteration, or in the next if there is none.
 
-        Epochs may differ by some.
+        The number may vary slightly between epochs.
         """
         now = self._under_way()
         return len(self._next() if now is None else now)
 
     @property
     def batch_size(self) -> NoReturn:
-        """None: raises ConfigError, for what asks means to share batches that are shared already.
+        """Always raises ConfigError, because callers would divide batches among ranks once more.
 
         Accelerate's `prepare` would give each rank some of its batches, and lose the others.
         """
@@ -194,10 +201,10 @@ class TokenBatches:
         self._leave_behind()
         now = self._iteration = self._next()
         for index in range(now.first, len(now.plan)):
-            # Before it is given away: who is behind says so by `seen`.
+            # Counted before the caller has used the batch; callers that are behind pass `seen`.
             now.drawn += 1
             yield now.plan.shares(index, self._comm.size)[self._comm.rank]
-        # Unless set_epoch or load_state_dict have come in between, or a later iteration.
+        # set_epoch, load_state_dict or another iteration may have come in between.
         if self._iteration is now:
             self._leave_behind()
 
@@ -208,16 +215,16 @@ class TokenBatches:
         return _Iteration(self._epoch, self._history, self._plan)
 
     def _plan_of(self, epoch: int, history: list[list[Any]]) -> EpochPlan:
-        """Plan an epoch by its last budget, without the samples that were done by earlier ones.
+        """Plan an epoch with its last budget, without samples completed with earlier budgets.
 
         Raises:
-            ConfigError: No batch begins where the history says that one did.
+            ConfigError: No batch begins at a position in the history.
         """
-        # In as few bytes as are signed and enough.
+        # The smallest signed dtype that suffices.
         samples: Array = np.arange(
             len(self._lengths), dtype=np.int32 if len(self._lengths) < 1 << 31 else np.int64)
         for number, (tokens, longest, window, done) in enumerate(history):
-            # RandomState: its stream is the same in every version of NumPy.
+            # RandomState, because its stream is the same in every version of NumPy.
             random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(
                 [self._seed, epoch, number]))) if self._shuffle else None
             planned = plan(self._lengths, samples, TokenBudget(tokens, longest, window), random)
@@ -231,18 +238,19 @@ class TokenBatches:
 
     @property
     def padding(self) -> float:
-        """How much of this epoch is padding, if each rank pads samples to its longest of a batch.
+        """Share of padding in this epoch, if each rank pads samples to its longest in each batch.
 
-        A share of all tokens with padding, from 0 to 1, of all batches on all ranks. Computed when
-        first asked for, in some seconds per million samples.
+        The share is a fraction from 0 to 1 of all tokens with padding, over all batches and ranks.
+        The first access computes it, in some seconds per million samples.
         """
         return self._waste()[0]
 
     @property
     def imbalance(self) -> float:
-        """By how much the heaviest rank of a batch exceeds the mean of ranks, in this epoch.
+        """Relative excess of the heaviest rank of a batch over the mean of ranks, in this epoch.
 
-        A share of the mean; of all batches, weighted by their tokens. Computed as `padding` is.
+        The average over all batches is weighted by their tokens. The first access computes it, like
+        `padding`.
         """
         return self._waste()[1]
 
@@ -252,16 +260,16 @@ class TokenBatches:
         return self._wasted
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
-        """Return the position in the epoch, the same on every rank; fit for JSON.
+        """Return the position in the epoch, the same on every rank; suitable for JSON.
 
         Args:
-            seen: How many batches were trained on since the iteration began: the one whose first
-                batch was drawn last, also if it is over. By default all that were drawn, which
-                are more where `mpiring.data.prefetch`, or a DataLoader with workers, is ahead of
+            seen: Number of batches trained on since the beginning of the iteration whose first
+                batch was drawn last. By default, all batches that were drawn. Pass it if
+                `mpiring.data.prefetch`, or a DataLoader with workers, draws batches ahead of
                 training.
 
         Raises:
-            ConfigError: No so many were drawn.
+            ConfigError: Fewer batches were drawn.
         """
         now = self._iteration
         if seen is not None:
@@ -275,13 +283,16 @@ class TokenBatches:
                 **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was called, on every rank; also with another number of ranks.
+        """Resume at a saved position, on every rank; the number of ranks may differ.
 
-        The next iteration has what was left of the epoch (nothing, if that was all of it). With
-        other `tokens`, `longest` or `window`, samples that were left are packed anew.
+        The next iteration has the rest of the epoch, which may be empty. If `tokens`, `longest` or
+        `window` differ, the remaining samples are packed again.
+
+        Args:
+            state: Result of `state_dict`.
 
         Raises:
-            ConfigError: Lengths, the seed or `shuffle` were others, or it is not such a state.
+            ConfigError: Lengths, the seed or `shuffle` differ, or this is not such a state.
         """
         whose = "of TokenBatches"
         refuse_other_state(state, ("epoch", "history", *_IDENTITY), whose)
@@ -305,7 +316,7 @@ class TokenBatches:
 
 
 def _history(entries: Any, n: int) -> list[list[Any]]:
-    """Return a state's history without budgets by which nothing was done; raises ConfigError."""
+    """Return a state's history without budgets that were not used; raise ConfigError if wrong."""
     name, history, left = "the state of TokenBatches: history", [], n
     if not isinstance(entries, Sequence) or not all(
             isinstance(entry, Sequence) and len(entry) == 4 for entry in entries):
@@ -321,14 +332,14 @@ def _history(entries: Any, n: int) -> list[list[Any]]:
 
 
 def _differences(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Write what is not the same."""
+    """Return a text with the values that differ."""
     return ", ".join(f"{name}={x}" for name, x in identity.items() if x != other[name])
 
 
 def _checked(lengths: Any, rank: int) -> Array:
-    """Return a copy of samples' lengths, in as few bytes as are enough; raises ConfigError."""
+    """Return a copy of lengths in the smallest dtype that suffices; raise ConfigError if wrong."""
     if isinstance(lengths, list | tuple):
-        # NumPy would take True for 1, and make floats of all if one is.
+        # NumPy would convert True to 1, and all numbers to floats if one is a float.
         if not all(issubclass(kind, int | np.integer) and kind is not bool
                    for kind in set(map(type, lengths))):
             _refuse_first_of(lengths, rank)
@@ -356,7 +367,7 @@ def _refuse_first_of(lengths: Sequence[Any], rank: int) -> None:
     """Raise ConfigError that names the first sample whose length is wrong."""
     for sample, length in enumerate(lengths):
         if isinstance(length, float) and length.is_integer() and length >= 1:
-            continue    # Not this one: the dtype is what is wrong, or another one.
+            continue    # This one is whole; the dtype is wrong, or another length.
         whole_number(f"rank {rank}: lengths[{sample}]", length, 1)
 
 

@@ -1,4 +1,4 @@
-"""Runs training to its end with the ranks that survive."""
+"""Runs training to its end with the surviving ranks."""
 
 import atexit
 import contextlib
@@ -24,19 +24,19 @@ _log = logging.getLogger("mpiring")
 
 
 def run(train: Callable[[State], T], state: State) -> T:
-    """Return what `train(state)` returns; when ranks die, the others continue without them.
+    """Return the result of `train(state)`; if ranks die, the others continue without them.
 
-    The survivors make a new communicator, `state.comm`, return to the last `state.commit()` that
-    all of them have, and call `train(state)` again: it must make all that it needs of the
-    communicator, such as a `DataParallel`, and continue from `state.step`. Means are then over
+    The survivors create a new communicator, `state.comm`, return to the last `state.commit()` that
+    all of them have, and call `train(state)` again. `train` must create everything that depends on
+    the communicator, such as a `DataParallel`, and continue from `state.step`. Means are then over
     the survivors.
 
-    Needs Open MPI's `mpirun --with-ft ulfm`; elsewhere `train` is called once, and a rank that
-    dies ends the job. An exception in `train` that is not due to a death is raised.
+    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `train` is called once, and the death
+    of a rank ends the job. Exceptions in `train` that no death has caused are raised.
 
     Args:
-        train: Trains to the end.
-        state: Where training begins.
+        train: Function of the state that trains to the end.
+        state: State from which training begins.
 
     Raises:
         ConfigError: An attribute of the state cannot be copied.
@@ -47,8 +47,8 @@ def run(train: Callable[[State], T], state: State) -> T:
         raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
     if not callable(train):
         raise ConfigError(f"train is a {type(train).__name__}; pass a function of the state")
-    # All ranks begin alike, so no barrier is needed; also where ranks cannot survive, it shows
-    # which attributes cannot be copied.
+    # All ranks begin with equal states, so no barrier is needed. The commit also shows which
+    # attributes cannot be copied if ranks cannot survive deaths.
     commits = Commits()
     commits.add(state._attributes)
     if survives_deaths():
@@ -65,18 +65,18 @@ def run(train: Callable[[State], T], state: State) -> T:
 
 
 class _Run(Generic[T]):
-    """Attempts, each with the survivors of the one before."""
+    """Attempts to train, each with the survivors of the previous one."""
 
     def __init__(self, train: Callable[[State], T], state: State, commits: Commits) -> None:
         self._train = train
         self._state = state
         self._commits = commits
         self._config = state.comm.config
-        # All survivors agree here, also those that have no new communicator yet.
+        # All survivors agree on this, including those without a new communicator.
         self._survivors = state.comm.survivors()
 
     def result(self) -> T:
-        """Return the result of the first attempt in which nobody dies before its end."""
+        """Return the result of the first attempt in which no rank dies before its end."""
         done, result = self._attempt(self._trained)
         noticed_s = time.monotonic()
         while not self._survivors.agree(done):
@@ -87,11 +87,11 @@ class _Run(Generic[T]):
         return result  # type: ignore[return-value]
 
     def _attempt(self, action: Callable[[], T]) -> tuple[bool, T | None]:
-        """Return whether an action comes to its end, and its result."""
+        """Return whether an action completes, and its result."""
         try:
             return True, action()
         except Exception as error:
-            # A death is the cause, whatever error it has become on its way here.
+            # A death is the cause, even if the error has another type by now.
             if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
                 raise
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
@@ -100,13 +100,13 @@ class _Run(Generic[T]):
         self._state.comm.abandon(ProcessFailedError(
             "a rank has died, and this communicator with it; use state.comm instead"))
         self._survivors.leave()
-        # Models and their buckets: a hook that stayed would use the dead communicator.
+        # This frees models and their buckets, whose hooks would use the dead communicator.
         gc.collect()
         return False, None
 
     def _trained(self) -> T:
         result = self._train(self._state)
-        # A rank that is ready early must stay, to go back if another one dies before it is.
+        # A rank that finishes early must wait, to go back if another one dies.
         _wait_for_all(self._state.comm, "end of training")
         return result
 
@@ -128,9 +128,9 @@ def _wait_for_all(comm: Communicator, purpose: str) -> None:
 
 
 def _leave(state: State, survivors: "Survivors") -> None:
-    """End this process when all survivors have come to their end.
+    """End this process when all survivors have reached their end.
 
-    Without MPI_Finalize, which was seen to hang after a death.
+    It does not call MPI_Finalize, which can hang after a death.
     """
     if forks.in_fork:
         return

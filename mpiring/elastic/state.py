@@ -9,7 +9,7 @@ import numpy as np
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 
-# Immutable, so that no copy is needed.
+# Types of immutable values, which need no copy.
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 
 
@@ -19,21 +19,21 @@ class State:
         state = State(mpiring.init(), params=params, rng=generator.bit_generator.state)
         state.loss = 0.0
 
-    An attribute is a number, a text, an array (of NumPy, CuPy or PyTorch), a dict, list or
-    tuple of those, or an object with `state_dict` and `load_state_dict`, such as a PyTorch
-    module, optimizer or scheduler; not one that communicates, of which the state is kept instead:
+    An attribute is a number, a string, an array (NumPy, CuPy or PyTorch), or a dict, list or tuple
+    of these. It may also be an object with `state_dict` and `load_state_dict`, such as a PyTorch
+    module, optimizer or scheduler. Of an object that communicates, keep the state:
     `state.outer = outer.state_dict()`.
 
     Args:
-        comm: The ranks.
-        attributes: To begin with; others can be set later.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        attributes: Initial attributes; others can be set later.
 
     Attributes:
-        comm: The surviving ranks; another communicator after each death.
-        step: For `train` to count its steps.
+        comm: The surviving ranks; a new communicator after each death.
+        step: Number of steps, which `train` counts.
 
     Raises:
-        ConfigError: `comm` is not a Communicator, or a name is taken.
+        ConfigError: `comm` is not a Communicator, or a name is reserved.
     """
 
     comm: Communicator
@@ -45,7 +45,7 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")
         self.comm, self.step = comm, 0
-        # Only within `run`, and where ranks can survive.
+        # Set only within `run`, if ranks can survive.
         self._commits: Commits | None = None
         vars(self).update(attributes)
 
@@ -53,10 +53,10 @@ class State:
         def __getattr__(self, name: str) -> Any: ...
 
     def commit(self) -> None:
-        """Copy all attributes, in memory, to return to them if a rank dies later.
+        """Copy all attributes in memory, to return to them if a rank dies later.
 
-        Costs a barrier and a copy; nothing where MPI cannot continue without a dead rank.
-        Operations on the arrays must be complete.
+        A commit costs a barrier and a copy. It costs nothing if MPI cannot continue without a dead
+        rank. Operations on the arrays must be complete.
 
         Raises:
             ConfigError: An attribute cannot be copied.
@@ -64,7 +64,7 @@ class State:
         Collective: yes. Blocking: yes.
         """
         if self._commits is not None:
-            # Once all ranks are here, all have the last commit: the one before it may go.
+            # Once all ranks have arrived, all have the last commit. The previous one can be reused.
             self.comm.barrier()
             self._commits.add(self._attributes)
 
@@ -90,14 +90,14 @@ class State:
 
 
 class Commits:
-    """The last two commits of a rank: while one is being written, the other is whole."""
+    """The last two commits of a rank; while one is being written, the other is complete."""
 
     def __init__(self) -> None:
         self._commits: dict[int, dict[str, Any]] = {}
         self._next = 0
 
     def add(self, attributes: dict[str, Any]) -> None:
-        """Commit a copy of the attributes, in the memory of the commit before the last."""
+        """Commit a copy of the attributes, in the memory of the commit before the last one."""
         memory = self._commits.pop(self._next - 2, {})
         self._commits[self._next] = {
             name: _committed(name, value, memory.get(name)) for name, value in attributes.items()}
@@ -115,7 +115,7 @@ class Commits:
         return max(common)
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return the attributes of a commit, and forget later ones."""
+        """Return the attributes of a commit, and drop later commits."""
         self._commits.pop(number + 1, None)
         self._next = number + 1
         return self._commits[number]
@@ -141,7 +141,7 @@ def _committed(name: str, value: Any, old: Any) -> Any:
 
 
 def _refuse_communicating(value: Any) -> None:
-    """Raise ConfigError where an object could not be restored without a rank that has died."""
+    """Raise ConfigError if an object could not be restored without a rank that has died."""
     if any(isinstance(held, Communicator) for held in getattr(value, "__dict__", {}).values()):
         whose = type(value).__name__
         raise ConfigError(f"a {whose} communicates, with ranks of which one may die; keep what its "
@@ -149,26 +149,27 @@ def _refuse_communicating(value: Any) -> None:
 
 
 def restored(committed: Any, present: Any) -> Any:
-    """Return an attribute as it was committed, in the memory of its present value if possible."""
+    """Return a committed attribute, in the memory of its current value if possible."""
     if not isinstance(committed, _Saved):
         return copied(committed, present)
-    # A copy: an optimizer writes into what it is given.
+    # A copy, because an optimizer writes into the state that it loads.
     committed.owner.load_state_dict(copied(committed.state))
     if hasattr(committed.owner, "zero_grad"):
-        # Gradients of a step that came to nothing.
+        # Gradients of a step that did not complete.
         committed.owner.zero_grad()
     return committed.owner
 
 
 def copied(value: Any, memory: Any = None) -> Any:
-    """Return a copy of an array, a number or text, or a nest of dicts, lists and tuples of these.
+    """Return a copy of an array, a number, a string, or a pytree of these.
 
     Args:
-        memory: An earlier copy, or the original: where it has the same form, it is overwritten
-            and returned. Fresh memory takes three times as long.
+        value: The original.
+        memory: An earlier copy, or the original. If it has the same form, it is overwritten and
+            returned, because fresh memory takes three times as long.
 
     Raises:
-        ConfigError: It contains something else.
+        ConfigError: It contains another object.
     """
     if isinstance(value, _VALUES):
         return value
@@ -198,7 +199,7 @@ def _copied_array(value: Any, memory: Any) -> Any:
             f"a {type(value).__name__} cannot be copied; expected numbers, texts, arrays, dicts, "
             f"lists and tuples of them, or, by itself, an object with state_dict and "
             f"load_state_dict")
-    # A tensor that requires gradients must not be written to; its data may be.
+    # Only the data of a tensor that requires gradients may be overwritten.
     plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, memory))
     if type(target) is type(plain) and _form(target) == _form(plain) and _is_writeable(target):
         target[...] = plain

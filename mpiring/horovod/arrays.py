@@ -11,11 +11,11 @@ from ..transport.base import Schedule, T
 
 
 def scale(x: Array, factor: float, divisor: int = 1) -> None:
-    """Multiply a vector, in place, and divide it; whole numbers are rounded toward zero."""
+    """Multiply a vector, in place, and divide it; integers are rounded toward zero."""
     if factor == 1 and divisor == 1:
         return
     if x.dtype.kind in "iub" and factor == 1:
-        # Exact, also beyond 2**53.
+        # Exact, even beyond 2**53.
         quotient = np.abs(x) // divisor if x.dtype.kind == "i" else x // divisor
         x[...] = quotient * np.sign(x) if x.dtype.kind == "i" else quotient
     elif x.dtype.kind in "iub":
@@ -30,7 +30,7 @@ class ArrayBuffers:
     """Lends NumPy arrays to one operation as vectors.
 
     Args:
-        staged: Ignored: they lie in host memory.
+        staged: Argument of the protocol; ignored, as NumPy arrays are in host memory.
     """
 
     stream = None
@@ -47,12 +47,12 @@ class ArrayBuffers:
         return flat(x, writeable=written).view(np.uint8)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Return the schedule: arrays take their results themselves."""
+        """Return the schedule, because results are in the user's arrays already."""
         return schedule
 
 
 class NumPyArrays:
-    """What operations need of NumPy; see requests.ArrayPackage."""
+    """Functions that operations need from NumPy; see requests.ArrayPackage."""
 
     lend = ArrayBuffers
     dtype_name = staticmethod(dtype_name)
@@ -62,7 +62,7 @@ class NumPyArrays:
         return x if isinstance(x, np.ndarray) else np.asarray(x)
 
     def device(self, x: Array) -> str:
-        """Return "": host memory."""
+        """Return "" for host memory."""
         return ""
 
     def copy(self, x: Array) -> Array:
@@ -90,19 +90,19 @@ class NumPyArrays:
         return raw.view(like.dtype).reshape(shape)
 
     def splits(self, given: Any) -> list[int]:
-        """Return the rows for each rank as a list."""
+        """Return the number of rows for each rank as a list."""
         return [*map(operator.index, given)]
 
     def counts(self, rows: Array, given: Any) -> Array:
-        """Return the rows from each rank."""
+        """Return the number of rows from each rank."""
         return rows.astype(np.int32)
 
     def views(self, vector: Array, arrays: Sequence[Array]) -> list[Array]:
-        """Return views of a vector in the shapes of arrays, one behind the other."""
+        """Return views of consecutive parts of a vector, in the shapes of arrays."""
         bounds = np.cumsum([0, *(x.size for x in arrays)]).tolist()
         return [part.reshape(x.shape) for part, x in zip(cut(vector, bounds), arrays)]
 
     def copy_all(self, outs: Sequence[Array], arrays: Sequence[Array]) -> None:
-        """Copy arrays into others."""
+        """Copy arrays to other arrays."""
         for out, x in zip(outs, arrays):
             np.copyto(out, x)

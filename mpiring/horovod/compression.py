@@ -1,19 +1,19 @@
-"""Compression of what travels, by the casts that Horovod's users know."""
+"""Compression of messages by Horovod's casts."""
 
 from typing import Any
 
 
 class NoneCompressor:
-    """Sends arrays as they are."""
+    """Sends arrays unchanged."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what travels, and what `decompress` needs."""
+        """Return the message, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return what has arrived as the user expects it."""
+        """Return the received message in the user's form."""
         return tensor
 
 
@@ -22,21 +22,21 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return a floating-point array in 16 bits, others as they are; and the dtype."""
+        """Return a floating-point array in 16 bits, others unchanged, and the original dtype."""
         if hasattr(tensor, "is_floating_point"):
             return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
         return tensor.astype("float16") if tensor.dtype.kind == "f" else tensor, tensor.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return an array in the dtype that it had."""
+        """Return an array in its original dtype."""
         if tensor.dtype == ctx:
             return tensor
         return tensor.to(ctx) if hasattr(tensor, "to") else tensor.astype(ctx)
 
 
 class Compression:
-    """What `compression=` takes: `none`, or `fp16`."""
+    """Values of the argument `compression`: `none`, or `fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Copies objects and arrays from one rank to all, and collects those of all ranks."""
+"""Broadcasts objects and arrays from one rank, and gathers objects of all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,16 +11,16 @@ from .world import global_process_set
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
-    """Return the object that rank `root_rank` has passed.
+    """Return the object of rank `root_rank`.
 
     Args:
-        obj: Anything that pickles; ignored on other ranks.
-        root_rank: Among all ranks.
-        name: Ignored.
-        process_set: The ranks.
+        obj: Any object that can be pickled; ignored on other ranks.
+        root_rank: Rank that has the object, among all ranks.
+        name: Argument for compatibility with Horovod; ignored.
+        process_set: Ranks that get the object.
 
     Raises:
-        ConfigError: It does not pickle; raised on all ranks.
+        ConfigError: The object cannot be pickled; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -29,15 +29,27 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
-    """Return `broadcast_object` as a function of the object alone."""
+    """Return `broadcast_object` as a function of the object only.
+
+    Args:
+        root_rank: Rank that has the object, among all ranks.
+        session, name: Arguments for compatibility with Horovod; ignored.
+        process_set: Ranks that get the object.
+    """
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects that all ranks have passed, in rank order.
+    """Return the objects of all ranks, in rank order.
 
-    Args, raises: as `broadcast_object`.
+    Args:
+        obj: Any object that can be pickled.
+        name: Argument for compatibility with Horovod; ignored.
+        process_set: The ranks.
+
+    Raises:
+        ConfigError: An object cannot be pickled; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -45,14 +57,14 @@ def allgather_object(obj: Any, name: str | None = None,
 
 
 def named(params: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return arrays by name, sorted where they come in a mapping.
+    """Return arrays by name; those of a mapping are sorted.
 
     Args:
         params: A mapping, or an iterable of arrays or of pairs of name and array.
         kind: Class of the arrays.
 
     Raises:
-        ValueError: Something else.
+        ValueError: This is another object.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -69,14 +81,14 @@ def named(params: Any, kind: type) -> list[tuple[str, Any]]:
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy arrays of one rank to those of all ranks.
+    """Copy arrays of one rank to the arrays of all ranks.
 
     Args:
         params: A mapping from names to arrays, or a list of arrays; the same on all ranks.
-        root_rank: The rank whose arrays are copied.
+        root_rank: Rank whose arrays are copied.
 
     Raises:
-        ValueError: Something else; or the arrays differ between ranks.
+        ValueError: This is another object, or the arrays differ between ranks.
 
     Collective: yes. Blocking: yes.
     """

@@ -1,4 +1,4 @@
-"""Fuses what ranks combine into vectors in the memory of their node."""
+"""Fuses named reductions into vectors in the memory of their node."""
 
 import itertools
 import operator
@@ -17,24 +17,24 @@ from .arrays import scale
 from .requests import DTYPES, ArrayPackage, NamedRequest, Terms, combined
 
 _SHORTEST_BYTES = 1 << 20
-# One is filled while the other one is combined.
+# While one vector is combined, the other is filled.
 _VECTORS = 2
 
 
-# Views of a vector, by what lies in it.
+# Number of cached lists of views.
 _MOST_VIEWS = 16
 
 
 @dataclass
 class _Run:
-    """Operations in a row, of one package of arrays, that all work in place or do not.
+    """Consecutive operations of one array package, either all in place or all not.
 
     Attributes:
-        arrays, in_place: As above.
+        arrays, in_place: Package, and whether they are in place.
         requests: The operations.
         tensors: Their arrays.
-        part: Where these lie in the vector.
-        views: Of the vector, like them.
+        part: Range of these arrays in the vector.
+        views: Views of the vector, in the shapes of the arrays.
     """
 
     arrays: ArrayPackage
@@ -45,12 +45,12 @@ class _Run:
     views: Sequence[Any] = ()
 
     def finish(self, flat: Array) -> None:
-        """Give the operations their results, which lie in the vector."""
+        """Give the operations their results, which are in the vector."""
         results: Sequence[Any] = self.tensors
         if self.in_place:
             self.arrays.copy_all(results, self.views)
         else:
-            # Views of one copy: as many small pieces of memory take three times as long.
+            # Views of one copy, because many small allocations take three times as long.
             results = self.arrays.views(flat[self.part].copy(), results)
         start = 0
         for request in self.requests:
@@ -74,11 +74,11 @@ def _runs(requests: Sequence[NamedRequest]) -> list[_Run]:
 
 
 class FusedVector:
-    """Operations whose arrays lie one behind the other in a vector, which is combined.
+    """Operations whose arrays are consecutive in a vector, which is combined.
 
     Args:
-        requests: Of one dtype, op and pair of factors.
-        runs: The same.
+        requests: Operations with one dtype, op and pair of factors.
+        runs: The same operations, in runs.
         flat: Their vector.
     """
 
@@ -90,9 +90,13 @@ class FusedVector:
         self._lock, self._is_settled = threading.Lock(), False
 
     def combine(self, comm: Communicator, *, blocking: bool) -> None:
-        """Begin to combine the vector, or combine it.
+        """Combine the vector, or start to combine it.
 
-        Collective: yes. Blocking: if so.
+        Args:
+            comm: The ranks.
+            blocking: If true, return when the vector is combined.
+
+        Collective: yes. Blocking: if requested.
         """
         op, self._divisor = combined(self._terms, comm.size)
         for run in self._runs:
@@ -106,7 +110,7 @@ class FusedVector:
             request.handle, request.settle = self._handle, self.settle
 
     def settle(self) -> None:
-        """Give the requests their results, when the vector is combined."""
+        """Wait until the vector is combined, and give the requests their results."""
         if self._handle is not None:
             self._handle.wait()
         with self._lock:
@@ -122,7 +126,7 @@ class FusedVectors:
 
     Args:
         comm: The ranks.
-        most_bytes: Longest vector.
+        most_bytes: Largest size of a vector.
 
     Attributes:
         most_bytes: The same.
@@ -135,19 +139,20 @@ class FusedVectors:
         self._views: dict[Any, Sequence[Any]] = {}
 
     def takes(self, terms: Terms) -> bool:
-        """Return whether an operation is to be fused."""
+        """Return whether an operation will be fused."""
         return terms.fused is not None and terms.nbytes <= self.most_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
-        """Begin operations that can be fused, the same in the same order on all ranks.
+        """Start operations that can be fused, the same in the same order on all ranks.
 
         Args:
-            blocking: Where all are one vector, return when it is combined.
+            requests: The operations.
+            blocking: If true, and all are in one vector, return when it is combined.
 
         Returns:
-            The others.
+            The operations that were not fused.
 
-        Collective: yes. Blocking: yes, where more vectors are needed than there are; or if asked.
+        Collective: yes. Blocking: if `blocking`, or if there are more vectors than memory for them.
         """
         alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others
@@ -158,7 +163,7 @@ class FusedVectors:
             group.append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
         for number, vector in enumerate(vectors):
-            # The first one again in each batch: it is still in the cache.
+            # Each batch starts with the first memory, which is still in the cache.
             self._combine(number % _VECTORS, vector,
                           blocking=blocking and len(vectors) == 1 and not others)
         return others
@@ -194,7 +199,7 @@ class FusedVectors:
         vector.combine(self._comm, blocking=blocking)
 
     def _views_of(self, where: tuple[int, int], part: Array, run: _Run) -> Sequence[Any]:
-        """Return views of a vector like the arrays of a run; from a cache: programs repeat."""
+        """Return views of a vector, like the arrays of a run, from a cache."""
         key = (*where, run.arrays, *[request.terms for request in run.requests])
         views = self._views.get(key)
         if views is None:

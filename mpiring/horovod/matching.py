@@ -1,10 +1,11 @@
-"""Finds the common order of what ranks submit by name, and starts it, fused.
+"""Finds a common order of operations that ranks submit by name, and starts them, fused.
 
 Horovod's users submit named operations in any order on each rank. A rank's operations are cut into
-batches: where it waits for one, where they have so many bytes, or where nothing more comes for a
-moment. For each batch, ranks compare a digest of names and terms, in one short allreduce. Where all
-are equal, which is the rule, the batch starts as it is. Else ranks gather their lists: what all of
-them have submitted starts, in the order of the lowest rank, and the rest waits for the next batch.
+batches. A batch ends when the rank waits for an operation, when it has enough bytes, or after a
+short time without new operations. For each batch, ranks compare a digest of names and terms, in one
+short allreduce. If all are equal, which is the usual case, the batch starts in this order.
+Otherwise ranks gather their lists. Operations that all ranks have submitted start, in the order of
+the lowest rank, and the others wait for the next batch.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
-# The name of the last operation.
+# Name of the last operation.
 _LAST = "barrier.shutdown"
-# When nothing more was submitted for so long, the batch ends; a look every fifth of it.
+# Time without new operations after which a batch ends; checked five times as often.
 _QUIET_S = 5e-3
-# Pauses between two comparisons of what some ranks have not submitted yet.
+# Pauses between two comparisons of operations that some ranks have not submitted.
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
@@ -39,12 +40,12 @@ class Matcher:
     """The operations of a process set.
 
     Args:
-        comm: Its ranks; nothing else may use it.
+        comm: Communicator of its ranks, for this object only.
         ranks: Their numbers among all ranks.
-        fusion_bytes: Tensors are fused into messages of at most so many bytes.
+        fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
 
     Attributes:
-        marks_rounds: Whether traces tell when ranks begin to compare.
+        marks_rounds: Whether traces record when ranks begin to compare.
 
     Collective: yes. Blocking: yes.
     """
@@ -54,8 +55,8 @@ class Matcher:
         self._rank = self._ranks[comm.rank]
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
-        # What was submitted since the last batch ended; batches that wait; what was not on all
-        # ranks. Held to change these: `_lock`; to compare and to start: `_driving`.
+        # Operations since the last batch, waiting batches, and operations that some ranks lack.
+        # `_lock` protects them; `_driving` is held to compare and to start.
         self._open: list[NamedRequest] = []
         self._open_bytes = 0
         self._batches: deque[list[NamedRequest]] = deque()
@@ -63,7 +64,7 @@ class Matcher:
         self._lock, self._driving = threading.Lock(), threading.RLock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
-        # The batch that is compared, its words, and their allreduce.
+        # The batch in comparison, its words, and their allreduce.
         self._compared: list[NamedRequest] = []
         self._words = np.zeros(2, np.int64)
         self._round: Any = None
@@ -77,10 +78,10 @@ class Matcher:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
 
     def submit(self, request: NamedRequest) -> NamedRequest:
-        """Begin an operation, once all ranks have submitted one of its name; return at once.
+        """Submit an operation, which starts once all ranks have submitted its name; return at once.
 
         Raises:
-            ConfigError: One of that name is under way, or an array cannot be sent.
+            ConfigError: An operation of that name is in flight, or an array cannot be sent.
         """
         terms, name = request.terms, request.name
         kind = terms.kind
@@ -91,7 +92,7 @@ class Matcher:
         request.matcher = self
         if not self._fusion.takes(terms) and kind != JOIN:
             request.prepare(self._comm, self._ranks)
-        # First: the thread ends a batch in which nothing has been submitted for a while.
+        # First, because the thread ends a batch without recent operations.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
             before = self._names.get(name)
@@ -112,12 +113,12 @@ class Matcher:
         return request
 
     def _end_batch(self) -> None:
-        """End the batch that is open. The caller holds the lock."""
+        """End the open batch; the caller holds the lock."""
         self._batches.append(self._open)
         self._open, self._open_bytes = [], 0
 
     def start(self, request: NamedRequest) -> None:
-        """Return when an operation has started: all ranks have submitted it.
+        """Return when an operation has started, after all ranks have submitted it.
 
         Collective: yes. Blocking: yes.
         """
@@ -142,7 +143,7 @@ class Matcher:
                 self._end_batch()
 
     def _try_to_advance(self) -> None:
-        """Make progress, unless another thread does."""
+        """Make progress, unless another thread does so."""
         if self._driving.acquire(blocking=False):
             try:
                 self._advance(blocking=False)
@@ -150,7 +151,7 @@ class Matcher:
                 self._driving.release()
 
     def _loop(self) -> None:
-        """Advance what the program does not wait for, as long as there is something."""
+        """Advance operations for which the program does not wait, as long as there are any."""
         while not self._closed:
             self._work.wait()
             while self._open or self._batches or self._left or self._compared:
@@ -163,7 +164,7 @@ class Matcher:
                 try:
                     self._try_to_advance()
                 except MpiringError:
-                    # The program meets it, when it waits.
+                    # The program gets the error when it waits.
                     break
             self._work.clear()
             self._is_awake = False
@@ -171,15 +172,15 @@ class Matcher:
                 self._work.set()
 
     def _advance(self, *, blocking: bool) -> bool:
-        """Compare the next batch, and start what all ranks have; return whether a batch ended.
+        """Compare the next batch, and start its common operations; return whether a batch ended.
 
-        The caller has `_driving`.
+        The caller holds `_driving`.
 
         Args:
-            blocking: Wait for the other ranks.
+            blocking: If true, wait for the other ranks.
 
         Raises:
-            HorovodInternalError: They have not come in time, or one has died.
+            HorovodInternalError: Ranks have not called in time, or one has died.
         """
         if self._failure is not None:
             raise HorovodInternalError(
@@ -201,7 +202,7 @@ class Matcher:
             batch, self._compared, self._round = self._compared, [], None
             self._match(batch, same=self._words[0] == -self._words[1], blocking=blocking)
         except BaseException as error:
-            # Nobody knows how far the ranks have come.
+            # The state of the other ranks is now unknown.
             self._failure = error
             if not isinstance(error, MpiringError):
                 raise
@@ -210,7 +211,7 @@ class Matcher:
         return True
 
     def _next(self) -> bool:
-        """Take the next batch, if there is one, or if what was left is to be compared again."""
+        """Take the next batch, or the remaining operations if it is time to compare them again."""
         with self._lock:
             is_early = not self._left or time.monotonic() < self._retry_s
             if self._closed or not self._batches and is_early:
@@ -228,7 +229,7 @@ class Matcher:
         return True
 
     def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
-        """Start of a batch what all ranks have; keep the rest.
+        """Start the operations of a batch that all ranks have; keep the others.
 
         Collective: yes. Blocking: if batches differ.
         """
@@ -241,7 +242,7 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
-        # On all ranks at once: what one of them has left is never compared again.
+        # All ranks close at once, and remaining operations are never compared again.
         if any(request.name == _LAST for request in ready):
             self._closed = True
         if self._comm.recorder.trace is not None:
@@ -252,7 +253,7 @@ class Matcher:
                 request.start()
 
     def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
-        """Complete this rank's `join`, since all ranks have called it; return the rest."""
+        """Complete this rank's `join`, which all ranks have called; return the other operations."""
         last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
         for request in requests:
             if request.terms.kind == JOIN:
@@ -260,12 +261,12 @@ class Matcher:
             else:
                 rest.append(request)
         self._joined.clear()
-        # Those who joined early have fewer.
+        # Ranks that joined early have submitted fewer operations without names.
         self._unnamed.clear()
         return rest
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
-        """Return what all ranks have submitted, in the order of the lowest; keep the rest."""
+        """Return the operations of all ranks, in the order of the lowest rank; keep the others."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
@@ -274,22 +275,22 @@ class Matcher:
         active = [rank for rank, joined in enumerate(is_joined) if not joined]
         if not active:
             batch, active = self._without_join(batch), list(range(self._comm.size))
-        here = {request.name: request for request in batch}
+        by_name = {request.name: request for request in batch}
         ready = []
         for name, terms in lists[active[0]].items():
             if terms.kind != JOIN and all(name in lists[rank] for rank in active):
                 problem = self._problem(name, lists, active)
-                request = here.pop(name, None)
+                request = by_name.pop(name, None)
                 if problem and request is not None:
                     request.error = HorovodInternalError(problem)
                 elif not problem:
                     ready.append(request or self._zeros(name, terms, batch))
-        self._left = list(here.values())
+        self._left = list(by_name.values())
         self._report(lists)
         return ready
 
     def _problem(self, name: str, lists: Sequence[dict[str, Terms]], active: Sequence[int]) -> str:
-        """Return why an operation that all ranks have submitted cannot run; "" if it can."""
+        """Return the reason why a common operation cannot run; "" if it can."""
         first = active[0]
         terms = lists[first][name]
         for rank in active:
@@ -305,7 +306,7 @@ class Matcher:
         return ""
 
     def _zeros(self, name: str, terms: Terms, batch: Sequence[NamedRequest]) -> NamedRequest:
-        """Return this rank's part, after `join`, in what the others have submitted."""
+        """Return this rank's part, after `join`, in an operation of the others."""
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
@@ -315,12 +316,12 @@ class Matcher:
         return request
 
     def _join(self, ranks: Iterable[int]) -> None:
-        """Note which ranks have called `join`, and since when."""
+        """Record the ranks that have called `join`, and the round."""
         for rank in ranks:
             self._joined.setdefault(rank, self._rounds)
 
     def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
-        """Warn of what other ranks have not submitted for long; end what they never submit."""
+        """Warn about operations that other ranks lack for long; fail them after the timeout."""
         config, now_s = self._comm.config, time.monotonic()
         for request in tuple(self._left):
             waited_s = now_s - request.submitted_s
@@ -337,7 +338,7 @@ class Matcher:
                 self._warn([request], text)
 
     def _warn(self, requests: Sequence[NamedRequest], text: str) -> None:
-        """Say now and then what this rank has waited for too long."""
+        """Warn, at intervals, about operations for which this rank has waited too long."""
         now_s, limit_s = time.monotonic(), self._comm.config.stall_warning_s
         since_s = max(self._warned_s, requests[0].submitted_s) if requests else now_s
         if limit_s and now_s - since_s > limit_s:
@@ -346,10 +347,10 @@ class Matcher:
                          now_s - requests[0].submitted_s, _listed(requests), text)
 
     def finish(self, request: NamedRequest) -> Any:
-        """Return the result of an operation, when it is complete.
+        """Return the result of an operation when it is complete.
 
         Raises:
-            HorovodInternalError: It has failed.
+            HorovodInternalError: The operation has failed.
 
         Collective: yes. Blocking: yes.
         """
@@ -375,14 +376,14 @@ class Matcher:
             raise HorovodInternalError(f"{request.name}: {error}") from error
 
     def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
-        """Record an operation as Horovod does: how long ranks came, how long it took then."""
+        """Record the waiting time for other ranks and the duration, as Horovod does."""
         kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
         trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
                    tensor=request.name)
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def close(self) -> None:
-        """Wait for the ranks, and end; what a rank has not waited for may be lost.
+        """Wait for the ranks, then close; operations without a wait may be lost.
 
         Collective: yes. Blocking: yes.
         """

@@ -1,4 +1,4 @@
-"""Horovod's operations on arrays: what its functions check, name and submit."""
+"""Horovod's operations on arrays: checks of arguments, names and submission."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +15,13 @@ Arrays = Sequence[Any]
 class Operations:
     """Horovod's functions on the arrays of one package.
 
-    Ranks find each other's operations by name, in any order; those without a name are numbered.
-    `..._async` returns a handle for `poll` and `synchronize`; a name that ends with `_` works in
-    place; `grouped_...` takes a list, as one operation. All ranks of the `process_set` call it.
+    Ranks match operations by name, in any order; operations without a name are numbered. A function
+    `..._async` returns a handle for `poll` and `synchronize`. A name that ends with `_` works in
+    place. A function `grouped_...` accepts a list, as one operation. All ranks of the `process_set`
+    must call it.
 
     Args:
-        arrays: Of the package; see requests.ArrayPackage.
+        arrays: Functions of the package; see requests.ArrayPackage.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -45,18 +46,24 @@ class Operations:
             NamedRequest(arrays, name or "", terms, tensors, in_place, single, splits))
 
     def poll(self, handle: Any) -> bool:
-        """Return whether an operation is complete: then `synchronize` returns at once.
+        """Return whether an operation is complete, so that `synchronize` returns at once.
+
+        Args:
+            handle: Handle of the operation.
 
         Collective: no. Blocking: no.
         """
         return not isinstance(handle, NamedRequest) or bool(handle.matcher.poll(handle))
 
     def synchronize(self, handle: Any) -> Any:
-        """Return the result of an operation, when it is complete.
+        """Return the result of an operation when it is complete.
+
+        Args:
+            handle: Handle of the operation.
 
         Raises:
-            HorovodInternalError: Ranks have submitted different things under its name, or one of
-                them never did, or has died.
+            HorovodInternalError: Ranks have submitted different operations under its name, a rank
+                never submitted it, or a rank has died.
 
         Collective: yes. Blocking: yes.
         """
@@ -64,7 +71,7 @@ class Operations:
 
     def _differentiable(self, run: Callable[[Arrays], Arrays],
                         backward: Callable[[Arrays], Arrays], tensors: Arrays) -> Arrays:
-        """Return `run(tensors)`; where gradients are recorded, `backward` makes them."""
+        """Return `run(tensors)`; if gradients are recorded, `backward` computes them."""
         return run(tensors)
 
     def _compressed(self, run: Callable[[Arrays], Arrays], backward: Callable[[Arrays], Arrays],
@@ -79,20 +86,20 @@ class Operations:
                         op: int | None = None, prescale_factor: float = 1.0,
                         postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to combine an array over all ranks, and return a handle of the new array.
+        """Start to combine an array over all ranks, and return a handle of the new array.
 
         Args:
-            tensor: The same shape and dtype on all ranks.
-            average: Use `op`.
-            name: The same on all ranks.
-            op: Average (the default), Sum, Adasum, Min, Max, Product. An average of whole numbers
-                is rounded toward zero.
-            prescale_factor, postscale_factor: Multiply what goes in, and what comes out.
-            process_set: The ranks.
+            tensor: Array with the same shape and dtype on all ranks.
+            average: Former argument of Horovod; use `op`.
+            name: Name of the operation, the same on all ranks.
+            op: Reduction: Average (the default), Sum, Adasum, Min, Max or Product. An average of
+                integers is rounded toward zero.
+            prescale_factor, postscale_factor: Factors of the array and of the result.
+            process_set: Ranks that combine the array.
 
         Raises:
-            HorovodInternalError: One of this name is under way.
-            ValueError: The array or the op cannot work.
+            HorovodInternalError: An operation of this name is in flight.
+            ValueError: The array or the op is not supported.
 
         Collective: yes. Blocking: no.
         """
@@ -104,7 +111,7 @@ class Operations:
                          op: int | None = None, prescale_factor: float = 1.0,
                          postscale_factor: float = 1.0,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to combine an array over all ranks, in place; see `allreduce_async`."""
+        """Start to combine an array over all ranks, in place; see `allreduce_async`."""
         return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor), -1, True,
                             True)
@@ -113,7 +120,13 @@ class Operations:
                   compression: Any = Compression.none, op: int | None = None,
                   prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                   process_set: ProcessSet = global_process_set) -> Any:
-        """Return the combination of an array over all ranks; see `allreduce_async`.
+        """Return the combination of an array over all ranks.
+
+        Args:
+            tensor: Array with the same shape and dtype on all ranks.
+            compression: Compression of the message; see Compression.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -135,7 +148,7 @@ class Operations:
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
             process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to combine arrays over all ranks; see `allreduce_async`."""
+        """Start to combine arrays over all ranks; see `allreduce_async`."""
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor))
 
@@ -143,7 +156,7 @@ class Operations:
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
             process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to combine arrays over all ranks, in place; see `allreduce_async`."""
+        """Start to combine arrays over all ranks, in place; see `allreduce_async`."""
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor),
                             in_place=True)
@@ -153,7 +166,13 @@ class Operations:
                           op: int | None = None, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-        """Return the combinations of arrays over all ranks; see `allreduce_async`.
+        """Return the combinations of arrays over all ranks.
+
+        Args:
+            tensors: Arrays with the same shapes and dtypes on all ranks.
+            compression: Compression of the messages; see Compression.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -182,13 +201,13 @@ class Operations:
 
     def allgather_async(self, tensor: Any, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to put all ranks' arrays one behind the other; see `grouped_allgather_async`."""
+        """Start to concatenate all ranks' arrays; see `grouped_allgather_async`."""
         return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
                             single=True)
 
     def allgather(self, tensor: Any, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
-        """Return all ranks' arrays one behind the other; see `grouped_allgather_async`.
+        """Return the concatenation of all ranks' arrays; see `grouped_allgather_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -196,11 +215,13 @@ class Operations:
 
     def grouped_allgather_async(self, tensors: Arrays, name: str | None = None,
                                 process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to put all ranks' arrays one behind the other, and return a handle.
+        """Start to concatenate all ranks' arrays along the first dimension; return a handle.
 
         Args:
-            tensors: Of the same dtypes and shapes on all ranks, but for the first dimensions.
-            name, process_set: As for `allreduce_async`.
+            tensors: Arrays with the same dtypes and shapes on all ranks, except for the first
+                dimensions.
+            name: Name of the operation, the same on all ranks.
+            process_set: Ranks whose arrays are concatenated.
 
         Collective: yes. Blocking: no.
         """
@@ -208,7 +229,7 @@ class Operations:
 
     def grouped_allgather(self, tensors: Arrays, name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-        """Return all ranks' arrays one behind the other; see `grouped_allgather_async`.
+        """Return the concatenations of all ranks' arrays; see `grouped_allgather_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -238,12 +259,13 @@ class Operations:
 
     def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to copy an array of one rank, and return a handle of the copy.
+        """Start to copy an array of one rank, and return a handle of the copy.
 
         Args:
-            tensor: The same shape and dtype on all ranks.
-            root_rank: The rank, among all ranks.
-            name, process_set: As for `allreduce_async`.
+            tensor: Array with the same shape and dtype on all ranks.
+            root_rank: Rank whose array is copied, among all ranks.
+            name: Name of the operation, the same on all ranks.
+            process_set: Ranks that get the array.
 
         Collective: yes. Blocking: no.
         """
@@ -251,7 +273,7 @@ class Operations:
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to copy an array of one rank to those of all; see `broadcast_async`."""
+        """Start to copy an array of one rank to the arrays of all ranks; see `broadcast_async`."""
         return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
 
     def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
@@ -271,7 +293,7 @@ class Operations:
 
     def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Any:
-        """Copy an array of one rank to those of all; see `broadcast_async`.
+        """Copy an array of one rank to the arrays of all ranks; see `broadcast_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -281,19 +303,21 @@ class Operations:
 
     def alltoall_async(self, tensor: Any, splits: Any = None, name: str | None = None,
                        process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Begin to send some rows of an array to each rank.
+        """Start to send rows of an array to each rank.
 
         Args:
-            tensor: Of the same dtype and shape on all ranks, but for the first dimension.
-            splits: How many rows go to each rank, whole numbers; by default, equally many.
-            name, process_set: As for `allreduce_async`.
+            tensor: Array with the same dtype and shape on all ranks, except for the first
+                dimension.
+            splits: Number of rows for each rank, whole numbers; by default, equal numbers.
+            name: Name of the operation, the same on all ranks.
+            process_set: Ranks that exchange rows.
 
         Returns:
-            The handle, for which `synchronize` returns the rows that have arrived, in the order of
-            ranks, and how many came from each.
+            A handle. Its `synchronize` returns the received rows, in the order of ranks, and the
+            number of rows from each rank.
 
         Raises:
-            ValueError: The rows cannot be shared like that.
+            ValueError: The rows cannot be divided like this.
 
         Collective: yes. Blocking: no.
         """
@@ -313,7 +337,8 @@ class Operations:
         """Return the rows that all ranks have sent to this one; see `alltoall_async`.
 
         Returns:
-            The rows; where `splits` was passed, a pair of the rows and how many came from each.
+            The rows. If `splits` was passed, a pair of the rows and the number of rows from each
+            rank.
 
         Collective: yes. Blocking: yes.
         """
@@ -337,7 +362,7 @@ class Operations:
                             process_set: ProcessSet = global_process_set,
                             prescale_factor: float = 1.0,
                             postscale_factor: float = 1.0) -> NamedRequest:
-        """Begin to combine an array; each rank gets some rows; see `grouped_reducescatter_async`.
+        """Start to combine an array, and give rows to each rank; see `grouped_reducescatter_async`.
         """
         return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, None), (prescale_factor, postscale_factor), single=True)
@@ -358,12 +383,15 @@ class Operations:
                                     process_set: ProcessSet = global_process_set,
                                     prescale_factor: float = 1.0,
                                     postscale_factor: float = 1.0) -> NamedRequest:
-        """Begin to combine arrays over all ranks, of which each rank gets some rows.
+        """Start to combine arrays over all ranks, each of which gets some rows.
 
         Args:
-            tensors: As for `allreduce_async`. Of n rows, the first n % size ranks get one more
-                than the others.
-            name, op, process_set, prescale_factor, postscale_factor: As there.
+            tensors: Arrays with the same shapes and dtypes on all ranks. Of n rows, the first
+                n % size ranks get one more than the others.
+            name: Name of the operation, the same on all ranks.
+            op: Reduction, as for `allreduce_async`.
+            process_set: Ranks that combine the arrays.
+            prescale_factor, postscale_factor: Factors of the arrays and of the results.
 
         Collective: yes. Blocking: no.
         """
@@ -403,10 +431,10 @@ class Operations:
         self._bare("barrier", process_set)
 
     def join(self, device: int = -1) -> int:
-        """Take part with zeros in what the others combine, until all ranks have called.
+        """Contribute zeros to the reductions of other ranks, until all ranks have called.
 
         Args:
-            device: Ignored.
+            device: Argument for compatibility with Horovod; ignored.
 
         Returns:
             The rank that has called last.

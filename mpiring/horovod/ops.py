@@ -1,4 +1,4 @@
-"""Horovod's reductions: their numbers, and what mpiring calls them."""
+"""Horovod's reductions: their numbers, and their names in mpiring."""
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
 ADASUM, MEAN = "adasum", "mean"
@@ -6,11 +6,11 @@ OP_NAMES = {Average: MEAN, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", P
 
 
 def op_named(op: int | None, average: bool | None) -> str:
-    """Return mpiring's name of a reduction.
+    """Return the name of a reduction in mpiring.
 
     Args:
-        op: One of Horovod's; None for a mean.
-        average: What was passed instead, before Horovod had ops.
+        op: Number of a Horovod reduction; None for a mean.
+        average: Former argument of Horovod, instead of `op`.
 
     Raises:
         ValueError: Both were passed, or there is no such op.

@@ -1,4 +1,4 @@
-"""Sets of ranks that run collectives among themselves, as Horovod's users know them."""
+"""Horovod's process sets: sets of ranks that run collectives among themselves."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,20 +12,21 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
-    """Ranks that run collectives among themselves: an argument of every collective.
+    """Ranks that run collectives among themselves; an argument of every collective.
 
     Pass it to `init` or to `add_process_set` first, on every rank.
 
     Args:
-        ranks_or_comm: The ranks, or an mpi4py communicator of them.
+        ranks_or_comm: Ranks, or an mpi4py communicator of them.
 
     Attributes:
-        process_set_id: 0 for all ranks; None before `init`, and after the set was removed.
-        ranks: In ascending order.
-        mpi_comm: The communicator, if it was made of one.
+        process_set_id: Number of the set, 0 for all ranks; None before `init`, and after the set
+            was removed.
+        ranks: Ranks in ascending order.
+        mpi_comm: The communicator, if one was passed.
 
     Raises:
-        ValueError: Neither ranks nor a communicator.
+        ValueError: The argument is neither ranks nor a communicator.
     """
 
     process_set_id: int | None = None
@@ -68,10 +69,10 @@ class ProcessSet:
 
     @property
     def comm(self) -> Communicator:
-        """The set's ranks, for operations that all of them call in the same order.
+        """Communicator of the set's ranks, for calls in the same order on all of them.
 
         Raises:
-            ValueError: Before `init`, or this rank is not in the set.
+            ValueError: `init` was not called, or this rank is not in the set.
         """
         if self.process_set_id is None:
             raise ValueError(NOT_INITIALIZED if self.ranks is None or not self.ranks else
@@ -82,19 +83,19 @@ class ProcessSet:
 
     @property
     def matcher(self) -> Matcher:
-        """What finds the order of the set's operations.
+        """Matcher of the set's operations.
 
-        Raises: as `comm`.
+        Raises the errors of `comm`.
         """
         if self._matcher is None:
             raise ValueError(f"rank {self.comm.rank}: {self} has no operations any more")
         return self._matcher
 
     def root(self, rank: int) -> int:
-        """Return the number within the set of one of all ranks.
+        """Return the number within the set of a rank, given among all ranks.
 
         Raises:
-            ValueError: It is not in the set.
+            ValueError: The rank is not in the set.
         """
         if self.ranks is None or rank not in self.ranks:
             raise ValueError(f"root_rank={rank!r}: expected one of the ranks of {self}")
@@ -107,7 +108,7 @@ class ProcessSet:
         self._comm, self._matcher = comm, matcher
 
     def mark_rounds(self, marks: bool) -> None:
-        """Record in traces when ranks begin to compare what they have submitted, or do not."""
+        """Set whether traces record when ranks begin to compare their operations."""
         if self._matcher is not None:
             self._matcher.marks_rounds = marks
 
@@ -123,7 +124,7 @@ class ProcessSet:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Forget the number and the communicators, whatever becomes of them."""
+        """Forget the number and the communicators without closing them."""
         self.process_set_id = self._comm = self._matcher = None
 
 
@@ -131,11 +132,12 @@ def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> li
     """Return the ranks of a set, which must be the same on all ranks.
 
     Args:
-        world: All ranks.
-        world_mpi: Their MPI communicator, of which a set's own communicator is a part.
+        process_set: The set.
+        world: Communicator over all ranks.
+        world_mpi: Their MPI communicator, which contains that of the set.
 
     Raises:
-        ValueError: There is no such rank, or ranks pass other sets; on all ranks.
+        ValueError: There is no such rank, or sets differ between ranks; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """

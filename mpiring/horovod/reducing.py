@@ -1,4 +1,4 @@
-"""Chooses the Reducer that combines gradients as Horovod's arguments say."""
+"""Chooses the Reducer for Horovod's arguments."""
 
 from typing import Any
 
@@ -16,8 +16,9 @@ class Combined:
     """Combines gradients by the op of an allreduce.
 
     Args:
-        op: As in `Communicator.allreduce`.
-        predivide: Divisor of all gradients before a sum; the mean is divided by the rest after it.
+        op: Reduction, as in `Communicator.allreduce`.
+        predivide: Divisor of all gradients before the sum. The sum is divided by the rest of the
+            number of ranks.
     """
 
     def __init__(self, op: str, predivide: float = 1.0) -> None:
@@ -42,16 +43,16 @@ class Combined:
 def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
     """Return the Reducer for an optimizer's arguments.
 
-    It leaves the mean also for Sum; see `weight_of`. Compression is for means and sums only: other
-    results are sent as they are.
+    For Sum it also returns the mean; see SumWeighing. Only means and sums are compressed.
 
     Args:
-        op: One of Horovod's numbers.
+        op: Number of a Horovod reduction.
         compression: `Compression.none`, `Compression.fp16`, or a Reducer.
-        predivide: Horovod's `gradient_predivide_factor`; no compressed sum needs it.
+        predivide: Horovod's `gradient_predivide_factor`; ignored for compressed sums, which do not
+            need it.
 
     Raises:
-        ConfigError: There is no such op, or the compression is another one.
+        ConfigError: There is no such op or compression.
     """
     reduces = not isinstance(compression, type) and callable(getattr(compression, "reduce", None))
     if not reduces and compression not in (Compression.none, Compression.fp16):

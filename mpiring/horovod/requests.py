@@ -1,4 +1,4 @@
-"""Operations that a rank submits by name: what ranks must have in common, and how each one runs."""
+"""Operations that ranks submit by name: the terms on which ranks must agree, and execution."""
 
 import functools
 import math
@@ -23,13 +23,13 @@ from .ops import ADASUM, MEAN
 
 
 JOIN = "join"
-# They have rows.
+# Operations on rows.
 _BY_ROWS = ("allgather", "reducescatter", "alltoall")
 DTYPES = (*FLOATING, *COMPLEX, *INTEGER, "bool")
 
 
 class HorovodInternalError(MpiringError, RuntimeError):
-    """An operation failed: ranks submitted different things under one name, or one has died."""
+    """An operation has failed: ranks used one name for different operations, or a rank has died."""
 
 
 class RequestBuffers(Protocol):
@@ -48,11 +48,11 @@ class RequestBuffers(Protocol):
         """Return an array's bytes as a vector."""
 
     def settled(self, schedule: Schedule[Any]) -> Schedule[Any]:
-        """Run a schedule, and bring results to where the user expects them."""
+        """Run a schedule, then copy results to the user's arrays."""
 
 
 class ArrayPackage(Protocol):
-    """What operations need of a package of arrays: NumPy, or PyTorch."""
+    """Functions that operations need from an array package, NumPy or PyTorch."""
 
     def array(self, x: Any) -> Any:
         """Return an argument as an array."""
@@ -61,55 +61,56 @@ class ArrayPackage(Protocol):
         """Return the name of a dtype, the same in all packages."""
 
     def device(self, x: Any) -> str:
-        """Return "" for an array in host memory, else the type of its device."""
+        """Return "" for an array in host memory, otherwise the type of its device."""
 
     def copy(self, x: Any) -> Any:
         """Return a contiguous copy of an array."""
 
     def empty(self, shape: Sequence[int], like: Any) -> Any:
-        """Return an array of another shape, with dtype and device of `like`."""
+        """Return an array of another shape, with the dtype and device of `like`."""
 
     def zeros(self, dtype: str, shape: Sequence[int], device: str) -> Any:
         """Return zeros."""
 
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
-        """Multiply an array, in place, and divide it; whole numbers are rounded toward zero."""
+        """Multiply an array, in place, and divide it; integers are rounded toward zero."""
 
     def lend(self, *, staged: bool) -> RequestBuffers:
-        """Return what lends the arrays of one operation; if `staged`, copies in host memory."""
+        """Return buffers for the arrays of one operation; if `staged`, copies in host memory."""
 
     def to_bytes(self, x: Any) -> Array:
         """Return an array's bytes, in host memory."""
 
     def from_bytes(self, raw: Array, shape: Sequence[int], like: Any) -> Any:
-        """Return bytes as an array, with dtype and device of `like`."""
+        """Return bytes as an array, with the dtype and device of `like`."""
 
     def splits(self, given: Any) -> list[int]:
-        """Return the rows for each rank as a list."""
+        """Return the number of rows for each rank as a list."""
 
     def counts(self, rows: Array, given: Any) -> Any:
-        """Return the rows from each rank, of the type that the user has given."""
+        """Return the number of rows from each rank, in the type of the user's splits."""
 
     def views(self, flat: Array, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return views of a vector in the shapes of arrays, one behind the other."""
+        """Return views of consecutive parts of a vector, in the shapes of arrays."""
 
     def copy_all(self, outs: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """Copy arrays into others."""
+        """Copy arrays to other arrays."""
 
 
-# Compared by identity: there is one of each, from a cache.
+# Compared by identity, because a cache ensures that equal terms are one object.
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What ranks must have in common in an operation.
+    """The terms of an operation, on which ranks must agree.
 
     Attributes:
         kind: "allreduce", "allgather", ...
-        dtypes, shapes: Of its arrays; where first dimensions may differ, without these.
-        op: mpiring's name of a reduction.
-        root: The rank that broadcasts, among all ranks; else -1.
-        factors: Prescale and postscale.
-        device: "" for host memory.
-        nbytes: Of its arrays; need not agree.
+        dtypes, shapes: Dtypes and shapes of its arrays; without first dimensions if these may
+            differ.
+        op: Name of the reduction in mpiring.
+        root: Rank that broadcasts, among all ranks; otherwise -1.
+        factors: Prescale and postscale factor.
+        device: Type of the device; "" for host memory.
+        nbytes: Number of bytes of its arrays, on which ranks need not agree.
     """
 
     kind: str
@@ -123,24 +124,24 @@ class Terms:
 
     @functools.cached_property
     def text(self) -> str:
-        """All that must agree."""
+        """Text with all terms on which ranks must agree."""
         return repr((self.kind, *self.common))
 
     @property
     def common(self) -> tuple[Any, ...]:
-        """All that must agree but the kind."""
+        """All terms on which ranks must agree, except the kind."""
         return self.dtypes, self.shapes, self.op, self.root, self.factors, self.device
 
     @functools.cached_property
     def fused(self) -> tuple[Any, ...] | None:
-        """What operations have in common that travel as one vector; None where that cannot be."""
+        """Common terms of operations that are fused into one vector; None if not possible."""
         if self.kind != "allreduce" or self.op == ADASUM or self.device or len(
                 set(self.dtypes)) != 1:
             return None
         return self.dtypes[0], self.op, self.factors
 
     def difference(self, other: "Terms") -> str:
-        """Return in Horovod's words how the terms of another rank differ."""
+        """Return the difference from the terms of another rank, in Horovod's words."""
         pairs: list[tuple[str, str, Any, Any]] = [
             ("data types", "had type", a, b) for a, b in zip(self.dtypes, other.dtypes)]
         pairs += [(f"{self.kind} tensor shapes", "sent a tensor of shape", list(a), list(b))
@@ -159,10 +160,10 @@ class Terms:
 @functools.lru_cache(maxsize=4096)
 def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
              op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
-    """Return the terms of an operation; from a cache, since programs repeat themselves."""
+    """Return the terms of an operation, from a cache, because programs repeat operations."""
     names = tuple(map(arrays.dtype_name, dtypes))
     for name in names if op else ():
-        # Says what is wrong with an op on a dtype.
+        # This raises an error if the op is undefined for the dtype.
         reduction("sum" if op in (MEAN, ADASUM) else op, dtype_named(name, DTYPES), 1)
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     first = 1 if kind in ("allgather", "alltoall") else 0
@@ -182,23 +183,23 @@ class NamedRequest:
     """An operation that a rank has submitted; Horovod's handle.
 
     Args:
-        arrays: Of the package of its arrays.
-        name: The same on all ranks.
-        terms: What ranks must have in common.
+        arrays: Functions of the package of its arrays.
+        name: Name, the same on all ranks.
+        terms: Terms on which ranks must agree.
         tensors: Its arrays.
-        in_place: They take the results.
-        single: There is one, and the result is not a list.
-        splits: Of an alltoall: the rows for each rank, as a list and as the user passed them.
+        in_place: If true, results are written to these arrays.
+        single: If true, there is one array, and the result is not a list.
+        splits: Numbers of rows that an alltoall sends to each rank, as a list and as passed.
 
-    Attributes: as the arguments, and
-        handle: Of the operation under way; None before.
-        error: What has ended it.
-        start: Begins it, once all ranks have submitted it, where it was prepared.
-        settle: Called when the operation is complete: sets its results.
-        results: What it returns.
-        rows: Of each array of an allgather, how many rows came from each rank.
-        submitted_s, started_s: When; in `time.monotonic`. The latter only for traces.
-        matcher: Where it was submitted.
+    Attributes:
+        handle: Handle of the operation in flight; None before.
+        error: Error that has ended it.
+        start: Function that starts a prepared operation, once all ranks have submitted it.
+        settle: Function that sets the results once the operation is complete.
+        results: Results of the operation.
+        rows: Number of rows from each rank, for each array of an allgather.
+        submitted_s, started_s: Times in `time.monotonic`; the second one only for traces.
+        matcher: Matcher to which it was submitted.
     """
 
     handle: Handle[Any] | None = None
@@ -235,12 +236,12 @@ class NamedRequest:
             raise self.error
         if self.settle is not None:
             self.settle()
-        # They may live long: handles are kept in lists.
+        # Programs keep handles in lists, so this frees the memory early.
         self.start = self.settle = self.handle = None
         self.tensors = ()
 
     def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Lend the arrays, as they are on the user's stream now; for what is not fused.
+        """Lend the arrays in their state on the user's stream; for operations without fusion.
 
         Args:
             comm: The ranks.
@@ -269,7 +270,8 @@ class NamedRequest:
 
         self.start = start
 
-    # Kinds of operations: each returns what builds the schedule, and what returns the results.
+    # Kinds of operations. Each returns a function that builds the schedule, and one that returns
+    # the results.
 
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, terms = self._outputs(), self.terms
@@ -347,13 +349,13 @@ class NamedRequest:
         return lambda collectives: collectives.barrier(), lambda: [None]
 
     def _outputs(self) -> Sequence[Any]:
-        """Return what takes the results: the arrays, or copies; multiplied by the first factor."""
+        """Return the arrays for the results, or copies, multiplied by the first factor."""
         if not self.in_place:
             return self._scaled(map(self.arrays.copy, self.tensors), copied=True)
         return self._scaled(self.tensors, copied=True)
 
     def _scaled(self, arrays: Iterable[Any], *, copied: bool = False) -> Sequence[Any]:
-        """Multiply arrays by the first factor, in place if they are copies; return the results."""
+        """Return arrays multiplied by the first factor, in place if they are copies."""
         results = list(arrays)
         if self.terms.factors[0] != 1:
             results = results if copied else [*map(self.arrays.copy, results)]
@@ -362,7 +364,7 @@ class NamedRequest:
         return results
 
     def _after(self, outs: Sequence[Any], divisor: int) -> Callable[[], Sequence[Any]]:
-        """Return what scales results by the second factor, and returns them."""
+        """Return a function that scales results by the second factor and returns them."""
         def results() -> Sequence[Any]:
             for out in outs:
                 if self.terms.factors[1] != 1 or divisor != 1:
@@ -378,8 +380,8 @@ _KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broad
 
 
 def combined(terms: Terms, size: int) -> tuple[str, int]:
-    """Return the op by which contributions are combined, and by what the result is divided."""
-    # A mean of whole numbers is a sum, divided and rounded toward zero.
+    """Return the op for the contributions, and the divisor of the result."""
+    # A mean of integers is a sum that is divided and rounded toward zero.
     if terms.op == MEAN and terms.dtypes[0].startswith(("int", "uint")):
         return "sum", size
     return terms.op, 1
@@ -392,7 +394,7 @@ def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
 
 def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
                op: str) -> Schedule[None]:
-    """Combine chunk r on rank r, into `out`."""
+    """Combine chunk r on rank r into `out`."""
     rank = collectives.rank
     copy_to(out, chunks[rank])
     yield from collectives.reduce_scatter_chunks(
@@ -400,14 +402,14 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
 
 
 def _bounds(rows: Any, like: Any) -> list[int]:
-    """Return where bytes are cut that hold so many rows for each rank."""
+    """Return the offsets that divide bytes into parts with a number of rows for each rank."""
     bounds: list[int] = (np.cumsum([0, *rows]) * math.prod(like.shape[1:])
                          * like.dtype.itemsize).tolist()
     return bounds
 
 
 def _in_chunks(rows: Any, like: Any) -> tuple[Array, list[Array]]:
-    """Return memory for so many rows of each rank, as a whole and cut."""
+    """Return memory for a number of rows of each rank, undivided and divided."""
     bounds = _bounds(rows, like)
     raw = np.empty(bounds[-1], np.uint8)
     return raw, cut(raw, bounds)

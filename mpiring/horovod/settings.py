@@ -1,4 +1,4 @@
-"""Settings by the HOROVOD_* variables, and which of these are ignored."""
+"""Settings from HOROVOD_* variables, and the list of ignored variables."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,9 @@ from ..config import Config, given_variables
 from ..errors import ConfigError
 from ..launch.environment import horovod_variables
 
-# Results of what is fused are views of one copy: whoever keeps one, keeps it whole.
+# Fused results are views of one copy. A program that keeps one result keeps the complete copy.
 _FUSION_BYTES = 8 << 20
-# Those that change nothing here, and why.
+# Variables without effect, and the reason.
 _IGNORED = {
     "HOROVOD_AUTOTUNE": "algorithms are measured without it, once per cluster",
     "HOROVOD_AUTOTUNE_LOG": "`python -m mpiring tune` prints what it measures",
@@ -22,7 +22,7 @@ _IGNORED = {
     "HOROVOD_THREAD_AFFINITY": "bind ranks by the launcher",
     "HOROVOD_TIMELINE_MARK_CYCLES": "there are no cycles",
 }
-# These ask for what is so anyway; or they are for a build, or for horovodrun.
+# Variables that request the default behavior, or concern a build or horovodrun.
 _NEEDLESS = ("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_LOG_",
              "HOROVOD_ELASTIC", "HOROVOD_STALL_CHECK_DISABLE")
 
@@ -32,10 +32,10 @@ class HorovodSettings:
     """Settings of a program that calls Horovod's functions.
 
     Attributes:
-        config: Of the communicators.
-        fusion_bytes: Tensors are fused into messages of at most so many bytes.
-        bucket_bytes: The same for gradients; None where no variable says so.
-        ignored: Variables that change nothing, each with why.
+        config: Settings of the communicators.
+        fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
+        bucket_bytes: The same size for gradients; None if no variable sets it.
+        ignored: Variables without effect, each with the reason.
     """
 
     config: Config
@@ -45,10 +45,10 @@ class HorovodSettings:
 
 
 def settings() -> HorovodSettings:
-    """Return the settings by the HOROVOD_* variables; MPIRING_* variables come before them.
+    """Return the settings from HOROVOD_* variables; MPIRING_* variables take precedence.
 
     Raises:
-        ConfigError: A variable is no number.
+        ConfigError: A variable is not a number.
     """
     given = horovod_variables()
     fields: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def settings() -> HorovodSettings:
 
 
 def _number(given: dict[str, str], name: str) -> float | None:
-    """Take a variable out of those that are given, as a number."""
+    """Remove a variable from the given ones, and return it as a number."""
     text = given.pop(name, "")
     try:
         return float(text) if text else None

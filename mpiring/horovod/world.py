@@ -1,6 +1,6 @@
 """All ranks of a program that calls Horovod's functions: `init`, `rank`, `size`, process sets.
 
-Horovod's functions take no communicator, so this is the one place of the package that keeps one.
+Horovod's functions take no communicator, so only this file of the package keeps a global one.
 """
 
 import atexit
@@ -26,23 +26,23 @@ _log = logging.getLogger("mpiring")
 
 
 class HorovodWorld:
-    """All ranks, and the sets of them that have operations.
+    """All ranks, and their process sets.
 
     Args:
-        comm: All ranks.
+        comm: Communicator over all ranks.
         mpi_comm: Their MPI communicator.
-        settings: Of the HOROVOD_* variables.
+        settings: Settings of the HOROVOD_* variables.
 
     Attributes:
-        comm: All ranks.
-        settings: As above.
+        comm: Communicator over all ranks.
+        settings: The settings.
 
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
-        # Results are as long in each step.
+        # Results have the same length in each step, so that freed memory can be reused.
         keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
@@ -52,8 +52,12 @@ class HorovodWorld:
     def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
         """Give a process set its number, and operations among its ranks.
 
+        Args:
+            process_set: The set.
+            ranks: Its ranks; by default, those of the set.
+
         Raises:
-            ValueError: There is a set of these ranks already; or as `ranks_of`.
+            ValueError: A set of these ranks exists, or `ranks_of` raises it.
 
         Collective: yes, among all ranks. Blocking: yes.
         """
@@ -72,7 +76,7 @@ class HorovodWorld:
         self._sets.append(process_set)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """End the operations of a set; return whether it was one, and not that of all ranks.
+        """End the operations of a set; return False if it does not exist or is that of all ranks.
 
         Collective: yes, among all ranks. Blocking: yes.
         """
@@ -84,7 +88,7 @@ class HorovodWorld:
         return True
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Begin a trace; see the function."""
+        """Start a trace; see the function."""
         self.stop_timeline()
         self._timeline = os.path.abspath(path)
         self.comm.start_trace(f"{self._timeline}.ranks")
@@ -109,9 +113,9 @@ class HorovodWorld:
         self.comm.close()
 
     def abandon(self) -> None:
-        """End and forget all sets, since a rank has died and `comm` was abandoned."""
+        """End and forget all sets, because a rank has died and `comm` was abandoned."""
         for process_set in self._sets:
-            # Ends the matcher's thread; the communicators raise, as nobody can be waited for.
+            # Ends the matcher's thread. The communicators raise errors, as a rank is missing.
             with contextlib.suppress(MpiringError):
                 process_set.close()
             process_set.invalidate()
@@ -122,10 +126,10 @@ _world: HorovodWorld | None = None
 
 
 def world() -> HorovodWorld:
-    """Return what `init` has made.
+    """Return the world that `init` has created.
 
     Raises:
-        ValueError: `init` was not called, or `shutdown` was.
+        ValueError: `init` was not called, or `shutdown` was called after it.
     """
     if _world is None:
         raise ValueError(NOT_INITIALIZED)
@@ -134,14 +138,15 @@ def world() -> HorovodWorld:
 
 def init(comm: Any = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Start MPI unless it runs, and begin with all its ranks; a second call changes nothing.
+    """Start MPI if necessary, and begin with all its ranks; a second call has no effect.
 
     Args:
-        comm: An mpi4py communicator, or a list of ranks of the world, instead of all ranks.
-        process_sets: Those to begin with. More can be added at any time: "dynamic" is accepted.
+        comm: An mpi4py communicator, or a list of ranks of the world, to replace all ranks.
+        process_sets: Process sets to begin with. "dynamic" is accepted, because sets can be added
+            at any time.
 
     Raises:
-        ValueError: A process set is a duplicate, or is of ranks that are none.
+        ValueError: A process set is a duplicate, or has ranks that do not exist.
         LaunchError: The launcher was asked for several ranks, but this process is alone.
 
     Collective: yes. Blocking: yes.
@@ -156,7 +161,7 @@ def _communicator_of(comm: Any) -> Any:
     everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
     if not comm:
         return everyone
-    # MPI's own call ends at once only if all ranks make it.
+    # MPI's own call returns at once only if all ranks call it.
     part = everyone.Split(0 if everyone.rank in comm else load_mpi().UNDEFINED, everyone.rank)
     if everyone.rank not in comm:
         raise ValueError(f"rank {everyone.rank}: init({list(comm)}) leaves this rank out: it has "
@@ -169,7 +174,9 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     """Begin with the ranks of an MPI communicator.
 
     Args:
-        comm: The same ranks, where there is a Communicator of them.
+        mpi_comm: MPI communicator of the ranks.
+        process_sets: Process sets to begin with.
+        comm: Communicator of the same ranks, if there is one.
 
     Collective: yes. Blocking: yes.
     """
@@ -179,7 +186,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     if new.comm.rank == 0 and given.ignored:
         _log.warning("mpiring ignores %s", "; ".join(given.ignored))
     _world = new
-    # Before communicators are closed, which wait for no name.
+    # This must run before communicators are closed, which do not wait for named operations.
     atexit.register(_shutdown_at_exit)
     try:
         for process_set in process_sets:
@@ -189,7 +196,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
 
 
 def shutdown() -> None:
-    """Wait for all operations and all ranks, and end; `init` may be called again.
+    """Wait for all operations and all ranks, then end; `init` may be called again.
 
     Collective: yes. Blocking: yes.
     """
@@ -201,7 +208,7 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
-    # The first error was reported; MPI may be finalized.
+    # The first error was already reported, and MPI may be finalized.
     with contextlib.suppress(MpiringError):
         shutdown()
 
@@ -215,7 +222,7 @@ def abandon() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` was not."""
+    """Return whether `init` was called, without `shutdown` after it."""
     return _world is not None
 
 
@@ -262,10 +269,13 @@ def mpi_threads_supported() -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Return a process set, once it has its number, for operations among its ranks.
+    """Return a process set with a number and operations among its ranks.
+
+    Args:
+        process_set: The set, or its ranks.
 
     Raises:
-        ValueError: There is a set of these ranks already, or there are no such ranks.
+        ValueError: A set of these ranks exists, or the ranks do not exist.
 
     Collective: yes, among all ranks. Blocking: yes.
     """
@@ -278,7 +288,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End the operations of a process set; return whether there was such a set.
 
-    The set of all ranks is not removed.
+    The set of all ranks is not removed, and the result is then False.
+
+    Args:
+        process_set: The set.
 
     Collective: yes, among all ranks. Blocking: yes.
     """
@@ -286,7 +299,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: all bytes travel by MPI, or through the memory of a node."""
+    """Return True: all data is sent by MPI, or through the memory of a node."""
     return True
 
 
@@ -306,7 +319,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL's version, if it were used."""
+    """Return 0, because NCCL is not used; Horovod returns its version."""
     return 0
 
 
@@ -321,7 +334,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether arrays on CUDA GPUs can be combined where they are: CuPy is installed."""
+    """Return whether arrays on CUDA GPUs can be combined on the GPU: whether CuPy is installed."""
     return importlib.util.find_spec("cupy") is not None
 
 
@@ -331,13 +344,12 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what all ranks do from now on, until `stop_timeline`.
+    """Record the operations of all ranks from now on, until `stop_timeline`.
 
     Args:
-        file_path: Where rank 0's record is written, as JSON that Chrome's viewer and Perfetto read.
-            Those of all ranks are in the folder of this name and `.ranks`, for
-            `python -m mpiring trace`.
-        mark_cycles: Record when ranks begin to compare what they have submitted.
+        file_path: File for rank 0's record, in JSON for Chrome's viewer and Perfetto. The folder of
+            this name plus `.ranks` has the records of all ranks, for `python -m mpiring trace`.
+        mark_cycles: If true, also record when ranks begin to compare their operations.
 
     Raises:
         ValueError: `init` was not called.
@@ -348,7 +360,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End what `start_timeline` has begun.
+    """End the record that `start_timeline` has begun.
 
     Collective: yes. Blocking: yes.
     """

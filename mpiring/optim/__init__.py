@@ -1,4 +1,4 @@
-"""Optimisers of models that are trained on several ranks, as a whole or in slices."""
+"""Optimizers of distributed models, complete on each rank or sharded over ranks."""
 
 from .adam import Adam, AdamW
 from .lamb import LAMB

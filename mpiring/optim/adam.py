@@ -1,7 +1,7 @@
-"""Adam and AdamW: rates that adapt to each element.
+"""Adam and AdamW: a learning rate that adapts to each element.
 
-Sources: Kingma and Ba, Adam: A method for stochastic optimization, ICLR 2015; Loshchilov and
-Hutter, Decoupled weight decay regularization, ICLR 2019.
+Sources: Kingma and Ba, ICLR 2015, arXiv 1412.6980. Loshchilov and Hutter, Decoupled weight decay
+regularization, ICLR 2019, arXiv 1711.05101.
 """
 
 import functools
@@ -13,7 +13,7 @@ from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update
 
-# m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t); `step` is η / (1 - β1^t), `root` sqrt(1 - β2^t).
+# m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t); `step` is η / (1 - β1^t), `root` is sqrt(1 - β2^t).
 ADAM = Update("adam", "w g m v", "scale decay keep beta1 rest1 beta2 rest2 step root eps", """
     g = scale * g + decay * w
     m = beta1 * m + rest1 * g
@@ -25,17 +25,28 @@ ADAM = Update("adam", "w g m v", "scale decay keep beta1 rest1 beta2 rest2 step 
 class Adam(Optimizer):
     """Adam: w ← w − η m̂ / (√v̂ + ε).
 
-    m ← β1 m + (1 − β1) g and v ← β2 v + (1 − β2) g²; m̂ and v̂ are corrected for their start at
-    zero. The paper's defaults.
-
-    Optimizer has the arguments that all share.
+    m ← β1 m + (1 − β1) g and v ← β2 v + (1 − β2) g². Bias correction turns m and v, which start
+    at zero, into m̂ and v̂. The defaults are those of the paper.
 
     Args:
         dp: A mpiring.numpy.DataParallel.
-        lr: η; a number, or a function of the number of updates before this one.
-        betas: β1 and β2.
-        eps: ε.
-        weight_decay: λ, of λ w that is added to the gradient.
+        lr: Learning rate η; a number, or a function of the number of updates before this one.
+        betas: Decay rates β1 and β2 of the moments.
+        eps: Term ε of the denominator.
+        weight_decay: Decay λ; λ w is added to the gradient.
+        no_decay: Names and patterns of tensors without weight decay.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor:
+            `{"head*": {"lr": 0.01}}`.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices of the parameters, stores state for
+            these slices only, and sends the result to all ranks.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
+
+    Collective: yes. Blocking: yes.
     """
 
     _decouples = False
@@ -54,10 +65,26 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay: w ← (1 − η λ) w − η m̂ / (√v̂ + ε).
 
-    Adam has the other arguments.
-
     Args:
-        weight_decay: λ, times the rate as in PyTorch; the paper has a rate of its own for it.
+        dp: A mpiring.numpy.DataParallel.
+        lr: Learning rate η; a number, or a function of the number of updates before this one.
+        betas: Decay rates β1 and β2 of the moments.
+        eps: Term ε of the denominator.
+        weight_decay: Decay λ. As in PyTorch, it is multiplied by the learning rate; the paper has
+            a separate rate for it.
+        no_decay: Names and patterns of tensors without weight decay.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor:
+            `{"head*": {"lr": 0.01}}`.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices of the parameters, stores state for
+            these slices only, and sends the result to all ranks.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
+
+    Collective: yes. Blocking: yes.
     """
 
     _decouples = True

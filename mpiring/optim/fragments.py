@@ -1,4 +1,4 @@
-"""Fragments of a model: global weights, and an outer optimiser that updates them, of each."""
+"""Fragments of a model: their global weights, and an outer optimizer that updates them."""
 
 import copy
 import time
@@ -23,7 +23,7 @@ from .sgd import SGD
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """When and how local models are synchronised; LocalSGD and DiLoCo document each value."""
+    """Settings of local training; PeriodicAveraging and StreamingDiLoCo document each of them."""
 
     every: int
     start: int = 0
@@ -38,14 +38,14 @@ class OuterSettings:
 
 
 class LocalWeights(Protocol):
-    """The local weights, those of this rank's model, and the global ones, equal on all ranks.
+    """Local weights, which belong to this rank's model, and global weights, equal on all ranks.
 
     Attributes:
-        tensors: Those that are trained, in the model's order.
-        device: The GPU on which they lie; None for host memory.
-        mark: Returns when a tensor that is ready on that GPU will have been written; None for
-            CuPy's stream.
-        selected: Returns a block in which that GPU is this thread's current one.
+        tensors: The trained tensors, in the order of the model.
+        device: The GPU that holds them; None for host memory.
+        mark: Returns an event after which a tensor that is ready on that GPU has been written;
+            None for CuPy's stream.
+        selected: Returns a context in which that GPU is this thread's current one.
     """
 
     tensors: Sequence[TensorSpec]
@@ -60,7 +60,7 @@ class LocalWeights(Protocol):
         """Return local weights: an array, or a tensor without a graph."""
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
-        """Write factor × (global - local) into an array of NumPy or CuPy, in C order."""
+        """Write factor × (global - local) into a NumPy or CuPy array in C order."""
 
     def mix(self, name: str, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global."""
@@ -69,17 +69,17 @@ class LocalWeights(Protocol):
         """Return whether local weights are finite."""
 
     def refuse_others(self) -> None:
-        """Raise ConfigError where other tensors than at first are trained."""
+        """Raise ConfigError if the trained tensors have changed."""
 
     def complete(self) -> None:
-        """Share what else the model has, once all of it was synchronised.
+        """Synchronize the rest of the model, after all weights were synchronized.
 
         Collective: yes. Blocking: yes.
         """
 
     @contextmanager
     def global_ones(self) -> Iterator[None]:
-        """Set all local weights to the global ones, in a block."""
+        """Set all local weights to the global weights within a `with` block."""
         with self.selected():
             before = {tensor.name: copy.deepcopy(self.local(tensor.name))
                       for tensor in self.tensors}
@@ -94,7 +94,7 @@ class LocalWeights(Protocol):
 
 
 def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
-    """Cut tensors, in their order, into fragments of about as many bytes each.
+    """Divide tensors, in their order, into fragments of similar size in bytes.
 
     Raises:
         ConfigError: There are fewer tensors than fragments.
@@ -106,7 +106,7 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     for remaining in range(count, 0, -1):
         nbytes = [tensor.padded_bytes for tensor in left]
         share, stop, size = sum(nbytes) / remaining, 1, nbytes[0]
-        # What is half inside belongs to it; each later fragment needs a tensor.
+        # A tensor that is at least half inside belongs to it; each later fragment needs a tensor.
         while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
@@ -117,26 +117,29 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
 
 
 class Fragment:
-    """A part of a model that is synchronised at once: a model for an outer optimiser.
+    """A part of a model that is synchronized in one go; the model of an outer optimizer.
 
-    A synchronisation: `send` pseudo-gradients (global weights minus local ones: what the ranks'
-    steps have changed); `update` the global weights with their mean; `receive` what other ranks
-    have updated; `mix` the global weights into the local ones.
+    A synchronization has four stages:
+
+    1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps.
+    2. `update` updates the global weights with their mean.
+    3. `receive` receives the global weights that other ranks have updated.
+    4. `mix` mixes the global weights into the local ones.
 
     Args:
-        index: Of the fragment.
-        tensors: Of the fragment.
-        weights: Of the whole model.
-        comm: The ranks.
-        settings: How it is synchronised; checked, and equal on all ranks.
-        reducers: Of all tensors of the model.
+        index: Index of the fragment.
+        tensors: Tensors of the fragment.
+        weights: Weights of the complete model.
+        comm: Communicator whose ranks train together.
+        settings: Checked settings, equal on all ranks.
+        reducers: Reducers of all tensors of the model.
 
     Attributes:
-        names: Of its tensors.
-        gradients: Averages the pseudo-gradients.
-        optimizer: The outer one.
-        since: The step of the last synchronisation.
-        due: The step at which a synchronisation is to be mixed in; None where none is in flight.
+        names: Names of its tensors.
+        gradients: Averager of the pseudo-gradients.
+        optimizer: The outer optimizer.
+        since: Step of the last synchronization.
+        due: Step at which to mix in the synchronization in flight; None if there is none.
         statistics: Costs so far.
 
     Collective: yes. Blocking: yes.
@@ -147,7 +150,7 @@ class Fragment:
                  reducers: Mapping[str, Reducer]) -> None:
         self.index, self.comm, self._weights, self._settings = index, comm, weights, settings
         self.names = [tensor.name for tensor in tensors]
-        # A Reducer serves one averager, and remembers what that sends.
+        # A Reducer serves one averager only, because it remembers what it sends.
         copied = copy.deepcopy({name: reducers[name] for name in self.names})
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
@@ -156,45 +159,45 @@ class Fragment:
                              nesterov=bool(settings.momentum), sharded=settings.sharded)
         self.since, self.statistics = 0, Statistics()
         self.due: int | None = None
-        # Weights are on their way.
+        # Whether updated weights are in flight.
         self._is_updated = False
 
     def vector(self, name: str) -> Any:
-        """Return global weights as a vector that shares their memory, and is ready."""
+        """Return global weights as a vector that shares their memory, once it is ready."""
         vector = self._weights.vector(name)
         if isinstance(vector, DeviceVector) and vector.ready is not None:
             await_event(vector.ready)
         return vector
 
     def wait(self) -> None:
-        """Return when the means are there. Collective, blocking."""
+        """Return when the means have arrived. Collective, blocking."""
         self.gradients.wait()
 
     def send(self, step: int, factor: float = 1.0) -> None:
-        """Begin to average the pseudo-gradients.
+        """Start to average the pseudo-gradients.
 
         Args:
-            step: The present one.
-            factor: Of this rank's, in the mean.
+            step: Number of the current inner step.
+            factor: Factor of this rank's pseudo-gradients in the mean.
 
         Collective: yes. Blocking: no.
         """
         self._label(step)
         self.since = step
-        # In the order in which buckets are filled.
+        # Buckets are filled from the last tensor to the first.
         for name in reversed(self.names):
             self._weights.subtract(name, self.gradients.views[name], factor)
             self.gradients.ready(name)
 
     def update(self, step: int) -> None:
-        """Update the global weights, if there is something new to update them with.
+        """Update the global weights if pseudo-gradients are in flight; otherwise, do nothing.
 
         Args:
-            step: The present one.
+            step: Number of the current inner step.
 
         Raises:
-            GradientError: Weights of some rank are not finite; names them, on all ranks. The
-                global weights stay as they were.
+            GradientError: Weights of some rank are not finite; names them on all ranks. The
+                global weights remain unchanged.
 
         Collective: yes. Blocking: yes.
         """
@@ -210,7 +213,10 @@ class Fragment:
     def receive(self, step: int) -> None:
         """Return when the global weights are updated and complete.
 
-        Args, raises: as `update`.
+        Args:
+            step: Number of the current inner step.
+
+        Raises the errors of `update`.
 
         Collective: yes. Blocking: yes.
         """
@@ -221,7 +227,7 @@ class Fragment:
             self.await_weights()
 
     def _label(self, step: int) -> None:
-        """Let calls have the present step in words, and the rates of its update."""
+        """Write the current step, and the rates of its update, to the label of the next calls."""
         rates = at({"lr": self._settings.lr, "momentum": self._settings.momentum},
                    self.optimizer.steps)
         self.gradients.label = (
@@ -235,13 +241,13 @@ class Fragment:
         self.statistics += replace(source.statistics, exposed_s=waited_s)
 
     def await_weights(self) -> None:
-        """Return when a GPU has written the global weights, and buckets: others use any stream.
+        """Return when the GPU has written the global weights and buckets, for use on any stream.
 
         Collective: no. Blocking: yes.
         """
         device = self._weights.device
         if device is not None:
-            # CuPy's stream marks buckets as junk.
+            # Buckets are marked as junk on CuPy's stream.
             device.gpu.follow(device.event())
             await_event(device.gpu.mark())
 

@@ -1,7 +1,7 @@
-"""LAMB: Adam's direction, with a rate for each layer.
+"""LAMB: the direction of Adam, with a learning rate for each layer.
 
-Source: You et al., Large batch optimization for deep learning: Training BERT in 76 minutes,
-ICLR 2020, arXiv 1904.00962, algorithm 2.
+Source: You et al., Large batch optimization for deep learning, ICLR 2020, arXiv 1904.00962,
+algorithm 2.
 """
 
 import functools
@@ -30,20 +30,31 @@ APPLY = Update("lamb", "w m v", "part root eps decay rate", f"""
 class LAMB(Optimizer):
     """LAMB: w ← w − η (‖w‖ / ‖r + λ w‖) (r + λ w) for each tensor, with Adam's r = m̂ / (√v̂ + ε).
 
-    The paper: β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01; its authors' code and others clip the
-    norm of all gradients to 1 first, which is `max_norm=1` here. Where a norm is zero, and for
-    tensors of `no_decay` (biases, normalisations), the ratio is 1.
-
-    Optimizer has the arguments that all share.
+    The paper uses β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01. Its authors' code and others first
+    clip the norm of all gradients to 1; `max_norm=1` does this. The ratio is 1 if a norm is zero,
+    and for tensors of `no_decay` (biases, normalization layers).
 
     Args:
         dp: A mpiring.numpy.DataParallel.
-        lr: η; a number, or a function of the number of updates before this one.
-        betas: β1 and β2.
-        eps: ε.
-        weight_decay: λ.
+        lr: Learning rate η; a number, or a function of the number of updates before this one.
+        betas: Decay rates β1 and β2 of the moments.
+        eps: Term ε of the denominator.
+        weight_decay: Decay λ.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
-        bias_correction: Correct m and v for their start at zero; without, m̂ = m and v̂ = v.
+        bias_correction: If true, correct m and v for their start at zero. If false, m̂ = m and
+            v̂ = v.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor:
+            `{"head*": {"lr": 0.01}}`.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices of the parameters, stores state for
+            these slices only, and sends the result to all ranks.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
+
+    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),

@@ -1,4 +1,4 @@
-"""LARS: a rate for each layer, by the norms of its weights and its gradient.
+"""LARS: a learning rate for each layer, from the norms of its weights and its gradient.
 
 Source: You, Gitman and Ginsburg, Large batch training of convolutional networks, arXiv 1708.03888,
 2017, algorithm 1.
@@ -20,19 +20,29 @@ LARS_UPDATE = Update("lars", "w g v", "scale decay mu rate", """
 class LARS(Optimizer):
     """LARS: v ← μ v + γ λ (g + β w), w ← w − v, with λ = η ‖w‖ / (‖g‖ + β ‖w‖) for each tensor.
 
-    The paper: μ = 0.9, η = 0.001, β = 0.0005, and a γ that grows with the batch, such as 6.4 for
-    2048 images with a warm-up. Where a norm is zero, and for tensors of `no_decay` (biases,
-    normalisations), λ is 1.
-
-    Optimizer has the arguments that all share.
+    The paper uses μ = 0.9, η = 0.001 and β = 0.0005. The rate γ grows with the batch, to 6.4 for
+    2048 images, with a warm-up. The factor λ is 1 if a norm is zero, and for tensors of `no_decay`
+    (biases, normalization layers).
 
     Args:
         dp: A mpiring.numpy.DataParallel.
-        lr: γ; a number, or a function of the number of updates before this one.
-        momentum: μ; the same.
-        weight_decay: β.
-        trust: η.
+        lr: Learning rate γ; a number, or a function of the number of updates before this one.
+        momentum: Momentum μ; a number, or a function of the number of updates before this one.
+        weight_decay: Decay β.
+        trust: Trust coefficient η.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor:
+            `{"head*": {"lr": 0.01}}`.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices of the parameters, stores state for
+            these slices only, and sends the result to all ranks.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
+
+    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, dp: TrainedModel, lr: Scheduled = 0.1, momentum: Scheduled = 0.9,

@@ -1,4 +1,4 @@
-"""Runs update rules: a step, settings, the way back of updated weights, and state."""
+"""Runs update rules: steps, settings, the exchange of updated weights, and state."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,32 +28,32 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TrainedModel(Protocol):
-    """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's."""
+    """The interface of a model that an optimizer needs; mpiring.numpy.DataParallel has it."""
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """Communicator whose ranks train the model."""
 
     @property
     def gradients(self) -> Averager:
-        """What averages the gradients."""
+        """Averager of the gradients."""
 
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory: shape (n,), in C order.
 
-        On a GPU, a DeviceVector. Asked again whenever buckets are built anew.
+        On a GPU the vector is a DeviceVector. Called again whenever buckets are rebuilt.
         """
 
     def wait(self) -> None:
-        """Complete the step of the gradients that is under way. Collective, blocking."""
+        """Complete the current step of the gradients. Collective, blocking."""
 
 
 class Scaler(Protocol):
-    """What is needed of a mpiring.numpy.LossScaler."""
+    """The interface of a mpiring.numpy.LossScaler that an optimizer needs."""
 
     @property
     def scale(self) -> float:
-        """Factor of the gradients of the present step."""
+        """Factor of the gradients of the current step."""
 
     def step(self) -> bool:
         """Return whether to update, the same on all ranks, and set the next step's scale."""
@@ -61,13 +61,13 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Layerwise:
-    """A factor of the rate of each tensor, by the norms of its weights and of what it is moved by.
+    """A factor of each tensor's learning rate, from the norms of its weights and its direction.
 
     Attributes:
-        ratio: Returns the factor, given a part, the norm of the weights and that of the gradient,
-            or of the direction. Where a norm is zero, the factor is 1.
-        first: An update of all parts before norms are taken.
-        direction: Writes the direction into `r`; None for the gradient itself.
+        ratio: Returns the factor, given a part, the norm of the weights, and the norm of the
+            gradient or direction. The factor is 1 if a norm is zero.
+        first: Update of all parts before norms are computed.
+        direction: Update that writes the direction into `r`; None to use the gradient.
     """
 
     ratio: Callable[[Part, float, float], float]
@@ -77,17 +77,17 @@ class Layerwise:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How one tensor is updated: an optimiser, as a published method has it.
+    """The update of one tensor, as a published method defines it.
 
     Attributes:
         settings: The settings of all tensors, by name.
-        text: Returns the update of tensors with such settings.
-        numbers: Returns the numbers of the updates, for a part.
-        vectors: The names of the vectors that it remembers.
-        optional: Those that it remembers from the first update that needs them.
-        layerwise: How the rate of each tensor depends on norms, if it does.
-        more: Returns further arguments that ranks must share, given the settings of all tensors;
-            raises ConfigError if one is wrong.
+        text: Returns the update of tensors with given settings.
+        numbers: Returns the numbers of the updates, given a part.
+        vectors: Names of the vectors that the optimizer remembers.
+        optional: Names of vectors that it remembers from the first update that needs them.
+        layerwise: Dependence of each tensor's learning rate on norms, or None.
+        more: Returns further arguments that ranks must share, given the settings of all tensors.
+            Raises ConfigError if one is wrong.
     """
 
     settings: Settings
@@ -100,27 +100,28 @@ class UpdateRule:
 
 
 class Optimizer:
-    """An optimiser of a model's tensors, or of this rank's slices of them.
+    """An optimizer of complete tensors, or of this rank's slices of them.
 
     Args:
         dp: The model.
-        rule: How a tensor is updated.
-        groups: By a tensor's name or pattern, settings that differ.
+        rule: Update of a tensor.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
-        max_norm: Gradients are scaled down to this norm of all of them together; None for never.
-        sharded: Update only this rank's slices, and gather the weights.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices, and then gathers the weights.
 
     Attributes:
-        settings: By tensor; each has its own. Values may be written between steps, the same on all
-            ranks, and are checked at once. If they differ between ranks, the next message raises
-            BufferMismatchError: that of this step if sharded, else that of the next gradients.
-        steps: Updates so far.
+        settings: Settings of each tensor, by its name. They may be changed between steps, equally
+            on all ranks; a write checks the value. If settings differ between ranks, a sharded
+            optimizer raises BufferMismatchError in this step, any other with the next gradients.
+        steps: Number of updates so far.
         sharded: As given.
-        statistics: What bringing the updated weights to all ranks cost in the last complete step.
+        statistics: Cost of sending the updated weights to all ranks in the last complete step.
 
     Raises:
-        ConfigError: An argument is wrong, or differs between ranks; a parameter cannot be updated;
-            or another optimiser updates this model.
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
 
     Collective: yes. Blocking: yes.
     """
@@ -141,15 +142,15 @@ class Optimizer:
             same |= {**described(self.settings), **rule.more(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
-        # The vectors that are remembered: a list, so that slices refer to it, not to this object.
+        # A list that slices share, so that they hold no reference to this object.
         self._vectors = names = list(rule.vectors)
         self._remember(self.settings)
         self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
                                    lambda plan: state_dtypes(names, plan.dtype))
         self._device = self._gradients.buckets[0].device
-        # The last step of the gradients that was looked at.
+        # Number of the last step of the gradients that was applied or skipped.
         self._seen = self._gradients.steps
-        # Weights on their way to all ranks, by the index of the bucket.
+        # Weights in flight to all ranks, by the index of the bucket.
         self._sent: dict[int, Handle[None]] = {}
         self.statistics = Statistics()
 
@@ -157,23 +158,21 @@ class Optimizer:
         return f"{type(self).__name__}(…, sharded={self.sharded})"
 
     def step(self, scaler: Scaler | None = None) -> bool:
-        """Update the weights, once the gradients are there; return whether it was done.
+        """Wait for the gradients and update the weights; return whether they were updated.
 
-        Where a gradient of any rank was not finite, nothing changes on any rank, and the result is
-        False; without a scaler rank 0 warns, once for several such steps in a row, unless
-        `dp.finite` is read.
+        If a gradient on any rank is not finite, the call returns False and changes nothing on any
+        rank. Without a scaler, rank 0 then warns once per series of such steps, unless the program
+        reads `dp.finite`.
 
         Args:
-            scaler: A LossScaler, by whose scale the gradients are divided; its `step` is called
-                here.
+            scaler: A LossScaler. The gradients are divided by its scale, and its `step` is called.
 
         Raises:
-            GradientError: There are no new gradients, or not all were marked ready; and what
-                `dp.wait()` and `scaler.step()` raise.
+            GradientError: There are no new gradients, or some were not marked ready. Errors of
+                `dp.wait()` and `scaler.step()` are also raised.
             ConfigError: A parameter was replaced by another array.
-
-            BufferMismatchError: Ranks have updated with other settings or scales: here if sharded,
-                else when the next gradients are sent.
+            BufferMismatchError: Ranks have updated with different settings or scales. A sharded
+                optimizer raises it here, any other with the next gradients.
 
         Collective: yes. Blocking: yes.
         """
@@ -182,13 +181,19 @@ class Optimizer:
         return is_done
 
     def begin_step(self, scaler: Scaler | None = None) -> bool:
-        """Do the first half of `step`: update, and send; `end_step` has to follow.
+        """Do the first half of `step`: update the weights and start to send them.
 
-        Weights may be read and written again after `end_step`.
+        Call `end_step` next; do not read or write the weights before it returns.
 
-        Args, returns, raises: as `step`.
+        Args:
+            scaler: A LossScaler, as for `step`.
 
-        Collective: yes. Blocking: until the gradients are there.
+        Returns:
+            Whether the weights were updated.
+
+        Raises the errors of `step`.
+
+        Collective: yes. Blocking: until the gradients have arrived.
         """
         self._await_gradients("step()")
         scale = 1.0 if scaler is None else 1 / scaler.scale
@@ -209,7 +214,7 @@ class Optimizer:
         return True
 
     def end_step(self) -> None:
-        """Return when the weights that other ranks have updated are there.
+        """Return when the weights that other ranks have updated have arrived.
 
         Collective: yes. Blocking: yes.
         """
@@ -222,19 +227,19 @@ class Optimizer:
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is updated for itself: no norm of anything is asked for."""
+        """Whether each element is updated independently, without any norm."""
         return self._max_norm is None and self._rule.layerwise is None
 
     def update(self, scale: float, done: Callable[[int], None], *,
                last_first: bool = False, rate: float = 1.0) -> None:
-        """Update this rank's parts with the means that have arrived, which are finite.
+        """Update this rank's parts with the means that have arrived; they must be finite.
 
-        For `step`, and for adapters that hand out the weights in their own way.
+        `step` uses it, and so do adapters that send the weights themselves.
 
         Args:
             scale: Factor of the gradients.
-            done: Called with the index of each bucket when it is updated.
-            last_first: Begin with the last bucket.
+            done: Function that is called with the index of each bucket once it is updated.
+            last_first: If true, begin with the last bucket.
             rate: Factor of the learning rates.
 
         Collective: yes. Blocking: yes.
@@ -271,7 +276,7 @@ class Optimizer:
         """Remember optional vectors from now on if an update of any tensor needs them.
 
         Args:
-            settings: Of all tensors, so that all ranks add the same.
+            settings: Settings of all tensors, so that all ranks add the same vectors.
         """
         for vector in self._rule.optional:
             if vector not in self._vectors and any(
@@ -299,9 +304,9 @@ class Optimizer:
                 part.ratio = layerwise.ratio(part, weights, movement)
 
     def grad_norm(self) -> float:
-        """Return the norm of all averaged gradients together, before `step`; waits for them.
+        """Wait for the averaged gradients, and return the norm of all of them together.
 
-        With a LossScaler it is that of the scaled gradients.
+        Call it before `step`. With a LossScaler, the result is the norm of the scaled gradients.
 
         Raises:
             GradientError: There are no new gradients.
@@ -316,15 +321,15 @@ class Optimizer:
 
     @property
     def state(self) -> Mapping[str, Mapping[str, Any]]:
-        """The vectors of this rank, by tensor and name, as they are at present; in host memory.
+        """This rank's current state vectors, by tensor and name, in host memory.
 
-        For `dp.watch(optimizer=optimizer.state)`, where it is not sharded: they are equal on all
-        ranks.
+        Unless the optimizer is sharded, they are equal on all ranks, and can be compared by
+        `dp.watch(optimizer=optimizer.state)`.
         """
         return state.Present(self._slices, self._vectors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the whole state, by tensor: equal on all ranks.
+        """Return a copy of the complete state by tensor, equal on all ranks.
 
         Collective: if sharded. Blocking: yes.
         """
@@ -333,26 +338,27 @@ class Optimizer:
                 else whole(saved["tensors"])}
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state that this rank is to save: ranges of tensors.
+        """Return a copy of the ranges of the state that this rank saves.
 
             checkpoints.save(step, replicated={"params": params},
                              sharded=optimizer.sharded_state_dict())
 
-        Collective: no, but where buckets have been built anew. Blocking: yes.
+        Collective: only if buckets were rebuilt since the last step. Blocking: yes.
         """
         return self._saved(self._comm.rank, self._comm.size)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state: sharded or not, and saved by any number of ranks.
+        """Load a state, complete or sharded, which any number of ranks has saved.
 
         Args:
-            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint, or, with the same
-                ranks and buckets, of `sharded_state_dict`. Weights are not in it.
+            state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint. With the same
+                ranks and buckets, the result of `sharded_state_dict` is also accepted. The state
+                does not include the weights.
 
         Raises:
-            ConfigError: It is of another model or optimiser, or differs between ranks. Nothing has
-                changed then, on any rank. Of ranges of tensors (`Sliced`) a sharded optimizer
-                compares shapes and dtypes only, because each rank reads other ranges.
+            ConfigError: The state is of another model or optimizer, or differs between ranks.
+                Nothing has changed on any rank. For ranges of tensors (`Sliced`), a sharded
+                optimizer compares shapes and dtypes only, because each rank reads other ranges.
 
         Collective: yes. Blocking: yes.
         """
@@ -368,26 +374,29 @@ class Optimizer:
         self._take(steps, names, contents)
 
     def load_alone(self, state_dict: Mapping[str, Any]) -> None:
-        """Do as `load_state_dict`, but compare nothing: for an adapter whose ranks' states differ.
+        """Load a state as `load_state_dict` does, but allow it to differ between ranks.
 
-        Collective: no, but where buckets have been built anew. Blocking: yes.
+        Args:
+            state_dict: State of this rank.
+
+        Collective: only if buckets were rebuilt since the last step. Blocking: yes.
         """
         self._take(*self._checked(state_dict, self._all_parts()))
 
     def _checked(self, state_dict: Any, parts: Sequence[Part]) -> tuple[
             int, list[str], list[tuple[Part, dict[str, Array]]]]:
-        """Return a state as far as this rank has its tensors, and change nothing.
+        """Return the content of a state for this rank's parts; change nothing.
 
         Returns:
-            Updates so far, the names of the vectors that are remembered, and copies of each
-            part's vectors by name.
+            The number of updates, the names of the vectors to remember, and copies of each part's
+            vectors by name.
         """
         known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
                                       self._dtypes(known), self._rule.optional)
         saved = {vector for its in leaves.values() for vector in its}
         names = [name for name in known if name in self._vectors or name in saved]
-        # Those that were not remembered yet, when the state was saved, were zero.
+        # Vectors that the optimizer did not remember when the state was saved were zero.
         return steps, names, [(part, {
             vector: leaves[part.name][vector].read(part.offset, part.offset + part.size)
             if vector in saved else np.zeros(part.size, part.dtype)
@@ -408,22 +417,23 @@ class Optimizer:
                                         self._dtypes(self._vectors), share)}
 
     def _dtypes(self, names: Sequence[str]) -> dict[str, dict[str, "np.dtype[Any]"]]:
-        """Return the dtypes of each tensor's vectors with these names, and of masters."""
+        """Return the dtypes of each tensor's vectors with these names, and of master copies."""
         return {name: state_dtypes(names, tensor.dtype)
                 for name, tensor in self._gradients.tensors.items()}
 
     def _norms(self, parts: Sequence[Part], kinds: Sequence[str],
                blocks: Callable[[Part, slice], Iterator[Mapping[str, Any]]],
                ) -> Mapping[str, Mapping[str, float]]:
-        """Return the norms of whole tensors, by tensor and kind; the same bits on all ranks.
+        """Return the norms of complete tensors, by tensor and kind; the same bits on all ranks.
 
-        Sums of squares in float64, in one allreduce. If all ranks have all parts, each takes its
-        share of every one: for less work, and so that ranks of different processors agree.
+        One allreduce adds sums of squares in float64. If all ranks have all parts, each rank
+        computes its share of each part. This saves work and makes ranks with different processors
+        agree.
 
         Args:
-            parts: Of this rank.
-            kinds: The vectors whose norms are wanted, as in the blocks.
-            blocks: Returns what there is of a part, block by block, given the elements.
+            parts: This rank's parts.
+            kinds: Names of the vectors, as in the blocks.
+            blocks: Yields the vectors of a part, block by block, given a range of elements.
 
         Collective: yes. Blocking: yes.
         """
@@ -460,12 +470,12 @@ class Optimizer:
         return math.sqrt(sum(its["g"]**2 for its in norms_of.values()))
 
     def _after_users_work(self) -> None:
-        """Wait until a GPU has written what CuPy was told to write."""
+        """Wait until the GPU has written the results of earlier CuPy calls."""
         if self._device is not None:
             await_event(self._device.gpu.mark())
 
     def _before_users_work(self) -> None:
-        """Let what CuPy is told to do from now on find the updated weights."""
+        """Make later CuPy calls wait for the updated weights."""
         if self._device is not None:
             self._device.gpu.follow(self._device.event())
 

@@ -1,8 +1,10 @@
-"""Trains models locally and synchronises them rarely: local SGD, DiLoCo and Streaming DiLoCo.
+"""Trains models locally and synchronizes them rarely: local SGD, DiLoCo and Streaming DiLoCo.
 
-Sources: Stich, Local SGD converges fast and communicates little, ICLR 2019 (arXiv 1805.09767); Lin
-et al., Don't use large mini-batches, use local SGD, ICLR 2020 (1808.07217); Douillard et al.,
-DiLoCo, 2023 (2311.08105), and Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
+Sources:
+Stich, Local SGD converges fast and communicates little, ICLR 2019 (arXiv 1805.09767).
+Lin et al., Don't use large mini-batches, use local SGD, ICLR 2020 (1808.07217).
+Douillard et al., DiLoCo, 2023 (2311.08105).
+Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,23 +26,23 @@ from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of
 
-# By default, with a delay.
+# Default with a delay.
 _ALPHA = 0.5
 
 
 class Outer:
-    """Synchronises models that are trained locally; LocalSGD and DiLoCo say how.
+    """Synchronizes models that are trained locally; base class of LocalSGD and DiLoCo.
 
     Args:
-        model: What is trained.
-        comm: All ranks to average over.
-        settings: When and how models are synchronised.
+        model: Model to train.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        settings: Settings of the synchronization.
 
     Attributes:
-        kind: Returns the LocalWeights of a model, given the ranks, on all of which they are rank
-            0's then; set by adapters. Collective, blocking.
-        comm: The ranks.
-        steps: Inner steps so far.
+        kind: Returns the LocalWeights of a model, given the communicator; all ranks then have the
+            weights of rank 0. Adapters set it. Collective, blocking.
+        comm: The communicator.
+        steps: Number of inner steps so far.
         every, delay, alpha: As given.
     """
 
@@ -62,10 +64,10 @@ class Outer:
             self._fragments = [
                 Fragment(index, tensors, self._weights, comm, settings, reducers)
                 for index, tensors in enumerate(parts)]
-        # Half-way, slices of the mean have become slices of weights, which go on.
+        # After half of the delay, the slices of the mean are averaged and the weights are sent.
         self._update_after = (self.delay - self.delay // 2 if settings.sharded else self.delay)
         self._is_joined = self._shows_global = False
-        # Steps when this rank had ended, in `join`.
+        # Number of steps that this rank had taken when it ended, in `join`.
         self._trained = 0
         self._plan()
 
@@ -75,26 +77,26 @@ class Outer:
 
     @property
     def statistics(self) -> Statistics:
-        """What synchronising has cost this rank so far; subtract two of them for a period.
+        """Costs of synchronization on this rank so far; subtract two values for a period.
 
-        `exposed_s` are seconds for which `step` has waited.
+        `exposed_s` is the time in seconds for which `step` has waited.
         """
         return sum((fragment.statistics for fragment in self._fragments), Statistics())
 
     # Steps
 
     def step(self) -> None:
-        """Count a step of the inner optimizer, and synchronise what is due.
+        """Count a step of the inner optimizer, and synchronize what is due.
 
-        To be called after each one, on all ranks.
+        Call it on all ranks after each step of the inner optimizer.
 
         Raises:
-            GradientError: The weights of some rank are not finite; names them, on all ranks.
+            GradientError: The weights of some rank are not finite; names them on all ranks.
             BufferMismatchError: Ranks have made different numbers of steps.
-            ConfigError: Other parameters than at first are trained.
+            ConfigError: The trained parameters have changed.
 
-        Collective: yes, where something is due. Blocking: until what has arrived by this step is
-        there; without a delay, the mean.
+        Collective: yes, if a synchronization is due. Blocking: until the fragments that are due at
+        this step have arrived; without a delay, until the mean is complete.
         """
         self.steps += 1
         if self.steps >= self._next:
@@ -106,12 +108,12 @@ class Outer:
             self.comm.poke()
 
     def synchronize(self) -> None:
-        """Synchronise all of the model now: afterwards, all ranks have the global parameters.
+        """Synchronize the complete model now; all ranks then have the global parameters.
 
-        For the end of the training. An outer step for what has changed since the last one, after
-        what is under way; without a delay, and without mixing.
+        Call it at the end of training. It completes the synchronizations in flight, then takes an
+        outer step for all changes since the last one, without delay and without mixing.
 
-        Raises: as `step`.
+        Raises the errors of `step`.
 
         Collective: yes. Blocking: yes.
         """
@@ -137,10 +139,10 @@ class Outer:
         self._plan()
 
     def _act(self, *, is_training: bool) -> bool:
-        """Do what is due at this step; return whether there is a rank that still trains.
+        """Do what is due at this step; return whether some rank still trains.
 
         Args:
-            is_training: Whether this rank does.
+            is_training: If true, this rank still trains.
         """
         if self._is_joined and not self._count(is_training):
             return False
@@ -170,7 +172,7 @@ class Outer:
         fragment.send(self.steps, factor)
 
     def _count(self, is_one: bool) -> int:
-        """Return on how many ranks something is so. Collective, blocking."""
+        """Return the number of ranks for which a condition is true. Collective, blocking."""
         count = np.array([int(is_one)])
         self.comm.allreduce(count)
         return int(count[0])
@@ -178,7 +180,7 @@ class Outer:
     # When
 
     def _next_send(self, fragment: Fragment, after: int) -> int:
-        """Return the first step after one at which a fragment is to be sent."""
+        """Return the first step after a given one at which a fragment is sent."""
         step = after + 1
         if step <= self._start:
             return step
@@ -186,7 +188,7 @@ class Outer:
         return step + (offset - step) % self.every
 
     def _plan(self) -> None:
-        """Find the next step at which there is something to do."""
+        """Find the next step at which something is due."""
         steps = [self._next_send(fragment, self.steps) for fragment in self._fragments]
         pending = [fragment for fragment in self._fragments if fragment.due is not None]
         steps += [step for fragment in pending
@@ -198,13 +200,16 @@ class Outer:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Let the model have the global parameters, equal on all ranks, in a block.
+        """Give the model the global parameters, equal on all ranks, within a `with` block.
 
             with outer.global_parameters():
                 accuracy = evaluate(model)
 
-        To evaluate or save them amid the training, which goes on after the block as if it had not
-        been: what is written to the model's parameters there is lost.
+        Use it to evaluate or save the model during training. Afterwards the model has its local
+        parameters again: changes to parameters within the block are lost.
+
+        Raises:
+            GradientError: The weights of some rank are not finite, or the block calls `step`.
 
         Collective: yes. Blocking: yes.
         """
@@ -226,8 +231,11 @@ class Outer:
                     ...
                     outer.step()
 
-        A rank that has ended takes part in what the others synchronise; the mean is over the ranks
-        that have taken steps since the last one. In the end all ranks `synchronize`.
+        A rank that has ended still takes part in synchronizations. The mean is over the ranks that
+        have taken steps since the last one. At the end all ranks `synchronize`.
+
+        Raises:
+            ConfigError: The block is within another `join` block.
 
         Collective: yes. Blocking: yes.
         """
@@ -246,7 +254,7 @@ class Outer:
             self._is_joined = False
 
     def _complete(self) -> None:
-        """Complete the update of what is under way; it is mixed in when it is due."""
+        """Complete the updates in flight; `step` mixes them in when they are due."""
         with self._weights.selected():
             for fragment in self._fragments:
                 fragment.receive(self.steps)
@@ -264,7 +272,7 @@ class Outer:
         return saved
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the part of the global state that this rank is to save.
+        """Return a copy of the part of the global state that this rank saves.
 
             checkpoints.save(step, sharded=outer.sharded_state_dict(), own={...})
 
@@ -288,21 +296,21 @@ class Outer:
                               for fragment, its in zip(self._fragments, optimizers)]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, saved by any number of ranks; the model has its parameters then.
+        """Load a state, which any number of ranks has saved; the model gets its parameters.
 
-        To go on bit by bit, load this rank's own weights into the model afterwards.
+        For a bitwise identical resume, then load this rank's local weights into the model.
 
         Args:
-            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint.
+            state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint.
 
         Raises:
-            ConfigError: It is of another model or method, of other fragments, or differs between
-                ranks.
+            ConfigError: The state is of another model, method or number of fragments, or differs
+                between ranks.
 
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        # Laid out now: that is collective.
+        # This may move state to new buckets, which is collective.
         present = [fragment.optimizer.sharded_state_dict() for fragment in self._fragments]
         with same_on_all(self.comm, f"the state of {type(self).__name__}",
                          remedy="load the same state on every rank") as same:
@@ -321,13 +329,13 @@ class Outer:
         self._plan()
 
     def _checked(self, state_dict: Any, present: Sequence[Any]) -> dict[str, Any]:
-        """Return a state, without what does not belong there.
+        """Return a copy of a state with complete, checked parameters.
 
         Args:
-            present: The optimizers' states.
+            present: The current states of the outer optimizers.
 
         Raises:
-            ConfigError: It does not fit; says how.
+            ConfigError: The state does not fit; names the difference.
         """
         whose = type(self).__name__
         refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"), f"of {whose}")
@@ -353,9 +361,9 @@ class Outer:
         return {**state_dict, "steps": steps, "parameters": parameters}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return a copy of this rank's own state: what its Reducers have not sent yet.
+        """Return a copy of this rank's own state: the residuals of its Reducers.
 
-        To be saved by every rank for itself, with the model's weights.
+        Every rank saves its own state, along with the weights of its model.
 
         Collective: yes. Blocking: yes.
         """
@@ -364,12 +372,16 @@ class Outer:
                              for its in self._fragments]}
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `own_state_dict` has returned on this rank; on all ranks.
+        """Load the result of `own_state_dict` of this rank; call it on all ranks.
+
+        Args:
+            state_dict: The state of this rank.
 
         Raises:
-            ConfigError: It is of other Reducers, or, with the next step, of other ranks.
+            ConfigError: The state is of other Reducers. The next step raises it if the state is
+                of other ranks.
 
-        Collective: no, but on all ranks.
+        Collective: no, but call it on all ranks.
         """
         refuse_other_state(state_dict, ("reducers",), f"of this rank of a {type(self).__name__}")
         present = [its.gradients.compressors for its in self._fragments]
@@ -382,7 +394,7 @@ class Outer:
 
 
 def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSettings:
-    """Return settings that were checked; raise ConfigError unless all ranks have the same."""
+    """Return checked settings; raise ConfigError unless all ranks have the same."""
     with same_on_all(comm, method) as same:
         same["every"] = every = whole_number("every", settings.every, 1)
         same["start"] = whole_number("start", settings.start, 0)
@@ -401,7 +413,7 @@ def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSe
 
 
 class PeriodicAveraging(Outer):
-    """Averages the ranks' parameters after every so many steps of their own optimizers.
+    """Averages the parameters of all ranks after every few steps of their local optimizers.
 
         outer = LocalSGD(model, comm, every=8)
         for x, y in batches:
@@ -410,21 +422,23 @@ class PeriodicAveraging(Outer):
             outer.step()
         outer.synchronize()
 
-    Parameters are broadcast from rank 0. The inner optimizer is any; its state stays this rank's.
+    Rank 0 broadcasts its parameters at the start. Any inner optimizer will do; its state remains
+    local to the rank.
 
     Args:
-        model: What is trained, alike on all ranks; or a DataParallel of it among some of them, as
-            of `comm.split(...)`: synchronous there, rarely between.
-        comm: All ranks to average over.
-        every: Inner steps between two means, from 1.
-        start: Until that many steps, the mean is taken after every step ("post-local SGD").
-        reducer: How differences to the last mean become their mean; see `mpiring.reducers`. Copied,
-            for each fragment.
-        sharded: Each rank updates its slices of the global parameters, and gathers the others'.
-        bucket_bytes: Tensors are fused into messages of about this many bytes.
+        model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
+            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        every: Number of inner steps between two averages, from 1.
+        start: Number of first steps after each of which models are averaged ("post-local SGD").
+        reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
+            Each fragment has a copy of it.
+        sharded: If true, each rank updates only its slices of the global parameters, and gathers
+            the other slices.
+        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
 
     Raises:
-        ConfigError: An argument is wrong, or differs between ranks; the model cannot be trained.
+        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
         BufferMismatchError: The models differ between ranks; names the first difference.
 
     Collective: yes. Blocking: yes.
@@ -438,7 +452,7 @@ class PeriodicAveraging(Outer):
 
 
 class StreamingDiLoCo(Outer):
-    """Takes outer steps, by Nesterov's momentum, on what the ranks' own steps have changed.
+    """Takes outer steps with Nesterov momentum on the changes that local steps have made.
 
         outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
         for x, y in batches:
@@ -447,19 +461,33 @@ class StreamingDiLoCo(Outer):
             outer.step()
         outer.synchronize()
 
-    With d = global - local parameters, averaged: v ← μ v + d, global ← global - η (d + μ v).
-    Parameters are broadcast from rank 0. The inner optimizer is any (AdamW in the paper); its state
-    stays this rank's.
-
-    LocalSGD has the other arguments.
+    An outer step averages d = global - local parameters. Then v ← μ v + d and
+    global ← global - η (d + μ v). Rank 0 broadcasts its parameters at the start. Any inner
+    optimizer will do (AdamW in the paper); its state remains local to the rank.
 
     Args:
-        every: Inner steps between two synchronisations of a fragment, from 1.
-        lr, momentum: η and μ; numbers, or functions of the number of outer steps before this one.
-        fragments: Parts of the model, of about as many bytes, that are synchronised in turn, evenly
-            spread over `every` steps (Streaming DiLoCo).
-        delay: Inner steps for which a fragment travels in the background, below `every`.
-        alpha: On arrival, local ← α local + (1 - α) global; by default 0, or 0.5 with a delay.
+        model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
+            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        every: Number of inner steps between two synchronizations of a fragment, from 1.
+        lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
+        momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
+        fragments: Number of parts of the model, of similar size in bytes, that are synchronized in
+            turn, evenly spread over `every` steps (Streaming DiLoCo).
+        delay: Number of inner steps during which a fragment is sent in the background; below
+            `every`.
+        alpha: Share α of the local parameters when a fragment arrives: local ← α local +
+            (1 - α) global. By default 0, or 0.5 with a delay.
+        reducer: Reducer that averages d; see `mpiring.reducers`. Each fragment has a copy of it.
+        sharded: If true, each rank updates only its slices of the global parameters, and gathers
+            the other slices.
+        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, lr: Scheduled = 0.7,

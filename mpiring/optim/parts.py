@@ -1,6 +1,6 @@
-"""What an optimizer works on: this rank's part of a tensor, its weights, gradient and state.
+"""The part of a tensor that this rank updates: its weights, gradient and state.
 
-Weights of 16 bits have masters in float32, in which small updates are not rounded away:
+Weights of 16 bits have a master copy in float32, which keeps updates too small for 16 bits:
 Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
@@ -21,28 +21,28 @@ from .settings import Settings
 from .update import BLOCK, Update
 
 MASTER = "master"
-# What is calculated for a while only.
+# Name of a direction, which exists only during an update.
 DIRECTION = "r"
-# Numbers that a GPU squares at a time: they take 8 bytes each.
+# Numbers that a GPU squares at a time; each takes 8 bytes.
 _GPU_BLOCK = 1 << 22
 
 
 def has_master(dtype: "np.dtype[Any]") -> bool:
-    """Return whether weights of a dtype need masters."""
+    """Return whether weights of this dtype need a master copy."""
     return dtype_name(dtype) in SIXTEEN_BIT
 
 
 def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
-    """Return the dtype of the arithmetic on weights of a dtype, and of the state."""
+    """Return the dtype of the state, and of arithmetic on weights of a dtype."""
     return np.dtype(np.float32) if has_master(dtype) else dtype
 
 
 def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
-    """Return the dtypes, by name, of the state's vectors for weights of a dtype.
+    """Return the dtypes, by name, of the state vectors for weights of a dtype.
 
     Args:
-        names: The vectors that the optimizer remembers.
-        dtype: Of the weights; those of 16 bits also have masters.
+        names: Names of the vectors that the optimizer remembers.
+        dtype: Dtype of the weights; weights of 16 bits also have a master copy.
     """
     return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
 
@@ -52,14 +52,14 @@ class Part:
     """The range of a tensor that this rank updates.
 
     Attributes:
-        name: Of the tensor.
-        offset: First element of the flattened tensor that is here.
-        weights: Shape (n,); a view, to be updated in place.
-        gradient: Shape (n,); a view of the bucket: the mean, once it has arrived.
-        settings: Of the tensor, in this step.
-        t: The number of the update, from 1.
+        name: Name of the tensor.
+        offset: Index of the first element in the flattened tensor.
+        weights: Shape (n,); a view, which the optimizer updates in place.
+        gradient: Shape (n,); a view of the bucket, which holds the mean once it has arrived.
+        settings: Settings of the tensor in this step.
+        t: Number of the update, from 1.
         scale: Factor of the gradient.
-        ratio: Factor of the rate; see Layerwise.
+        ratio: Factor of the learning rate; see Layerwise.
     """
 
     name: str
@@ -80,18 +80,18 @@ class Part:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """Of the arithmetic, and of the state."""
+        """Dtype of the arithmetic and of the state."""
         return wide(self.weights.dtype)
 
     @property
     def is_sixteen(self) -> bool:
-        """Whether weights and gradients are of 16 bits."""
+        """Whether weights and gradients have 16 bits."""
         return has_master(self.weights.dtype)
 
     def vector(self, name: str) -> Any:
-        """Return the weights `w` (their master, in 16 bits), the gradient `g`, or state.
+        """Return the weights `w` (the master copy for 16 bits), the gradient `g`, or state.
 
-        Those of the state are zeros at first. Changes count at once.
+        State vectors start as zeros. Changes to them take effect at once.
         """
         if name == "g":
             return self.gradient
@@ -100,28 +100,29 @@ class Part:
         return self._state.vector(MASTER if name == "w" else name, self.dtype)[self._elements]
 
     def begin(self, settings: Settings, t: int, scale: float) -> None:
-        """Begin an update; let masters follow weights that were changed by hand, or are new."""
+        """Begin an update; new or manually changed weights overwrite their master copy."""
         self.settings, self.t, self.scale, self.ratio = settings, t, scale, 1.0
         if self.is_sixteen:
             _follow_weights(self.vector("w"), self.weights)
 
     def end(self) -> None:
-        """Round the master into weights of 16 bits: to nearest, ties to even."""
+        """Round the master copy into weights of 16 bits: to nearest, ties to even."""
         if self.is_sixteen:
             vectors.convert(self.weights, self.vector("w"))
 
     def apply(self, update: Update, numbers: Mapping[str, float]) -> None:
-        """Update the vectors that an update names."""
+        """Run an update on the vectors that it names."""
         for block in self.blocks(update.vectors):
             update(block, numbers)
 
     def blocks(self, names: Sequence[str], share: slice = slice(None)) -> Iterator[dict[str, Any]]:
-        """Yield vectors by name: as a whole, or in blocks where some are lent.
+        """Yield vectors by name: complete, or in blocks if some need scratch memory.
 
-        Those lent are gradients of 16 bits, widened, and `r`, of undefined content.
+        Scratch memory holds widened gradients of 16 bits, and `r`, whose content is undefined.
 
         Args:
-            share: The elements.
+            names: Names of the vectors.
+            share: Range of elements.
         """
         vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
         lent = [*["g"] * ("g" in names and self.is_sixteen), *[DIRECTION] * (DIRECTION in names)]
@@ -131,7 +132,7 @@ class Part:
         first = next(iter(vectors_of.values()))
         n, dtype = first.size, self.dtype
         device = first.device if isinstance(first, DeviceVector) else None
-        # Not in blocks on a GPU, since each costs a launch.
+        # One block on a GPU, since each block costs a launch.
         most = min(n, 2 * BLOCK) if device is None else n
         with ExitStack() as stack:
             scratch = {name: np.empty(most, dtype) if device is None else
@@ -147,7 +148,7 @@ class Part:
 
 
 def _follow_weights(master: Any, weights: Any) -> None:
-    """Take over what does not round to the weights: they were changed by hand, or are new.
+    """Overwrite master values that do not round to the weights, which the user then has changed.
 
     Args:
         master: Shape (n,), float32.
@@ -165,14 +166,14 @@ def _follow(xp: Any, master: Any, weights: Any) -> None:
     rounded, widened = xp.empty_like(weights), xp.empty_like(master)
     sixteen.narrow(master, rounded, xp)
     changed = rounded.view(np.uint16) != weights.view(np.uint16)
-    # Asking a GPU would wait for it.
+    # `any` would synchronize with a GPU.
     if xp is not np or changed.any():
         sixteen.widen(weights, widened, xp)
         xp.copyto(master, widened, where=changed)
 
 
 def add_squares(x: Any, total: Any) -> None:
-    """Add the sum of the squares of a vector to a number; on a GPU, queue to replace it.
+    """Add the sum of the squares of a vector to a number; on a GPU, queue the addition.
 
     Args:
         x: Shape (n,), float32 or float64.
@@ -191,6 +192,6 @@ def _add_squares(x: Array, total: Array) -> None:
 
 
 def _queue_squares(xp: Any, x: Any, total: Any) -> None:
-    # Not by `dot`, which takes cuBLAS.
+    # Not by `dot`, which needs cuBLAS.
     for start in range(0, x.size, _GPU_BLOCK):
         total += xp.square(x[start:start + _GPU_BLOCK], dtype=np.float64).sum()

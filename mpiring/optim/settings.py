@@ -1,4 +1,4 @@
-"""Settings of an optimiser for each tensor: numbers, groups by pattern, and schedules."""
+"""Settings of an optimizer for each tensor: numbers, groups by pattern, and schedules."""
 
 import fnmatch
 import math
@@ -38,20 +38,20 @@ def _betas(name: str, value: Any) -> tuple[float, float]:
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "lr": _least, "momentum": _share, "weight_decay": _least, "betas": _betas, "eps": _above,
     "trust": _above}
-# Those that may be functions.
+# Settings whose value may be a function.
 _SCHEDULED = ("lr", "momentum")
-# Whether LARS and LAMB adapt the rate; not the user's to set, but by `no_decay`.
+# Whether LARS and LAMB adapt the rate of a tensor. Users set it by `no_decay` only.
 ADAPTS = "adapts"
 
 
 class TensorSettings(MutableMapping[str, Any]):
-    """The settings of one tensor by name; each value is checked when it is written.
+    """The settings of one tensor by name; a write checks the value.
 
     Args:
         content: Checked values.
 
     Attributes:
-        key: Equal for tensors with the same settings.
+        key: Tuple that is equal for tensors with the same settings.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class TensorSettings(MutableMapping[str, Any]):
         self.key = self._key()
 
     def _key(self) -> tuple[Any, ...]:
-        # A function may be an object that has no hash.
+        # An object that serves as a function may have no hash.
         return tuple(id(x) if callable(x) else x for x in self._content.values())
 
     def __getitem__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class TensorSettings(MutableMapping[str, Any]):
         """Set a number, or a function of the number of updates.
 
         Raises:
-            ConfigError: There is no such setting, or the value is out of range.
+            ConfigError: The setting is unknown, or the value is out of range.
         """
         if name == ADAPTS or name not in self._content:
             raise ConfigError(f"there is no setting {name!r} to be written; expected one of "
@@ -79,11 +79,7 @@ class TensorSettings(MutableMapping[str, Any]):
             self.key = self._key()
 
     def __delitem__(self, name: str) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise ConfigError: a setting cannot be deleted."""
         raise ConfigError(f"the setting {name!r} cannot be deleted; write a value")
 
     def __iter__(self) -> Iterator[str]:
@@ -101,14 +97,14 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
     """Return each tensor's settings.
 
     Args:
-        names: Of all tensors.
-        defaults: By name.
-        groups: By tensor's name or pattern, those that differ. The exact name counts, or else the
-            first pattern that fits.
+        names: Names of all tensors.
+        defaults: Settings by name.
+        groups: Settings that differ from the defaults, by name or pattern of a tensor. An exact
+            name takes precedence; otherwise, the first pattern that matches applies.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
 
     Raises:
-        ConfigError: A setting is unknown or out of range, or a pattern fits no name.
+        ConfigError: A setting is unknown or out of range, or a pattern matches no name.
     """
     names = list(names)
     plain = {name: _checked(name, value) for name, value in defaults.items()}
@@ -138,10 +134,11 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
 
 
 def at(settings: Mapping[str, Any], step: int) -> Settings:
-    """Return one tensor's settings with the values of their functions.
+    """Return the settings of one tensor, with each function replaced by its value.
 
     Args:
-        step: Updates before this one.
+        settings: Settings of the tensor by name.
+        step: Number of updates before this one.
 
     Raises:
         ConfigError: A value is out of range.
@@ -151,7 +148,7 @@ def at(settings: Mapping[str, Any], step: int) -> Settings:
 
 
 def all_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
-    """Return each tensor's settings as `at` does; tensors with equal ones share a dict."""
+    """Return the result of `at` for each tensor; tensors with equal settings share a dict."""
     known: dict[Any, Settings] = {}
     values: dict[str, Settings] = {}
     for tensor, its in settings.items():
@@ -162,16 +159,16 @@ def all_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Setti
 
 
 def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
-    """Return settings as they are compared between ranks: functions by their value at first."""
+    """Return settings as ranks compare them: functions by their value at step 0."""
     return {f"{name} of {tensor!r}": value
             for tensor, its in all_at(settings, 0).items() for name, value in its.items()}
 
 
 def summarized(values: Mapping[str, Settings]) -> str:
-    """Return what `all_at` has returned as a short text that differs if settings differ.
+    """Return a short text of the result of `all_at`; different settings give different texts.
 
-    It has the settings of the first tensor, those of other tensors that differ from them, and a
-    digest of which tensor has which.
+    The text has the settings of the first tensor, the settings in which other tensors differ,
+    and a digest of the assignment of settings to tensors.
     """
     distinct = {id(its): its for its in values.values()}
     first = next(iter(distinct.values()))

@@ -1,7 +1,7 @@
-"""Stochastic gradient descent, with momentum or Nesterov's.
+"""Stochastic gradient descent, with classical or Nesterov momentum.
 
-Sources: Sutskever et al., On the importance of initialization and momentum in deep learning,
-ICML 2013; in the form of torch.optim.SGD, where the rate is not part of the momentum.
+Source: Sutskever et al., On the importance of initialization and momentum in deep learning,
+ICML 2013. As in torch.optim.SGD, the momentum does not include the learning rate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,30 @@ NESTEROV = Update("sgd_nesterov", "w g b", "scale decay lr mu", """
 
 
 class SGD(Optimizer):
-    """Gradient descent: b ← μ b + g + λ w, w ← w − η b; Nesterov's w ← w − η (g + λ w + μ b).
+    """SGD with momentum: b ← μ b + g + λ w, w ← w − η b.
 
-    Optimizer has the arguments that all share.
+    Nesterov momentum: b ← μ b + g + λ w, w ← w − η (g + λ w + μ b).
 
     Args:
         dp: A mpiring.numpy.DataParallel.
-        lr: η; a number, or a function of the number of updates before this one.
-        momentum: μ; the same. It may begin later. While it is 0, b is not updated, as in PyTorch.
-        nesterov: Look ahead, as Nesterov.
-        weight_decay: λ.
+        lr: Learning rate η; a number, or a function of the number of updates before this one.
+        momentum: Momentum μ; a number, or a function of the number of updates before this one.
+            It may start after some updates. As in PyTorch, b is not updated while μ is 0.
+        nesterov: If true, use Nesterov momentum.
+        weight_decay: Decay λ; λ w is added to the gradient.
+        no_decay: Names and patterns of tensors without weight decay.
+        groups: Settings that differ for some tensors, by name or pattern of a tensor:
+            `{"head*": {"lr": 0.01}}`.
+        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
+            for no limit.
+        sharded: If true, each rank updates only its slices of the parameters, stores state for
+            these slices only, and sends the result to all ranks.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, a parameter cannot be updated,
+            or another optimizer updates this model.
+
+    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, momentum: Scheduled = 0.0, *,
@@ -47,7 +61,7 @@ class SGD(Optimizer):
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
         def more(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-            # A function counts, too.
+            # A schedule is a function, and therefore true.
             if truth("nesterov", nesterov) and not any(
                     its["momentum"] for its in settings.values()):
                 raise ConfigError("nesterov=True without momentum; give it one, as momentum=0.9")

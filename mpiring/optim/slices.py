@@ -1,4 +1,4 @@
-"""What this rank updates: its slices of all buckets, part by part, with the optimizer's state."""
+"""The slices of all buckets that this rank updates, part by part, with the optimizer's state."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,19 +19,20 @@ from .parts import Part
 class ModelSlices:
     """The parts of a model that this rank updates, and the state that it keeps for them.
 
-    Without `averager.scatter()` that is all of it, on every rank.
+    Without `averager.scatter()`, each rank has all parts.
 
     Args:
-        averager: Of the gradients.
-        comm: The ranks.
-        weights: Returns a tensor as a vector, by name; asked again when buckets are built again.
-        state_vectors: Returns the state's vectors in a bucket of this plan: dtypes by name, the
-            same on all ranks. They follow tensors to other buckets.
+        averager: Averager of the gradients.
+        comm: Communicator whose ranks train the model.
+        weights: Returns the vector of a tensor, given its name; called again when buckets are
+            rebuilt.
+        state_vectors: Returns the dtypes by name of the state vectors in a bucket with a given
+            plan, the same on all ranks. The vectors follow tensors to other buckets.
 
     Attributes:
         states: The state, by bucket and slice.
-        parts: What `follow` has returned last.
-        tally: Counts what `send` costs.
+        parts: The last result of `follow`.
+        tally: Counts the cost of `send`.
 
     Collective: no.
     """
@@ -46,12 +47,12 @@ class ModelSlices:
         self.parts: list[list[Part]] = []
 
     def follow(self) -> Sequence[Sequence[Part]]:
-        """Return this rank's parts, per bucket in the order in which buckets leave.
+        """Return this rank's parts, per bucket, in the order in which buckets are sent.
 
-        To be called on all ranks in the same steps; between them, buckets may have been
-        built again.
+        All ranks must call it in the same steps. It moves the state if buckets were rebuilt
+        since the last call.
 
-        Collective: yes. Blocking: yes, if they have been.
+        Collective: yes. Blocking: yes, if buckets were rebuilt.
         """
         if self._version != self._averager.version:
             self._version, self._buckets = self._averager.version, self._averager.buckets
@@ -63,13 +64,13 @@ class ModelSlices:
         return self.parts
 
     def send(self, index: int, made_with: str) -> Handle[None]:
-        """Begin to bring the weights in this rank's parts of a bucket to all ranks.
+        """Start to send the weights in this rank's parts of a bucket to all ranks.
 
-        They take the place of the gradients, in the bucket.
+        The weights replace the gradients in the bucket.
 
         Args:
-            index: Of the bucket, on all ranks in the same order.
-            made_with: By what the weights were made, in words; compared across ranks.
+            index: Index of the bucket; all ranks send buckets in the same order.
+            made_with: Description of the update that made the weights; compared across ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -86,7 +87,7 @@ class ModelSlices:
     def receive(self, index: int) -> None:
         """Write the weights that other ranks have updated, once `send` is complete.
 
-        The bucket holds junk from then on; a NaN in each tensor tells.
+        The content of the bucket is undefined afterwards; each tensor in it begins with a NaN.
 
         Collective: no.
         """
@@ -101,7 +102,7 @@ class ModelSlices:
         bucket.mark_as_junk()
 
     def end_step(self) -> None:
-        """Count an update: what state there is follows its tensors from now on.
+        """Count an update: the state follows its tensors to other buckets from now on.
 
         Collective: no.
         """
@@ -109,7 +110,7 @@ class ModelSlices:
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
-            # All ranks have all of it, unless it is scattered.
+            # With one slice only, all ranks have all of it.
             if len(bounds) > 2:
                 yield from collectives.allgather(x, bounds=bounds)
 

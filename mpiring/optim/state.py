@@ -1,4 +1,4 @@
-"""State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
+"""State of an optimizer by tensor, complete or as this rank's ranges, for any number of ranks."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from .slices import ModelSlices
 
 
 class Present(Mapping[str, Mapping[str, Any]]):
-    """Vectors by tensor and name, asked for anew each time.
+    """A view of the state: vectors by tensor and name, up to date at each access.
 
     Args:
         slices: This rank's parts.
-        names: The vectors that the optimizer remembers.
+        names: Names of the vectors that the optimizer remembers.
     """
 
     def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
@@ -46,13 +46,13 @@ class Present(Mapping[str, Mapping[str, Any]]):
 
 def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]], share: tuple[int, int]) -> Leaves:
-    """Return what this rank saves of the state.
+    """Return the ranges of the state that this rank saves.
 
     Args:
-        tensors: All, by name.
-        parts: Of this rank.
-        dtypes: Of each tensor's vectors, by name.
-        share: Rank and number of ranks that have the same parts: each saves its share of them.
+        tensors: All tensors, by name.
+        parts: This rank's parts.
+        dtypes: Dtypes of each tensor's vectors, by name.
+        share: Rank and number of ranks that have the same parts; each saves its share of them.
     """
     def pieces() -> Iterator[tuple[str, str, int, Array]]:
         rank, size = share
@@ -68,16 +68,17 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
 def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
             dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
             optional: Sequence[str] = ()) -> tuple[int, Leaves]:
-    """Return updates so far, and the vectors of all tensors, from a state of either kind.
+    """Return the number of updates and the vectors of all tensors, from complete or sharded state.
 
     Args:
-        whose: Name of the optimiser.
-        tensors: All, by name.
-        dtypes: Of each tensor's vectors, by name.
-        optional: Vectors that may be missing, but then for all tensors.
+        state: State of `state_dict` or of a checkpoint.
+        whose: Name of the optimizer.
+        tensors: All tensors, by name.
+        dtypes: Dtypes of each tensor's vectors, by name.
+        optional: Names of vectors that may be missing, but only for all tensors at once.
 
     Raises:
-        ConfigError: It is of another model or optimiser; says how.
+        ConfigError: The state is of another model or optimizer; names the difference.
     """
     refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {whose}")
     if state["optimizer"] != whose:
@@ -99,10 +100,10 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
 
 
 def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
-    """Return an array, or ranges of one, as ranges.
+    """Return an array, or a Sliced, as a Sliced.
 
     Raises:
-        ConfigError: It has another shape or dtype.
+        ConfigError: Its shape or dtype differs.
     """
     array = np.asarray(0 if isinstance(x, Sliced) else x)
     leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
@@ -114,7 +115,7 @@ def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") 
 
 
 def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
-    """Return whole tensors from the ranges of all ranks.
+    """Return complete tensors from the ranges of all ranks.
 
     Collective: yes. Blocking: yes.
     """

@@ -1,4 +1,4 @@
-"""Updates of vectors, element by element: one text, run by numba, by NumPy, or on a GPU."""
+"""Elementwise updates of vectors: one text, which numba, NumPy or a GPU runs."""
 
 import functools
 import textwrap
@@ -12,7 +12,7 @@ from ..jit import loops
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 
-# Elements that NumPy updates at a time: with all intermediate results, they stay in the level-2
+# Elements that NumPy updates at a time. With all intermediate results, they fit in the level-2
 # cache.
 BLOCK = 16 << 10
 
@@ -20,21 +20,21 @@ BLOCK = 16 << 10
 class Update:
     """An update of vectors in one pass over memory.
 
-    All ways of running it have the same bits: each operation of the text is rounded by itself.
-    CuPy's kernels alone take subnormal numbers for zero.
+    All backends give the same bits, because each operation of the text is rounded separately.
+    The only exception is CuPy, whose kernels flush subnormal numbers to zero.
 
     Args:
-        name: Different from all others'.
-        vectors: Names, separated by spaces. All vectors are of one length and one dtype, float32
-            or float64.
+        name: Unique name.
+        vectors: Names, separated by spaces. All vectors have the same length and the same dtype,
+            float32 or float64.
         numbers: Names, separated by spaces.
-        text: Assignments, one per line, that are both Python and C++: names, + - * /, parentheses
-            and sqrt(x), without literals. What is assigned to a vector's name is stored, except
-            to `g`, the gradient, which is only read.
+        text: Assignments, one per line, that are both Python and C++. They use names, + - * /,
+            parentheses and sqrt(x), but no literals. An assignment to the name of a vector is
+            stored, except for `g`, the gradient, which is only read.
 
     Attributes:
         vectors, numbers: The names.
-        stored: Those of the vectors that are written.
+        stored: The names of the vectors that the update writes.
     """
 
     def __init__(self, name: str, vectors: str, numbers: str, text: str) -> None:
@@ -45,10 +45,10 @@ class Update:
         self.stored = [x for x in self.vectors if x in assigned and x != "g"]
 
     def __call__(self, vectors: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
-        """Update vectors in place; on a GPU, queue to do so.
+        """Update vectors in place; on a GPU, queue the update.
 
         Args:
-            vectors, numbers: By name; others are ignored.
+            vectors, numbers: Values by name; others are ignored.
 
         Collective: no. Blocking: yes, in host memory.
         """
@@ -72,15 +72,15 @@ class Update:
 
     @functools.cached_property
     def _of_arrays(self) -> Callable[..., Sequence[Array]]:
-        """A function that returns the new values of the vectors that are stored."""
+        """A function that returns the new values of the stored vectors."""
         return _made([*self.vectors, *self.numbers],
                      [*self._lines, f"return [{', '.join(self.stored)}]"])
 
     @functools.lru_cache(maxsize=None)  # noqa: B019  # updates are constants of modules
     def _of_pointers(self, dtype: str) -> Callable[..., None]:
-        """Return a function for numba to compile, of pointers, a length and numbers.
+        """Return a function of pointers, a length and numbers, which numba compiles.
 
-        One for each dtype, since it is compiled once.
+        Each dtype needs a separate function, because numba compiles a function only once.
         """
         at = [f"at_{x}" for x in self.vectors]
         return _made([*at, "n", *self.numbers], ["for i in range(n):", *(f"    {line}" for line in [
@@ -88,33 +88,33 @@ class Update:
             *(f"at_{x}[i] = {x}" for x in self.stored)])])
 
     def _loop(self, dtype: str) -> Callable[..., None] | None:
-        """Return the compiled loop; None where numba is missing."""
+        """Return the compiled loop; None if numba is missing."""
         signature = [f"{dtype}*"] * len(self.vectors) + ["intp"] + [dtype] * len(self.numbers)
         return loops.loop(f"updates of {dtype} by {self.name}", self._of_pointers(dtype),
                           " ".join(signature))
 
     def _queue(self, xp: Any, *arguments: Any) -> None:
-        """Queue the update of CuPy arrays, given the vectors and then the numbers."""
+        """Queue the update of CuPy arrays; the arguments are the vectors, then the numbers."""
         of = dict(zip([*self.vectors, *self.numbers], arguments))
         read = [x for x in of if x not in self.stored]
         self._kernel(xp)(*[of[name] for name in (*read, *self.stored)])
 
     @functools.cache  # noqa: B019  # updates are constants of modules
     def _kernel(self, xp: Any) -> Callable[..., None]:
-        """Return the text as one kernel of CuPy's."""
+        """Return the text as one CuPy kernel."""
         read = [x for x in self.vectors if x not in self.stored] + self.numbers
-        # What is only read is constant, but for `g`.
+        # Inputs of a kernel are constant; `g` is assigned to, and needs a copy.
         inputs = ", ".join(f"T {'at_g' if x == 'g' else x}" for x in read)
         first = ["T g = at_g"] if "g" in read else []
         return xp.ElementwiseKernel(  # type: ignore[no-any-return]
             inputs, ", ".join(f"T {x}" for x in self.stored),
             "".join(f"{line};\n" for line in (*first, *self._lines)), f"mpiring_{self.name}",
-            # Products and sums would be contracted.
+            # Without this option the compiler contracts products and sums.
             options=("--fmad=false",))
 
 
 def _made(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of these lines."""
+    """Return a function with these lines as its body."""
     text = f"def update({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
     namespace: dict[str, Any] = {"sqrt": np.sqrt}
     exec(text, namespace)  # noqa: S102  # of a module's constant

@@ -1,4 +1,4 @@
-"""How gradients become their mean: plainly, or with less to send between nodes; or their Adasum."""
+"""Reducers: plain means of gradients, means with compressed messages between nodes, and Adasum."""
 
 from .adasum import Adasum
 from .compressor import Compressor, ErrorFeedback

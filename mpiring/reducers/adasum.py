@@ -1,4 +1,4 @@
-"""Adds gradients that are orthogonal, averages those that are parallel: Adasum."""
+"""Adasum: adds gradients that are orthogonal, and averages gradients that are parallel."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -14,25 +14,26 @@ from ..memory.scratch import BLOCK_BYTES, thread_scratch
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
 
-# Of a pair of vectors, per tensor: a·b, |a|², |b|². Shape (3, tensors).
+# Dot products of a pair of vectors, per tensor: a·b, |a|², |b|². Shape (3, tensors).
 Dots = NDArray[np.float64]
 
 
 class Adasum:
     """Combines gradients so that the learning rate need not depend on the number of ranks.
 
-    Two gradients a and b of a tensor become `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`: their sum
-    if they are orthogonal, their mean if they are parallel. A factor is 1 if its norm is 0. Pairs
-    of ranks are combined, then pairs of pairs, and so on. The result is not the mean over ranks.
+    Two gradients a and b of a tensor become `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. This is
+    their sum if they are orthogonal, and their mean if they are parallel. A factor is 1 if its
+    norm is 0. Pairs of ranks are combined, then pairs of pairs, and so on. The result is not the
+    mean over ranks.
 
-    Any number of ranks p may take part. With p' the largest power of two up to p, each rank
-    r ≥ p' first sends its gradients to rank r - p', which combines the pair, and receives the
+    The number of ranks p is arbitrary. Let p' be the largest power of two up to p. Each rank
+    r ≥ p' first sends its gradients to rank r - p', which combines the pair. It receives the
     result at the end.
 
-    Elements are combined, and dot products summed, in float64; between two combinations they are
-    rounded to the dtype. In float64, gradients should have norms between 1e-140 and 1e150:
-    squares of larger ones are Inf, and the result is NaN. Gradients on a GPU are combined in a
-    copy in host memory.
+    Elements and dot products are computed in float64, and results of each combination are rounded
+    to the dtype. The norms of float64 gradients should be between 1e-140 and 1e150: the squares of
+    larger norms are Inf, and the result is NaN. Gradients on a GPU are combined in a copy in host
+    memory.
 
     Source: Maleki et al., "Scaling distributed training with adaptive summation", 2020,
     arXiv 2006.02924.
@@ -49,7 +50,7 @@ class Adasum:
         Raises:
             ConfigError: The bucket's dtype is not floating.
         """
-        # A tensor that became NaN has filled its padding, too.
+        # The padding of a tensor that became NaN is also NaN.
         bucket.clear_padding()
         sizes = [tensor.padded_size for tensor in bucket.plan.tensors]
         yield from adasum(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
@@ -58,14 +59,14 @@ class Adasum:
 def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Return the schedule that replaces the vector `x` by its Adasum over ranks.
 
-    Vectors are halved while distances double: after level k a rank has its 2^-k-th part of the
-    combination of 2^k ranks. Then the parts are gathered. A rank sends 2(p'-1)/p' of `x`, see
-    `Adasum`; those from p' on send all of it, and those that they send it to also return it.
+    Recursive halving with distance doubling: after level k, a rank has a 2^-k-th of the combination
+    of 2^k ranks. An allgather follows. A rank sends 2(p'-1)/p' of `x`; for p', see `Adasum`. Ranks
+    from p' on send all of `x` to a partner, which returns all of the result.
 
     Args:
-        collectives: Of the operation.
+        collectives: Collectives of the operation.
         x: Shape (n,), contiguous, floating, in host memory. Overwritten by the same bits on all
-            ranks; a tensor is NaN or Inf there if it was not finite on any rank.
+            ranks. A tensor becomes NaN or Inf if it was not finite on some rank.
         bounds: Offsets of its tensors, from 0 to n, ascending; the same on all ranks.
 
     Raises:
@@ -84,7 +85,7 @@ def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedul
 def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     net = collectives.net
     p, r = net.size, net.rank
-    # p' of the docstring.
+    # The docstring calls it p'.
     paired = 1 << p.bit_length() - 1
     if r >= paired:
         yield (net.isend(x, r - paired),)
@@ -118,7 +119,7 @@ def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedu
 
 
 def _summed(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
-    """Add up the dot products of the 2d ranks that have parts of a pair; equal bits on them."""
+    """Sum the dot products over the 2d ranks with parts of a pair; the same bits on all of them."""
     distance = 1
     while distance <= d:
         other, received = net.rank ^ distance, np.empty_like(dots)
@@ -130,12 +131,12 @@ def _summed(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Parts of two vectors that are to be combined.
+    """The same part of two vectors that are combined.
 
     Attributes:
-        a, b: The same part of both.
-        start: Where it starts in the vectors.
-        bounds: Of the tensors in the vectors.
+        a, b: The parts.
+        start: Offset of the parts in the vectors.
+        bounds: Offsets of the tensors in the vectors.
     """
 
     a: Array
@@ -152,9 +153,9 @@ class _Pair:
         return dots
 
     def combine(self, dots: Dots, out: Array) -> None:
-        """Store the combination in `out`, which may be `a` or `b`, given those of all parts."""
+        """Store the combination in `out`, which may be `a` or `b`, given the total dot products."""
         with np.errstate(all="ignore"):
-            # The factor of zeros does not matter, but that it is finite.
+            # The factor of zeros may have any finite value.
             factors = np.where(dots[1:] == 0, 1, 1 - dots[0] / (2 * dots[1:]))
             for tensor, block, a, b in self._blocks():
                 a *= factors[0, tensor]
@@ -163,9 +164,9 @@ class _Pair:
                 np.copyto(out[block], a, casting="unsafe")
 
     def _blocks(self) -> Iterator[tuple[int, slice, Array, Array]]:
-        """Yield copies of `a` and `b` in float64, piece by piece, and the tensor of each.
+        """Yield copies of `a` and `b` in float64, block by block, with the tensor of each.
 
-        Factors may be too large for float32, where one gradient is much shorter than the other.
+        If one gradient is much shorter than the other, factors may be too large for float32.
         """
         wide = np.result_type(self.a.dtype, np.float64)
         step = BLOCK_BYTES // (2 * wide.itemsize)

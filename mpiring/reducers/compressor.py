@@ -1,4 +1,4 @@
-"""Compression between nodes only, with state per slice: what compressing Reducers are made of."""
+"""The base of Reducers that compress: messages between nodes only, and state per slice."""
 
 import hashlib
 import itertools
@@ -36,9 +36,9 @@ class Cost:
     """Cost of compression on this rank.
 
     Attributes:
-        encode_s, decode_s: Seconds of computing before and after messages; on a GPU, of queueing
-            it there.
-        wire_s: Seconds of waiting for messages; those of buckets under way at once add up.
+        encode_s, decode_s: Seconds of computation before and after messages. On a GPU, seconds to
+            queue it.
+        wire_s: Seconds of waiting for messages, added up over the buckets in flight.
     """
 
     encode_s: float = 0.0
@@ -55,13 +55,13 @@ class SliceExchange:
     """The exchange of one slice between nodes.
 
     Attributes:
-        net: Channel of the ranks that have the slice, one of each node.
+        net: Channel between the ranks that have the slice, one rank per node.
         state: This rank's state of the slice.
         borrow: Lends scratch memory, given the number of elements and their dtype.
-        step: Steps that have counted.
-        position: Numbers of the bucket, of the slice, and of what it is cut into: the same on all
-            nodes, and different for all that random numbers are drawn for.
-        cost: Is added to.
+        step: Number of steps that were applied.
+        position: Indices of the bucket, of the slice and of its parts. They are the same on all
+            nodes and differ between parts, so that each part has different random numbers.
+        cost: Cost to which the exchange adds.
     """
 
     net: Channel
@@ -76,50 +76,50 @@ class SliceExchange:
         return replace(self, position=(*self.position, seed))
 
     def key(self, *numbers: int) -> int:
-        """Return 64 bits that differ with the step, the position, the rank, and `numbers`."""
+        """Return 64 bits that depend on the step, the position, the rank, and `numbers`."""
         text = repr((self.step, self.position, self.net.rank, numbers)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     @contextmanager
     def borrow_bytes(self, sizes: Sequence[int]) -> Iterator[list[Array]]:
-        """Lend vectors of these sizes, which begin on cache lines."""
+        """Lend vectors of these sizes, each aligned to a cache line."""
         ends = list(itertools.accumulate(-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes))
         with self.borrow(ends[-1], np.uint8) as memory:
             yield [memory[start:start + size] for start, size in zip([0, *ends], sizes)]
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """Count the seconds within as encoding."""
+        """Count the time within the block as encoding."""
         began = time.perf_counter()
         yield
         self.cost.encode_s += time.perf_counter() - began
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Count the seconds within as decoding."""
+        """Count the time within the block as decoding."""
         began = time.perf_counter()
         yield
         self.cost.decode_s += time.perf_counter() - began
 
 
 class Compressor(ABC):
-    """A Reducer that sends less between nodes than there is.
+    """A Reducer that compresses messages between nodes.
 
-    Within a node, gradients are summed as they are. Each rank then has a slice of a bucket,
-    and exchanges it with the ranks of the other nodes that have the same one, in the way
-    that a subclass defines in `between`. On one node there is nothing to compress, and the mean is
-    the plain one.
+    Within a node, gradients are summed without compression. Each rank then has a slice of a bucket,
+    and exchanges it with the ranks of other nodes that have the same slice. Subclasses define this
+    exchange in `between`. On one node nothing is compressed, and the mean is plain.
 
-    Its state changes only with steps that count: not where a gradient of any rank was not finite.
+    The state changes only with steps that are applied. A step is not applied if a gradient of any
+    rank was not finite.
 
     One object serves one model.
 
     Attributes:
-        feeds_back: What is not sent is added to the next gradients.
-        on_gpus: Gradients on a GPU are compressed there, and the state lies there; else in host
-            memory.
-        whole_tensors: Buckets are cut into slices between tensors only.
-        cost: Since `take_cost` was last called.
+        feeds_back: If true, the next gradients get the parts that were not sent.
+        on_gpus: If true, gradients on a GPU are compressed there, and the state is on the GPU. If
+            false, both are in host memory.
+        whole_tensors: If true, buckets are cut into slices between tensors only.
+        cost: Cost since the last call of `take_cost`.
     """
 
     feeds_back = on_gpus = whole_tensors = False
@@ -132,7 +132,7 @@ class Compressor(ABC):
         self._world: tuple[int, int, Sequence[Sequence[int]]] = (0, 1, ((0,),))
         self._user: weakref.ref[Any] | None = None
 
-    # What subclasses define
+    # Methods that subclasses define
 
     @abstractmethod
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
@@ -141,26 +141,26 @@ class Compressor(ABC):
         Args:
             exchange: The ranks, and this rank's state of the slice.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
-            lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
-                mean over nodes of result + lost is that of `x`. None where it is not needed.
+            lost: Shape (n,), or None if not needed. Overwritten by the part of this rank's `x` that
+                is missing from the result: the mean over nodes of result + lost is the mean of `x`.
 
         Returns:
-            Whether what all nodes contributed was finite; where not, the result is not either.
-            On a GPU True: to look would be to wait.
+            Whether the contributions of all nodes were finite. If false, the result is not finite
+            either. On a GPU always true, because checking would synchronize with the GPU.
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed; the same on all ranks. Else the mean is plain."""
+        """Return whether a step is compressed, the same on all ranks; otherwise, use the mean."""
         return nodes > 1
 
     def prepare(self, device: Device | None) -> None:
-        """Do what takes long the first time, such as compiling, before gradients travel.
+        """Do slow work, such as compilation, before the first gradients are sent.
 
         Args:
-            device: The GPU on which they are; None for host memory.
+            device: The GPU that holds the gradients; None for host memory.
         """
 
-    # What an Averager calls
+    # Methods that an Averager calls
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces a bucket by its mean over ranks."""
@@ -180,11 +180,11 @@ class Compressor(ABC):
 
         bucket.clear_padding()
         finite = yield from collectives.between_nodes(bucket.vector, state.bounds, average)
-        # On a GPU it is not known.
+        # The result of `between` has no meaning on a GPU.
         bucket.finite = finite if bucket.device is None else None
 
     def _in_float32(self, exchange: SliceExchange, x: Array) -> Schedule[bool]:
-        """Let `between` have a slice in float32, and count its time."""
+        """Run `between` on a slice in float32, and count its time."""
         cost, began = exchange.cost, time.perf_counter()
         computed_s = cost.encode_s + cost.decode_s
         if x.dtype == np.float32:
@@ -199,10 +199,10 @@ class Compressor(ABC):
         return finite
 
     def serve(self, user: object) -> None:
-        """Begin to serve a model.
+        """Start to serve a model.
 
         Raises:
-            ConfigError: It still serves another one.
+            ConfigError: The Reducer still serves another model.
         """
         served = None if self._user is None else self._user()
         if served is not None and served is not user:
@@ -210,34 +210,36 @@ class Compressor(ABC):
                 f"this {self!r} serves another model already, whose residuals it keeps; make one "
                 f"Reducer for each model")
         if self._user is not None and served is None:
-            # The model is gone; what was not sent of its gradients does not concern the next one.
+            # The model is gone; its residuals do not concern the next one.
             self._states = BucketStates()
         self._user = weakref.ref(user)
 
     def release(self) -> None:
-        """Cease to serve a model, so that another one, or new buckets of the same, may follow."""
+        """Stop serving a model, so that another model or new buckets can use the Reducer."""
         self._user = None
 
     def take_cost(self) -> Cost:
-        """Return what it has cost since the last call."""
+        """Return the cost since the last call."""
         cost, self.cost = self.cost, Cost()
         return cost
 
     @property
     def loaded_order(self) -> Sequence[str] | None:
-        """The order of gradients in a state that was loaded, and is yet to be taken over."""
+        """Order of gradients in a loaded state that was not applied yet; None without one."""
         return None if self._loaded is None else list(self._loaded["order"])
 
     def attach_buckets(self, collectives: Collectives, buckets: Sequence[Bucket],
                        order: Sequence[str]) -> Schedule[None]:
-        """Return the schedule that takes the state to new buckets, or there what was loaded.
+        """Return the schedule that moves the state, or a loaded state, to new buckets.
 
         Args:
-            buckets: All that this Reducer will reduce.
-            order: The names of all gradients of the model, as they were fused.
+            collectives: Collectives of the operation.
+            buckets: All buckets that this Reducer will reduce.
+            order: Names of all gradients of the model, in the order in which they are fused.
 
         Raises:
-            ConfigError: A bucket's dtype cannot be compressed, or what was loaded does not fit.
+            ConfigError: The dtype of a bucket cannot be compressed, or the loaded state does not
+                fit.
         """
         for bucket in buckets:
             kind = dtype_name(bucket.plan.dtype)
@@ -261,28 +263,28 @@ class Compressor(ABC):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in its state; the same on all ranks."""
+        """Names of the vectors in its state, the same on all ranks."""
         return ("residual",) if self.feeds_back else ()
 
     def commit_step(self, applied: bool) -> None:
-        """End a step; if it was not applied on all ranks, the state does not change."""
+        """End a step; the state changes only if all ranks applied the step."""
         self._states.commit_step(applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the state, because the scale of the loss has changed.
 
         Args:
-            factor: New scale / old scale.
+            factor: New scale divided by the old scale.
         """
         self._states.multiply(factor)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, as copies: numbers, texts and arrays.
+        """Return a copy of this rank's state: numbers, strings and arrays.
 
-        To be called between steps, and saved by every rank for itself. A run that loads it on
-        the same number of ranks goes on, bit by bit, as if it had never stopped.
+        Call it between steps; every rank saves its own state. A run that loads it on the same
+        number of ranks continues with bitwise identical results.
         """
         rank, size, nodes = self._world
         return {
@@ -291,14 +293,17 @@ class Compressor(ABC):
             "tensors": self._states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned on this rank; on all ranks.
+        """Load the result of `state_dict` of this rank; call it on all ranks.
 
-        Gradients move to buckets as they were then, at the next step or when a model is
-        wrapped.
+        At the next step, or when a model is wrapped, gradients move to the buckets of the saved
+        state.
+
+        Args:
+            state: The state of this rank.
 
         Raises:
-            ConfigError: It is no such state, or of a Reducer with other settings. With the
-                next step: it is another rank's, or of another number of ranks or nodes.
+            ConfigError: This is no such state, or it is of a Reducer with other settings. The next
+                step raises it if the state is of another rank or number of ranks or nodes.
         """
         refuse_other_state(state, ("edition", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
@@ -325,7 +330,7 @@ class Compressor(ABC):
 
     def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
         reduced = {name for bucket in buckets for name in bucket.views}
-        # It also has tensors that were not trained at the time.
+        # The order also has tensors that were frozen when the state was saved.
         saved = {name for name in state["order"] if name in state["tensors"]}
         if reduced != saved:
             raise ConfigError(
@@ -335,7 +340,7 @@ class Compressor(ABC):
 
 
 def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
-    """Return the offsets at which a bucket is cut into slices of about the same length."""
+    """Return the offsets that divide a bucket into slices of similar length."""
     size = bucket.plan.size
     bounds = [i * size // slices for i in range(slices + 1)]
     if whole_tensors:
@@ -348,11 +353,12 @@ def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
 def with_feedback(
     exchange: SliceExchange, x: Wide, lost: Wide | None, between: Between,
 ) -> Schedule[bool]:
-    """Return the schedule that averages a slice plus its residual; what is lost is the next one.
+    """Return the schedule that averages a slice plus its residual; the loss is the next residual.
 
     Args:
-        exchange, x, lost: As for `Compressor.between`; nothing is lost.
-        between: Returns the schedule that averages.
+        exchange, x: Arguments of `Compressor.between`.
+        lost: Loss as for `Compressor.between`; set to zero, because feedback loses nothing.
+        between: Function that returns the schedule of the average.
 
     Source: Karimireddy et al., ICML 2019, algorithm 2.
     """
@@ -364,19 +370,20 @@ def with_feedback(
 
 
 class ErrorFeedback(Compressor):
-    """Adds what another Reducer did not send to the next gradients.
+    """Adds the parts of gradients that another Reducer did not send to the next gradients.
 
-    So nothing is lost for good: over time, the sum of all means is that of the gradients, but
-    for one residual. It takes twice the memory of this rank's slices of the gradients (float32),
-    one half for the case that a step does not count.
+    Over time, the sum of all means is the sum of all gradients, except for one residual. The state
+    takes twice the memory of this rank's slices of the gradients (float32): one half is needed to
+    discard steps that are not applied.
 
     Args:
-        reducer: A Cast, an Int8, … One that feeds its errors back by itself is used as it is.
+        reducer: A Compressor such as Cast or Int8. A Compressor that already feeds back its errors
+            is used unchanged.
 
     Raises:
         ConfigError: The reducer does not compress.
 
-    Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+    Source: Seide et al., Interspeech 2014. Karimireddy et al., ICML 2019.
     """
 
     feeds_back = True
@@ -395,7 +402,7 @@ class ErrorFeedback(Compressor):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in its state; the same on all ranks."""
+        """Names of the vectors in its state, the same on all ranks."""
         return self.reducer.vector_names if self.reducer.feeds_back else ("residual",)
 
     def compresses(self, nodes: int, step: int) -> bool:
@@ -403,7 +410,7 @@ class ErrorFeedback(Compressor):
         return self.reducer.compresses(nodes, step)
 
     def prepare(self, device: Device | None) -> None:
-        """Let the other Reducer compile what it needs."""
+        """Let the inner Reducer compile its code."""
         self.reducer.prepare(device)
 
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:

@@ -1,4 +1,4 @@
-"""Reducers whose messages are encoded: in 16 bits, in 8, or as signs."""
+"""Reducers that encode messages in 16 bits, in 8 bits, or as signs."""
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from .compressor import Compressor, SliceExchange, with_feedback
 
 
 class Encoding(Compressor):
-    """A Compressor whose messages are encoded.
+    """A Compressor that encodes its messages.
 
     Args:
-        codec: Encodes them.
+        codec: Codec of the messages.
     """
 
     on_gpus = True
@@ -29,7 +29,7 @@ class Encoding(Compressor):
         self._codec = codec
 
     def prepare(self, device: Device | None) -> None:
-        """Encode and decode one number, so that what is compiled is compiled now."""
+        """Encode and decode one number, which compiles the code now."""
         x = vectors.zeros(1, np.float32, device)
         codec = self._codec
         payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
@@ -44,16 +44,16 @@ class Encoding(Compressor):
 
 
 class Cast(Encoding):
-    """Rounds what is sent to 16 bits; sums are made in float32, and rounded once.
+    """Rounds messages to 16 bits; sums are computed in float32 and rounded once.
 
-    Half of the bytes. A mean beyond 65504 becomes Inf in float16, as does a contribution: scale
-    the loss. bfloat16 has float32's range, and three digits less.
+    This halves the bytes. In float16, a contribution or mean beyond 65504 becomes Inf: scale the
+    loss. bfloat16 has the range of float32, with three decimal digits less.
 
     Args:
-        dtype: "float16" or "bfloat16".
+        dtype: Either "float16" or "bfloat16".
 
     Raises:
-        ConfigError: Another dtype.
+        ConfigError: The dtype is another one.
 
     Source: Micikevicius et al., ICLR 2018.
     """
@@ -67,16 +67,17 @@ class Cast(Encoding):
 
 
 class Int8(Encoding):
-    """Quantises to 8 bits: a scale for each block, and stochastic rounding.
+    """Quantizes messages to 8 bits, with a scale for each block and stochastic rounding.
 
-    A quarter of the bytes, and a little for the scales. The mean is right on average: a number
-    between two steps of the scale is rounded to either, the more often the nearer it is. Random
-    numbers depend on seed, step, bucket and rank, so that a run can be repeated. With
-    `ErrorFeedback(Int8())` the rounding errors are not lost either.
+    Messages have a quarter of the bytes, plus the scales. The mean is unbiased: a number between
+    two codes is rounded to the nearer one with higher probability. Random numbers depend on seed,
+    step, bucket and rank, so runs are reproducible. `ErrorFeedback(Int8())` also compensates for
+    rounding errors.
 
     Args:
-        block: Numbers that share a scale, the largest of them over 127; 1 or more.
-        seed: Of the random numbers.
+        block: Number of elements that share a scale, 1 or more. The scale is the largest magnitude
+            divided by 127.
+        seed: Seed of the random numbers.
 
     Raises:
         ConfigError: The block is too short.
@@ -97,21 +98,20 @@ class Int8(Encoding):
 
 
 class OneBit(Encoding):
-    """Sends signs, and for each block the mean magnitude; errors are fed back.
+    """Sends the sign of each element and the mean magnitude of each block, with error feedback.
 
-    A thirty-second of the bytes, and an eighth of that for the magnitudes. The first steps are not
-    compressed: gradients are large and change direction then.
+    Messages have a thirty-second of the bytes, plus an eighth of that for the magnitudes. The first
+    steps are not compressed, because gradients are then large and change direction.
 
     Args:
-        block: Numbers that share a magnitude; a multiple of 32.
-        warmup_steps: First steps, which are plain means.
+        block: Number of elements that share a magnitude; a multiple of 32.
+        warmup_steps: Number of first steps, which are plain means.
 
     Raises:
         ConfigError: A number is out of range.
 
-    Source: Seide et al., Interspeech 2014; the two phases and the warm-up are those of
-    1-bit Adam, Tang et al., ICML 2021. (There the momentum is sent: here gradients are, and any
-    optimizer takes them.)
+    Sources: Seide et al., Interspeech 2014. Tang et al., ICML 2021 (1-bit Adam), for the two phases
+    and the warm-up. 1-bit Adam sends the momentum; this sends gradients, for any optimizer.
     """
 
     feeds_back = True

@@ -1,4 +1,4 @@
-"""Sends matrices as products of two thin ones: one step of power iteration on each gradient."""
+"""PowerSGD: sends matrices as products of two thin ones, by a step of power iteration."""
 
 import itertools
 import math
@@ -19,34 +19,35 @@ from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor, SliceExchange, with_feedback
 
-# Rows of a matrix that are decompressed at a time: their values stay in the cache.
+# Bytes of matrix rows that are decompressed at a time, so that they stay in the cache.
 _BLOCK_BYTES = 256 << 10
 
 Doubles = NDArray[np.float64]
 
 
 class PowerSGD(Compressor):
-    """Approximates each gradient matrix M, n by m, by a product P Qᵀ of rank r.
+    """Approximates each n by m gradient matrix M by a product P Qᵀ of rank r, with error feedback.
 
-    r (n + m) numbers travel instead of n m. Q starts where the last step has ended, so that
-    over the steps it turns to the directions that matter; what is left out is fed back.
-    Tensors of more than two dimensions are matrices of (first, all others); vectors, and
-    matrices of which it would save too little, travel as they are.
+    Messages have r (n + m) numbers instead of n m. Q starts from the result of the last step, so
+    that over the steps it turns to the important directions. Tensors with more than two dimensions
+    are matrices of shape (first, all others). Vectors, and matrices with too small a saving, are
+    sent uncompressed.
 
-    Each tensor is compressed by one rank of a node. Bits are equal on all nodes if these have
-    the same processors and libraries: each multiplies P and Q itself.
+    One rank of each node compresses a given tensor. All nodes get the same bits if they have the
+    same processors and libraries, because each node multiplies P and Q itself.
 
     Args:
-        rank: r, from 1.
-        start_step: Number of first steps, which are plain means. With 0, Q starts again once, when
+        rank: Rank r of the approximation, from 1.
+        start_step: Number of first steps, which are plain means. With 0, Q restarts once, when
             buckets are rebuilt after the first step.
-        min_compression: A matrix is compressed if that takes at most its size over this.
-        reducer: How P, Q and the vectors are averaged, such as Cast("bfloat16"); by default in
-            float32.
-        seed: Of the first Q.
+        min_compression: Smallest ratio of uncompressed to compressed size for which a matrix is
+            compressed.
+        reducer: Reducer that averages P, Q and the vectors, such as Cast("bfloat16"). By default,
+            float32 means.
+        seed: Seed of the first Q.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is out of range, or the inner Reducer has state.
 
     Source: Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
     """
@@ -76,7 +77,7 @@ class PowerSGD(Compressor):
         return nodes > 1 and step >= self.start_step
 
     def prepare(self, device: Device | None) -> None:
-        """Let the inner Reducer compile what it needs."""
+        """Let the inner Reducer compile its code."""
         if self.reducer is not None:
             self.reducer.prepare(device)
 
@@ -85,7 +86,7 @@ class PowerSGD(Compressor):
         return with_feedback(exchange, x, lost, self._approximate)
 
     def _approximate(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
-        """Average matrices as P Qᵀ, and the rest as it is."""
+        """Average matrices as P Qᵀ, and all other tensors uncompressed."""
         residual = np.empty_like(x) if lost is None else lost
         residual[...] = 0
         with exchange.encoding():
@@ -107,7 +108,7 @@ class PowerSGD(Compressor):
             second = _packed([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
         yield from self._average(exchange, second)
         with exchange.decoding():
-            # 4. M ← P Qᵀ; the residual is what that lacks, and Q the next start.
+            # 4. M ← P Qᵀ. The residual is the difference, and Q the start of the next step.
             qs = _unpacked(second, [matrix.q.shape for matrix in matrices])
             for matrix, p, q in zip(matrices, ps, qs):
                 _replace(matrix, p, q, residual)
@@ -118,7 +119,7 @@ class PowerSGD(Compressor):
         return finite
 
     def _average(self, exchange: SliceExchange, x: Wide) -> Schedule[Wide]:
-        """Average a vector; return what this rank's contribution has lost."""
+        """Average a vector; return the loss of this rank's contribution."""
         lost = np.zeros_like(x)
         if self.reducer is None:
             yield from two_phase.average_dense(exchange, x)
@@ -127,7 +128,7 @@ class PowerSGD(Compressor):
         return lost
 
     def _rank_of(self, part: TensorRange) -> int:
-        """Return the rank with which a tensor is compressed; 0 if it travels as it is."""
+        """Return the rank of a tensor's approximation; 0 if the tensor is sent uncompressed."""
         if len(part.shape) < 2:
             return 0
         n, m = part.shape[0], math.prod(part.shape[1:])
@@ -150,13 +151,13 @@ class PowerSGD(Compressor):
         start[...] = q
         empty = ~q.any(axis=1)
         if empty.any():
-            # A direction in which nothing was found would stay empty for ever.
+            # Without a restart, an empty direction would remain empty.
             start[empty] = self._random(f"{tensor} {exchange.step}", *q.shape)[empty]
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A gradient as a matrix, and the transposed Q that its iteration starts from."""
+    """A gradient as a matrix, and the transposed Q from which its iteration starts."""
 
     part: TensorRange
     m: Wide
@@ -168,14 +169,14 @@ class _Matrix:
 
 
 def _product(a: Wide, b: Wide) -> Wide:
-    """Return a matrix product in which overflow and the like raise no warning and no error."""
+    """Return a matrix product; overflow and similar events raise neither warnings nor errors."""
     out = np.empty((a.shape[0], b.shape[1]), np.float32)
     quietly(np.matmul, a, b, out)
     return out
 
 
 def _replace(matrix: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
-    """Replace a matrix by P Qᵀ; what that lacks goes to the residual."""
+    """Replace a matrix by P Qᵀ, and write the difference to the residual."""
     n, m = matrix.m.shape
     loss = residual[matrix.part.start:matrix.part.stop].reshape(n, m)
     rows = max(1, _BLOCK_BYTES // (4 * m))
@@ -199,7 +200,7 @@ def orthogonal(p: Wide) -> Wide:
             for other in rows[:i]:
                 row -= (row * other).sum() * other
             norm = float(np.sqrt((row * row).sum()))
-            # What is left is rounding: a random direction, the same on all nodes.
+            # A shorter row is only rounding error, the same on all nodes.
             row[...] = row / norm if not norm <= 1e-6 * before else 0
     return rows.astype(np.float32)
 
@@ -209,6 +210,6 @@ def _packed(arrays: Sequence[NDArray[Any]]) -> Wide:
 
 
 def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
-    """Return views of arrays of these shapes, which follow each other in `x`."""
+    """Return consecutive parts of `x` as views of these shapes."""
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     return [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, shapes)]

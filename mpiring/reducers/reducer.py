@@ -1,4 +1,4 @@
-"""What a Reducer is, the seam between what is sent and when; the plain mean; whose is which."""
+"""The Reducer protocol, the plain mean, and the assignment of Reducers to gradients."""
 
 import fnmatch
 from collections.abc import Generator, Iterable, Mapping
@@ -12,24 +12,24 @@ from .compressor import Compressor
 
 
 class Reducer(Protocol):
-    """Leaves the mean over ranks in a bucket.
+    """Replaces a bucket by its mean over ranks.
 
-    If it has an attribute `on_gpus` that is False, gradients on a GPU are copied to host memory for
-    it, and their means back.
+    If its attribute `on_gpus` is False, mpiring copies gradients on a GPU to host memory for it,
+    and copies their means back.
 
-    One with state from step to step builds on `compressor.Compressor`. One that can leave each
-    rank its own slice only, for less, has a method `scatter` besides; see `scatter_of`.
+    A Reducer with state from step to step derives from `compressor.Compressor`. A Reducer may also
+    have a method `scatter`, which gives each rank only its slice at lower cost; see `scatter_of`.
     """
 
     def __repr__(self) -> str:
-        """Name it with its settings; compared across ranks."""
+        """Return its name with its settings, which ranks compare."""
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces `bucket.flat` by its mean over ranks.
 
-        Called once per bucket and step, in the same order on all ranks; the
-        result must have the same bits on all of them, and be finite only if all ranks'
-        contributions are.
+        mpiring calls it once per bucket and step, in the same order on all ranks. The result must
+        have the same bits on all ranks. It must be finite only if the contributions of all ranks
+        are finite.
         """
 
 
@@ -49,7 +49,7 @@ class Mean:
             bucket.vector, op="mean", bounds=bucket.bounds(collectives.size))
 
 
-# One for all gradients, one for each name or pattern, or None for plain means.
+# A Reducer for all gradients, a Reducer for each name or pattern, or None for plain means.
 ReducerSpec = Reducer | Mapping[str, Reducer] | None
 
 
@@ -57,13 +57,13 @@ def reducers_of(names: Iterable[str], spec: ReducerSpec) -> dict[str, Reducer]:
     """Return each gradient's Reducer.
 
     Args:
-        names: Of all gradients.
-        spec: One for all, None for plain means, or a mapping, in which the exact name counts,
-            or else the first pattern (as of files: `*`, `?`, `[a-c]`) that fits; without any, the
-            mean is plain.
+        names: Names of all gradients.
+        spec: A Reducer for all gradients, None for plain means, or a mapping by name or file
+            pattern (`*`, `?`, `[a-c]`). An exact name takes precedence; otherwise, the first
+            pattern that matches applies. Gradients without a match have plain means.
 
     Raises:
-        ConfigError: It is none of these, or a pattern fits no name.
+        ConfigError: A value is not a Reducer, or a pattern matches no name.
     """
     names, plain = list(names), Mean()
     if spec is None:
@@ -98,7 +98,7 @@ def _refuse_other_than_reducers(reducer: object) -> None:
 
 
 def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
-    """Return those that compress, each once, in their order."""
+    """Return the Reducers that compress, each once, in their order."""
     different = {id(reducer): reducer for reducer in reducers}
     return [reducer for reducer in different.values() if isinstance(reducer, Compressor)]
 
@@ -108,7 +108,7 @@ def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket,
     """Return the schedule of `reducer.reduce`, or of another method.
 
     Raises:
-        ConfigError: It is no schedule.
+        ConfigError: The method returns no schedule.
     """
     schedule = getattr(reducer, method)(collectives, bucket)
     if not isinstance(schedule, Generator):
@@ -122,12 +122,12 @@ def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket,
 def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
     """Return the schedule that leaves the mean in this rank's slice of `bucket.flat`.
 
-    That is slice `rank` of those of `bucket.bounds(size)`; with what `reduce` leaves there, but
-    perhaps summed in another order. The other slices are overwritten, or left as they are. By
-    `reducer.scatter`, or, where there is none, by `reducer.reduce`.
+    This rank's slice is number `rank` of `bucket.bounds(size)`. Its mean is that of `reduce`, but
+    terms may be added in another order. The other slices are undefined afterwards. The schedule
+    uses `reducer.scatter`, or `reducer.reduce` if there is no such method.
 
     Raises:
-        ConfigError: It is no schedule.
+        ConfigError: The method returns no schedule.
     """
     method = "scatter" if hasattr(reducer, "scatter") else "reduce"
     return reduce_of(reducer, collectives, bucket, method)

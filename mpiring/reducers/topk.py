@@ -13,28 +13,28 @@ from . import two_phase
 from .codecs import largest
 from .compressor import Compressor, SliceExchange
 
-# The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
+# Densities of the paper's warm-up, one epoch each: 1 minus 75, 93.75, 98.4375, 99.6 %.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 class TopK(Compressor):
-    """Sends the largest numbers of each tensor; the others are gathered until they are large.
+    """Sends the largest elements of each tensor, and accumulates the others until they are large.
 
-    With `momentum`, what is not sent gathers momentum while it waits, as if it had been sent:
-    the result is then what momentum SGD adds to the parameters, and the optimizer must be plain
-    SGD, without momentum of its own. What is sent forgets its momentum. Without `momentum`, plain
-    gradients are gathered, for any optimizer.
+    With `momentum`, elements accumulate momentum while they wait, as if they had been sent. The
+    result is then the update of momentum SGD, so the optimizer must be SGD without momentum.
+    Elements that are sent lose their momentum. Without `momentum`, plain gradients are accumulated,
+    for any optimizer.
 
-    It takes twice the memory of this rank's slices of the gradients (float32), with `momentum`
-    four times. Each tensor is compressed by one rank of a node.
+    The state takes twice the memory of this rank's slices of the gradients (float32), or four times
+    with `momentum`. One rank of each node compresses a given tensor.
 
     Args:
-        density: Share of each tensor that is sent, at least one number; above 0, up to 1.
-        momentum: From 0 to below 1.
-        clip_norm: Scale each tensor's gradient down, before it is gathered, to a norm of
-            at most this over the square root of the number of nodes; None does not.
-        warmup_steps: Steps in which, in five equal stages, 25, 6.25, 1.56, 0.4 % and at last
-            `density` are sent. The paper's warm-up is five epochs.
+        density: Share of each tensor that is sent, above 0 and up to 1; at least one element.
+        momentum: Momentum factor, from 0 to below 1.
+        clip_norm: Largest norm of each tensor's gradient, times the square root of the number of
+            nodes. Larger gradients are scaled down before they are accumulated. None for no limit.
+        warmup_steps: Number of steps of the warm-up. It has five equal stages, which send 25, 6.25,
+            1.56 and 0.4 %, then `density`. The paper's warm-up takes five epochs.
 
     Raises:
         ConfigError: A number is out of range.
@@ -61,15 +61,15 @@ class TopK(Compressor):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors in its state; the same on all ranks."""
+        """Names of the vectors in its state, the same on all ranks."""
         return ("residual", "momentum") if self.momentum else ("residual",)
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed; on one node, to add momentum or to clip."""
+        """Return whether a step is compressed; also true on one node with momentum or clipping."""
         return nodes > 1 or self.momentum > 0 or self.clip_norm is not None
 
     def density_at(self, step: int) -> float:
-        """Return the share that is sent in a step."""
+        """Return the share of elements that a step sends."""
         stage = len(WARMUP_DENSITIES) + 1
         if self.warmup_steps:
             stage = min(step * stage // self.warmup_steps, stage)
@@ -80,10 +80,10 @@ class TopK(Compressor):
         if lost is not None:
             lost[...] = 0
         with exchange.encoding():
-            # 1. Clip; u ← m u + gradient; v ← v + u.
+            # 1. Clip. Then u ← m u + gradient, v ← v + u.
             gathered = self._gather(exchange, x)
         if exchange.net.size == 1:
-            # One node: nothing is sent, and no momentum is forgotten.
+            # On one node nothing is sent, and no momentum is lost.
             x[...] = gathered
             gathered[...] = 0
             return is_finite(x)
@@ -92,14 +92,14 @@ class TopK(Compressor):
             indices, finite = self._select(exchange, gathered)
             values = gathered[indices]
             if not finite:
-                # So that every node knows.
+                # This tells the other nodes.
                 values[:1] = np.nan
-            # 3. v, u ← 0 where they are sent.
+            # 3. v, u ← 0 for the elements that are sent.
             self._forget(exchange, gathered, indices)
-        # 4. Exchange what was selected.
+        # 4. Exchange the selected elements.
         p, k, n = exchange.net.size, indices.size, x.size
         if p * largest.packed_size(k, n) >= 2 * x.nbytes:
-            # Around a ring, all of it takes no more bytes.
+            # A dense mean around a ring takes no more bytes.
             x[...] = 0
             x[indices] = values
             yield from two_phase.average_dense(exchange, x)
@@ -107,7 +107,7 @@ class TopK(Compressor):
         return (yield from _average_sparse(exchange, x, values, indices))
 
     def _gather(self, exchange: SliceExchange, x: Wide) -> Wide:
-        """Add a gradient to those before: momentum correction, and clipping.
+        """Add a gradient to the earlier ones, with clipping and momentum correction.
 
         Returns:
             The next residual, before anything is sent.
@@ -129,7 +129,7 @@ class TopK(Compressor):
         return gathered
 
     def _select(self, exchange: SliceExchange, gathered: Wide) -> tuple[Array, bool]:
-        """Return the indices of what is to be sent, ascending, and whether all is finite."""
+        """Return the indices of the elements to send, ascending, and whether all are finite."""
         density = self.density_at(exchange.step)
         parts, finite = [np.empty(0, np.int64)], True
         for i, part in enumerate(exchange.state.ranges):
@@ -142,7 +142,7 @@ class TopK(Compressor):
         return np.concatenate(parts), finite
 
     def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
-        """Forget what is sent, and its momentum (momentum factor masking)."""
+        """Set sent elements and their momentum to zero (momentum factor masking)."""
         gathered[indices] = 0
         if self.momentum:
             exchange.state.next("momentum")[indices] = 0
@@ -151,10 +151,10 @@ class TopK(Compressor):
 def _average_sparse(
     exchange: SliceExchange, x: Wide, values: Wide, indices: Array,
 ) -> Schedule[bool]:
-    """Replace `x` by the mean of all nodes' values, zeros elsewhere.
+    """Replace `x` by the mean of the values of all nodes, and zeros for all other elements.
 
     Returns:
-        Whether it is finite.
+        Whether the mean is finite.
     """
     p, r, k, n = exchange.net.size, exchange.net.rank, indices.size, x.size
     with exchange.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
@@ -167,7 +167,7 @@ def _average_sparse(
             for payload in payloads:
                 received, positions = largest.unpack(payload, k, n)
                 finite &= is_finite(received)
-                # No index comes twice from one node.
+                # Indices from one node are unique, so that `+=` adds each of them.
                 quietly(_add_at, x, positions, received, np.float32(p))
     return finite
 

@@ -1,7 +1,7 @@
-"""Averages vectors between nodes: encoded, each rank adding a chunk in float32; or as they are.
+"""Averages vectors between nodes, either encoded or dense; each rank adds up one chunk in float32.
 
-However many ranks there are, an encoded number is rounded twice: by the rank that contributes it,
-and by the one that adds its chunk. What a rank contributes to its own chunk is not encoded.
+An encoded number is rounded twice, for any number of ranks: by the rank that contributes it, and
+by the rank that adds up its chunk. A rank does not encode its contribution to its own chunk.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,29 @@ from ..transport.base import Request, Schedule, together
 from .codecs.base import Codec
 from .compressor import SliceExchange
 
-# Strips under way at once, each in a lane of its own; and lengths of their messages: long enough
-# to be worth their latency, short enough that MPI sends both ways at once.
+# Number of strips in flight, each in a separate lane.
 _IN_FLIGHT = 3
+# Lengths of messages: long enough to hide latency, and short enough that MPI sends in both
+# directions at once.
 _LONGEST_BYTES, _SHORTEST_BYTES = 256 << 10, 16 << 10
 _IN_ALL_BYTES = 4 << 20
 
 
 def average(exchange: SliceExchange, codec: Codec, x: Wide,
             lost: Wide | None) -> Schedule[bool]:
-    """Return the schedule that replaces `x` by its mean over ranks, all messages encoded.
+    """Return the schedule that replaces `x` by its mean over ranks, with encoded messages.
 
-    Each of the p ranks sends 2(p-1)/p of the payload of `x`. It goes in strips, of which a few
-    are under way at once, so that one is encoded while the wire carries another.
+    Each of the p ranks sends 2(p-1)/p of the payload of `x`. The vector is sent in strips, several
+    of which are in flight, so that encoding overlaps with communication.
 
     Args:
-        exchange, x, lost: As for `Compressor.between`.
-        codec: Encodes the messages.
+        exchange, x, lost: Arguments of `Compressor.between`.
+        codec: Codec of the messages.
 
     Returns:
-        Whether all contributions were finite.
+        Whether the contributions of all ranks were finite.
 
-    Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
+    Source: Tang et al., ICML 2021 (1-bit Adam), figure 3, for the two phases.
     """
     p = exchange.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
@@ -58,14 +59,14 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
 
 
 def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:
-    """Return the schedule that replaces `x`, shape (n,), by its mean over ranks, not encoded."""
+    """Return the schedule that replaces `x`, shape (n,), by its mean over ranks, unencoded."""
     p = exchange.net.size
     with exchange.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
         yield from direct.allreduce(exchange.net, x, inbox, reduction("mean", x.dtype, p))
 
 
 def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
-    """Average a strip: every rank adds a chunk of it."""
+    """Average a strip; every rank adds up one chunk of it."""
     p, r = exchange.net.size, exchange.net.rank
     bounds = bounds_of(x.size, p, codec.alignment)
     chunks = cut(x, bounds)
@@ -79,7 +80,7 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
             vectors.divide(chunk, p)
             codec.encode(chunk, payloads[r], loss, exchange.key(p))
             if loss is not None:
-                # In the mean it is divided by p again.
+                # The mean divides it by p again.
                 vectors.multiply(loss, p)
         yield from ring.allgather(exchange.net, payloads)
         finite = True
@@ -93,11 +94,11 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
 def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide],
                    payloads: Sequence[Array], inbox: Sequence[Array],
                    losses: Sequence[Wide] | None) -> Schedule[None]:
-    """Send every other rank its chunk, encoded; add what they send to this rank's own.
+    """Send every other rank its encoded chunk, and add up this rank's own chunk.
 
     Args:
         payloads: Memory for each encoded chunk.
-        inbox: Memory for this rank's chunk, as each of the others encodes it.
+        inbox: Memory for this rank's chunk as encoded by each other rank.
     """
     net = exchange.net
     p, r = net.size, net.rank
@@ -110,6 +111,6 @@ def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide]
         requests.append(net.isend(payloads[dest], dest))
     yield requests
     with exchange.decoding():
-        # In the order of ranks from this one on.
+        # In the order of ranks, starting after this one.
         for payload in reversed(inbox):
             codec.decode(payload, chunks[r], adds=True)

@@ -18,29 +18,34 @@ from .threads import share_cores
 
 
 class AsyncDataParallel(Wrapper):
-    """A module that all ranks train, each at its own pace; see mpiring.asynchronous.
+    """A module that all ranks train, each at its own speed; see mpiring.asynchronous.
 
         model = AsyncDataParallel(model, comm, optimizer=partial(AdamW, lr=1e-3), staleness=4)
         for x, y in batches:
             loss_of(model(x), y).backward()
-            model.step()                        # in the place of optimizer.step()
-        model.close()                           # all ranks have the same weights
+            model.step()                        # replaces optimizer.step()
+        model.close()                           # all ranks now have the same weights
 
-    `step` pushes this rank's gradients to the owners of slices, lets go of them (`p.grad` is None
-    afterwards), and pulls the newest weights into the parameters. Buffers (BatchNorm's statistics)
-    are each rank's own; rank 0's are copied to all at the start and by `close`.
+    `step` pushes this rank's gradients to the owners of slices, sets `p.grad` to None, and pulls
+    the newest weights into the parameters. Buffers (BatchNorm statistics) are local to each rank.
+    All ranks get the buffers of rank 0 at the start and in `close`.
 
     Args:
-        module: The same on every rank, with parameters in host memory. Those that need no gradient
-            are broadcast from rank 0 at the start only.
-        comm, staleness, damped: See ParameterServer.
-        optimizer: The same: one of mpiring.optim, not of torch.optim.
+        module: Module to train, the same on every rank, with parameters in host memory. Frozen
+            parameters are broadcast from rank 0 at the start only.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        optimizer: Function that returns an elementwise optimizer of mpiring.optim (not of
+            torch.optim), given a model: `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
+        staleness: Number of pushes by which a rank may be ahead of the slowest rank; None for no
+            limit. See ParameterServer.
+        damped: If true, gradients of older weights have smaller learning rates. See
+            ParameterServer.
 
     Attributes:
         module: The module.
-        server: The ParameterServer: `server.state_dict()` saves weights and optimizer.
+        server: The ParameterServer. `server.state_dict()` returns weights and optimizer state.
 
-    Raises: as ParameterServer.
+    Raises the errors of ParameterServer.
 
     Collective: yes. Blocking: yes.
     """
@@ -63,14 +68,14 @@ class AsyncDataParallel(Wrapper):
         return self.module(*args, **kwargs)
 
     def step(self) -> bool:
-        """Push the gradients, pull the weights; return whether gradients were finite.
+        """Push the gradients and pull the weights; return whether the gradients were finite.
 
-        A parameter that has no gradient counts as one whose gradient is zero.
+        A parameter without a gradient counts as one with a zero gradient.
 
         Raises:
             GradientError: No parameter has a gradient.
-            ConfigError: Parameters lie elsewhere than at first.
-            StallError: As `ParameterServer.pull`.
+            ConfigError: Parameters were moved or replaced.
+            StallError: Raised as by `ParameterServer.pull`.
 
         Collective: no. Blocking: yes.
         """
@@ -94,9 +99,9 @@ class AsyncDataParallel(Wrapper):
         return self.server.statistics
 
     def close(self) -> None:
-        """Wait until all ranks have finished; all have the same weights and buffers then.
+        """Wait until all ranks have finished; all then have the same weights and buffers.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, while other ranks train.
         """
         if not self.server.closed:
             self.server.close()
@@ -111,11 +116,7 @@ class AsyncDataParallel(Wrapper):
             self.close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the next `step` would replace what was loaded.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise ConfigError, because the next `step` would overwrite the loaded weights."""
         raise ConfigError(
             f"rank {self._comm.rank}: weights are the owners' here; load the module before it is "
             f"wrapped, or model.server.load_state_dict(...) what its state_dict() has returned")

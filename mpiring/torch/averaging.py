@@ -1,4 +1,4 @@
-"""Averages gradients while backward runs, by hooks on parameters and views into buckets."""
+"""Averages gradients during backward, by hooks on parameters and views into buckets."""
 
 import contextlib
 import functools
@@ -29,11 +29,12 @@ from .threads import fill_only_node
 
 @dataclass(frozen=True)
 class Settings(Fusion):
-    """How gradients are averaged.
+    """Settings of the averaging of gradients.
 
     Attributes:
-        find_unused_parameters: Contribute zeros for those that a backward pass did not reach.
-        defer_wait: Gradients arrive in `wait`, not at the end of backward.
+        find_unused_parameters: If true, parameters that a backward pass did not reach contribute
+            zeros.
+        defer_wait: If true, gradients arrive in `wait`, not at the end of backward.
     """
 
     find_unused_parameters: bool = False
@@ -41,19 +42,19 @@ class Settings(Fusion):
 
 
 class GradientOwner(Protocol):
-    """Takes the means in this rank's slices, instead of the parameters; see `Sharded`.
+    """Receives this rank's slices of the means, instead of the parameters; see `Sharded`.
 
     Attributes:
-        shares_weights: They lie once in the memory of each node, for all its ranks.
+        shares_weights: Whether the ranks of a node share one copy of the weights.
     """
 
     shares_weights: bool
 
     def begin(self) -> None:
-        """Note that a backward pass begins; raise GradientError if none may."""
+        """Record that a backward pass begins; raise GradientError if this is not allowed."""
 
     def take(self, averaging: "Averaging") -> None:
-        """Take the means of a step, which have arrived. Collective: yes."""
+        """Use the means of a step, which have arrived. Collective: yes."""
 
     def synchronize(self) -> None:
         """Return when all weights are complete."""
@@ -62,25 +63,26 @@ class GradientOwner(Protocol):
 class Averaging:
     """Makes the gradients of parameters views into buckets, and averages them in backward.
 
-    A complete gradient is in its bucket; a full bucket is sent. When backward ends, all gradients
-    have arrived, or, if that is deferred, are under way.
+    A complete gradient is written to its bucket, and a full bucket is sent. When backward ends, all
+    gradients have arrived, or are in flight if that is deferred.
 
     Args:
-        parameters: By name, in the same order on every rank; at least one, all on one device.
-        sparse: Those of them whose gradients are sparse.
-        comm: The ranks to average over.
-        weighing: Weighs this rank's gradients.
-        settings: How gradients are averaged.
-        completed: Called when all gradients of a step have arrived.
-        steps: How many were complete before.
+        parameters: Parameters by name, in the same order on every rank; at least one, all on one
+            device.
+        sparse: Parameters with sparse gradients.
+        comm: Communicator whose ranks train together.
+        weighing: Weights of this rank's gradients.
+        settings: Settings of the averaging.
+        completed: Function that is called when all gradients of a step have arrived.
+        steps: Number of steps that were complete before.
 
     Attributes:
-        active: Whether backward passes average; else gradients accumulate on this rank.
-        under_way: Whether gradients have not arrived yet.
-        dense: By name, the parameters whose gradients are not sparse.
-        placeholders: By name, the parameters' gradients where an owner has the means.
+        active: Whether backward passes average; otherwise, gradients accumulate on this rank.
+        under_way: Whether gradients are in flight.
+        dense: Parameters with dense gradients, by name.
+        placeholders: Substitutes of the parameters' gradients if an owner has the means, by name.
         comm: The ranks.
-        gradients: The averager of the dense ones, with the statistics of all.
+        gradients: Averager of the dense gradients, with the statistics of all.
 
     Collective: yes. Blocking: yes.
     """
@@ -93,15 +95,15 @@ class Averaging:
         self._trained = set(parameters.values())
         self.dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
-        # Per parameter, whether this rank has a gradient at the end of backward; later, any rank.
+        # Whether this rank has a gradient of each parameter after backward; later, whether any has.
         self._has = np.empty(0, bool)
-        # Substitutes of gradients that are under way: a NaN, and the same NaN in their shape.
+        # Substitutes of gradients in flight: a NaN, and the same NaN in their shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        # The number of the backward pass whose end will call `_end`; -1 for none.
+        # Number of the backward pass whose end will call `_end`; -1 for none.
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self.dense.items()]
-        # All are on its device.
+        # The device of one parameter is that of all.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
         overlap = not fill_only_node(comm) or gpu is not None
@@ -122,7 +124,7 @@ class Averaging:
         weakref.finalize(self, self._hooks.close).atexit = False
 
     def _attach(self) -> None:
-        """Have `_accumulated` called for each parameter to whose gradient a pass has added."""
+        """Register `_accumulated` for each parameter to whose gradient a pass has added."""
         for name, p in self._parameters.items():
             self._hooks.enter_context(
                 p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
@@ -133,7 +135,7 @@ class Averaging:
                    for p in group["params"])
 
     def give_to(self, owner: GradientOwner) -> None:
-        """Give the means to an owner from now on, as far as they are in this rank's slices.
+        """Give this rank's slices of the means to an owner from now on.
 
         Raises:
             ConfigError: Some gradients are sparse.
@@ -148,7 +150,7 @@ class Averaging:
         self.placeholders = {name: placeholder(p) for name, p in self.dense.items()}
 
     def close(self) -> None:
-        """Detach from the parameters; their gradients stay as they are."""
+        """Detach from the parameters; their gradients remain unchanged."""
         self.wait()
         self.gradients.close()
         self._hooks.close()
@@ -156,11 +158,11 @@ class Averaging:
     def watch(self, outputs: object) -> None:
         """Watch for the backward pass that begins at these outputs of the model.
 
-        Its end must be found, also if it reaches no parameter; not the end of a pass inside it,
-        as of reentrant checkpointing.
+        The end of this pass must be detected, even if it reaches no parameter. The end of a pass
+        within it, from reentrant checkpointing, must be ignored.
         """
         if current_pass() < 0:
-            # A pass that raised has not reached its end.
+            # A pass that raised an error has not reached its end.
             self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
@@ -170,14 +172,14 @@ class Averaging:
     def wait(self) -> None:
         """Return when all gradients have arrived.
 
-        Raises: as communication, and as `completed`.
+        Raises errors of communication, and those of `completed`.
 
         Collective: yes. Blocking: yes.
         """
         if not self.under_way:
             return
         self.under_way = False
-        # First, since whether the step counts for reducers depends on these, too.
+        # First, since they also determine whether reducers count the step.
         self._sparse.wait()
         with self._select_gpu():
             self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
@@ -195,10 +197,10 @@ class Averaging:
             self.comm.allreduce(self._has, op="max")
             unreached = {name for name, has in zip(self.dense, self._has) if not has}
         withheld, self._withheld = self._withheld, {}
-        # Where the user has replaced a substitute, the gradient is not needed any more.
+        # A substitute that the user has replaced needs no gradient any more.
         blanks = {name: blank for name, (blank, gradient) in withheld.items()
                   if self.dense[name].grad is gradient}
-        # All at once, since each answer of a GPU takes a while.
+        # One call for all, since each answer of a GPU takes long.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):
             if not is_untouched:
@@ -208,12 +210,12 @@ class Averaging:
                 p.grad = None if name in unreached else self._views[name]
 
     def _reached_output(self, leaves: list[Any], _: object) -> None:
-        """Note that a pass has reached an output; only backward passes are steps."""
+        """Record that a pass has reached an output; only backward passes are steps."""
         if self._pass < 0 and adds_to_gradients(leaves):
             self._begun()
 
     def _begun(self) -> None:
-        """Note that a backward pass has begun, and have its end checked."""
+        """Record that a backward pass has begun, and register `_end` for its end."""
         if self._pass < 0:
             self.wait()
             if self._owner is not None:
@@ -222,7 +224,7 @@ class Averaging:
             call_after_backward(self._end)
 
     def _accumulated(self, name: str, p: Parameter) -> None:
-        """Put a complete gradient into its bucket, which is sent when it is full."""
+        """Put a complete gradient into its bucket; a full bucket is sent."""
         self._begun()
         if p.grad is not None and p.grad.requires_grad:
             raise GradientError(
@@ -235,7 +237,7 @@ class Averaging:
             self._ready(name)
 
     def _put(self, name: str, p: Parameter) -> None:
-        """Replace a gradient by its view, weighed if it is to be averaged; or write zeros."""
+        """Replace a gradient by its view, weighed if it will be averaged; or write zeros."""
         view = self._views[name]
         weight = self._weighing.factor if self.active else 1.0
         if p.grad is None or weight == 0:
@@ -288,7 +290,7 @@ class Averaging:
             self.wait()
 
     def _withhold(self) -> None:
-        """Replace gradients that are under way by NaNs that cannot be written to.
+        """Replace gradients in flight by NaNs that cannot be written to.
 
         Scaling and clipping thus cannot damage them, and gradients that are dropped stay dropped.
         """
@@ -298,7 +300,7 @@ class Averaging:
             p.grad = self._withheld[name][1]
 
     def _contribute(self, unreached: Sequence[str]) -> None:
-        """Complete this rank's part: what other parameters have accumulated before, or zeros."""
+        """Complete this rank's part with previously accumulated gradients, or zeros."""
         for name in unreached:
             if name in self.dense:
                 self._put(name, self.dense[name])
@@ -309,7 +311,7 @@ class Averaging:
                                   for name, p in self.dense.items()])
 
     def step_with_nothing(self) -> None:
-        """Take part in a step of the others, for which this rank has no gradients.
+        """Take part in a step for which only other ranks have gradients.
 
         Collective: yes. Blocking: yes.
         """
@@ -319,7 +321,7 @@ class Averaging:
         self.wait()
 
     def _move(self, name: str) -> None:
-        """Follow a gradient to another bucket, without a reference to the old memory."""
+        """Move a gradient to another bucket, without a reference to the old memory."""
         p, old = self.dense[name], self._views.get(name)
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
@@ -327,15 +329,15 @@ class Averaging:
 
 
 class ScatteredGradient(torch.Tensor):
-    """Gradient of a parameter whose mean lies in slices, one per rank; see `Sharded`.
+    """Gradient of a parameter whose mean is in slices, one per rank; see `Sharded`.
 
-    Shape, dtype and device can be read. Anything else raises GradientError, where a plain tensor
-    would be clipped, scaled or logged to no effect.
+    Shape, dtype and device can be read. Any other use raises GradientError, because clipping,
+    scaling or logging a plain tensor would have no effect.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise GradientError for what would look at elements."""
+        """Raise GradientError for functions that would read elements."""
         if getattr(func, "__name__", "") in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise _refusal(func)
@@ -344,21 +346,21 @@ class ScatteredGradient(torch.Tensor):
         return f"ScatteredGradient({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
 
 
-# Attributes of PyTorch's tensors are functions of this name.
+# Attributes of PyTorch tensors are functions of this name.
 _HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
              "is_complex", "__hash__"}
 
 
 class SliceGradient(torch.Tensor):
-    """Gradient of one of this rank's slices, as `param_groups` of a Sharded optimizer has it.
+    """Gradient of one of this rank's slices, in `param_groups` of a Sharded optimizer.
 
-    A plain tensor, but that its norm raises GradientError: other ranks have the rest, and would
-    clip by another norm.
+    It is a plain tensor, except that its norm raises GradientError: the norm of one slice would
+    clip by another factor than on other ranks.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise GradientError for norms; results are plain tensors."""
+        """Raise GradientError for norms; other results are plain tensors."""
         if getattr(func, "__name__", "") in _NORMS:
             raise _refusal(func)
         with without_subclasses():
@@ -377,6 +379,6 @@ def _refusal(func: Any) -> GradientError:
 
 
 def placeholder(p: torch.Tensor) -> torch.Tensor:
-    """Return what stands in for the gradient of `p`: no memory, whatever its shape."""
+    """Return a substitute for the gradient of `p`, which takes no memory for any shape."""
     nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
     return nan.expand(p.shape).as_subclass(ScatteredGradient)

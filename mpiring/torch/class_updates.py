@@ -1,4 +1,4 @@
-"""Runs an optimizer class of PyTorch on shards, if it treats each element for itself."""
+"""Runs an elementwise PyTorch optimizer class on shards."""
 
 import copy
 import functools
@@ -20,22 +20,22 @@ from .checkpoints import whole
 from .shards import ParamGroup, Shard, ShardLayout, cut, refuse_ungrouped, settings_of
 from .tensors import in_shape_of, tensor_of
 
-# By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
+# State by parameter and name: a tensor of the parameter's shape, a `Sliced`, or a number.
 States = dict[str, dict[str, Any]]
 
 
 class ShardedState:
-    """What the ranks' optimizers know about the parameters, together.
+    """The state of the parameters in the optimizers of all ranks.
 
     Args:
-        shards: Of this rank.
-        state: Of this rank's optimizer, by the shards' parameters.
-        layout: Which the shards are of.
+        shards: This rank's shards.
+        state: State of this rank's optimizer, by the shards' parameters.
+        layout: Layout of the shards.
 
     Attributes:
-        outline: By parameter and name of its state: a number; or, for state with an element for
-            each of the parameter's, which is in slices, the dtype. The same on all ranks.
-        elementwise: The names of the state that has such elements.
+        outline: Numbers of the state, by parameter and name, the same on all ranks. Elementwise
+            state, which is in slices, has its dtype there.
+        elementwise: Names of the state with one element per element of the parameter.
 
     Collective: yes. Blocking: yes.
     """
@@ -54,7 +54,7 @@ class ShardedState:
                             if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
-        """Return the state of whole parameters, on their device; only on rank `root`, if any.
+        """Return the state of complete parameters, on their device; only on rank `root`, if given.
 
         Collective: yes. Blocking: yes.
         """
@@ -67,7 +67,7 @@ class ShardedState:
         """Return a copy of this rank's slices of the state.
 
         Args:
-            aside: Whole state of others, the same on all ranks; rank 0 has all of it.
+            aside: Complete state of frozen parameters, the same on all ranks; rank 0 saves it.
 
         Collective: yes. Blocking: yes.
         """
@@ -78,7 +78,7 @@ class ShardedState:
                 states[name] |= copy.deepcopy(its)
             else:
                 other_orders[name] = its
-        # Their slices are no ranges in C order: they are saved whole, by those with the first.
+        # In other memory orders, slices are no ranges in C order. The first owner saves all of it.
         for name, key, x in self._gathered(other_orders):
             is_first = any(start == 0 for start, _ in other_orders[name][key].pieces)
             states[name][key] = _sliced(x, is_saved=is_first)
@@ -98,7 +98,7 @@ class ShardedState:
 
     def _gathered(self, vectors: Leaves, *,
                   keep: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield parameter, name and tensors of its shape, made of the ranges of all ranks."""
+        """Yield parameter, name and complete tensor, joined from the ranges of all ranks."""
         for name, its in vectors.items():
             gathered = self._comm.run(
                 Call("gather", f"{', '.join(map(str, its))} of {name}"),
@@ -108,7 +108,7 @@ class ShardedState:
 
 
 def _sliced(x: Any, *, is_saved: bool) -> Any:
-    """Return a tensor as one that this rank saves whole, or not at all; numbers as they are."""
+    """Return a tensor as a Sliced that this rank saves completely or not; numbers unchanged."""
     if is_number(x):
         return x
     x = torch.as_tensor(x).cpu()
@@ -120,23 +120,25 @@ def _sliced(x: Any, *, is_saved: bool) -> Any:
 def _outlined(x: Any, shard: Shard) -> Any:
     if isinstance(x, torch.Tensor) and x.shape == shard.parameter.shape:
         return x.dtype
-    # Not shared by parameters: each will count its own steps.
+    # A clone, because each parameter will count its own steps.
     return x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x
 
 
 def numbers_of(state: Mapping[str, Any], elementwise: set[str]) -> tuple[Any, ...]:
-    """Return the numbers in a parameter's state, to be compared with another one's."""
+    """Return the numbers in a parameter's state, for comparison with other parameters."""
     return tuple((key, x if x is None else "elements" if key in elementwise else float(x))
                  for key, x in sorted(state.items()))
 
 
 def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
              elementwise: set[str]) -> dict[str, Any]:
-    """Return the state of a shard, as far as that of its parameters is known.
+    """Return the state of a shard, as far as the state of its parameters is known.
 
     Args:
-        states: All of a shard's have equal numbers.
-        elementwise: The names of what has an element for each of a parameter's.
+        shard: The shard.
+        states: State by parameter. All parameters of a shard have equal numbers.
+        parameters: Parameters by name.
+        elementwise: Names of the state with one element per element of the parameter.
 
     Raises:
         ConfigError: The state is of another model.
@@ -157,7 +159,7 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
 
 
 def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
-    """Return the elements of a parameter's state that are in a part, on the CPU."""
+    """Return the elements of a parameter's state that are in a range, on the CPU."""
     if tuple(getattr(x, "shape", ())) != tuple(p.shape) or is_number(x) and p.dim():
         raise ConfigError(
             f"the state of {part.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
@@ -166,7 +168,7 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         return tensor_of(x.read(*part.ends))
     x = torch.as_tensor(tensor_of(x.whole()) if isinstance(x, Sliced) else x).detach().cpu()
     if not p.is_contiguous():
-        # In the order of the parameter's memory, as its slices are.
+        # In the order of the parameter's memory, like its slices.
         in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
         in_shape_of(p, in_order).copy_(x)
         x = in_order
@@ -174,21 +176,21 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
 
 
 class ClassUpdates:
-    """Updates by an optimizer class of PyTorch's, which treats each element for itself.
+    """Updates with an elementwise PyTorch optimizer class.
 
     Args:
-        optimizer_class, defaults: The class, and its arguments.
-        groups: Of parameters.
-        trained: Those that are trained, by name.
-        apart: Whether buckets are updated one after the other.
+        optimizer_class, defaults: Class, and its arguments.
+        groups: Parameter groups.
+        trained: Trained parameters by name.
+        apart: If true, buckets are updated one after the other.
 
     Attributes:
-        shards: Of this rank, once it has begun.
-        optimizer: Of these. Another one after each `follow`, and after a state was loaded, but its
-            groups stay the same dicts.
+        shards: This rank's shards, after `begin`.
+        optimizer: Optimizer of the shards. `follow` and loading a state replace it, but its groups
+            remain the same dicts.
 
     Raises:
-        ConfigError: The class looks at whole tensors.
+        ConfigError: The class is not elementwise.
 
     Collective: no.
     """
@@ -205,7 +207,7 @@ class ClassUpdates:
 
     def _tried(self, settings: Sequence[Mapping[str, Any]],
                parameters: Mapping[str, Parameter]) -> set[str]:
-        """Return the names of the state that has elements with these settings of groups."""
+        """Return the names of the elementwise state with these settings of groups."""
         names = set()
         for group, its in zip(self._names, settings):
             trained = [parameters[name] for name in group if name in parameters]
@@ -215,14 +217,14 @@ class ClassUpdates:
         return names
 
     def begin(self, layout: ShardLayout) -> None:
-        """Make the optimizer of this rank's shards.
+        """Create the optimizer of this rank's shards.
 
         Collective: no.
         """
         self._planned(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
-        """Go on where weights and gradients lie now.
+        """Continue with the current memory of weights and gradients.
 
         Raises:
             ConfigError: A trained parameter is in no group.
@@ -231,16 +233,16 @@ class ClassUpdates:
         """
         refuse_ungrouped(layout.parameters, set(self._group_of))
         state = self._state()
-        # Others than at first, where a setting was raised from 0 since.
+        # A setting that was raised from 0 may have added elementwise state.
         elementwise = self._elementwise | state.elementwise
         self._planned(layout, state.whole() | self._aside,
                       settings_of(self.optimizer.param_groups), elementwise)()
 
     def _planned(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
                  elementwise: set[str]) -> Callable[[], None]:
-        """Cut new shards, and make their optimizer, with their state; return how to use it."""
+        """Cut new shards, create their optimizer and state, and return a function to use it."""
         parameters = layout.parameters
-        # What is cut now need not be kept whole.
+        # State that is cut now need not be kept complete.
         aside = whole({name: x for name, x in states.items() if name not in parameters})
         groups = cut(layout, self._group_of, len(self._names),
                      lambda name: numbers_of(states.get(name, {}), elementwise))
@@ -258,7 +260,7 @@ class ClassUpdates:
     def _use(self, layout: ShardLayout, shards: list[Shard], optimizer: Any, aside: States,
              elementwise: set[str]) -> None:
         if self.optimizer is not None:
-            # Such as a count of steps; others belong to the parameters of before.
+            # Plain attributes, such as a step count; others belong to the old parameters.
             plain, _ = attributes(self.optimizer)
             vars(optimizer).update(plain)
             for old, new in zip(self.optimizer.param_groups, optimizer.param_groups):
@@ -266,14 +268,14 @@ class ClassUpdates:
                 old.update(new)
             optimizer.param_groups[:] = self.optimizer.param_groups
         self._layout, self.shards, self.optimizer = layout, shards, optimizer
-        # State of parameters that are frozen at present.
+        # State of parameters that are currently frozen.
         self._aside, self._elementwise = aside, elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
         """Update the shards.
 
         Args:
-            send: Called with the index of each bucket when it is updated.
+            send: Function that is called with the index of each bucket once it is updated.
 
         Collective: yes. Blocking: no.
         """
@@ -286,7 +288,7 @@ class ClassUpdates:
         gradients = {shard: shard.parameter.grad for shard in self.shards}
         for shard in self.shards:
             shard.parameter.grad = None
-        # Forward needs them in the reverse of the order in which their gradients came.
+        # The forward pass needs buckets in the reverse order of their gradients.
         for index in reversed(buckets):
             updated = [shard for shard in self.shards if shard.bucket == index]
             for shard in updated:
@@ -303,24 +305,24 @@ class ClassUpdates:
         return ShardedState(self.shards, self.optimizer.state, self._layout)
 
     def state_dict(self, root: int | None) -> dict[str, Any]:
-        """Return what the class's own would be, of whole parameters; on rank `root`, if any."""
+        """Return the state of complete parameters as the class does; only on `root`, if given."""
         return self._packed(self._state().whole(root=root) | self._aside)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the same with this rank's slices."""
+        """Return the same state with this rank's slices."""
         return self._packed(self._state().sliced(self._aside))
 
     def _packed(self, states: States) -> dict[str, Any]:
-        """Return state by the numbers that parameters have in their groups, one after the other."""
+        """Return state by the consecutive numbers of parameters in their groups."""
         names = chain.from_iterable(self._names)
         return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
                 "param_groups": _numbered(self.optimizer.param_groups, self._names)}
 
     def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that goes on from either kind of state; nothing changes before.
+        """Return a function that loads a complete or sharded state; nothing changes before.
 
         Raises:
-            ConfigError: It is of other groups or parameters, or slices are missing.
+            ConfigError: The state is of other groups or parameters, or slices are missing.
 
         Collective: no.
         """
@@ -347,7 +349,7 @@ class ClassUpdates:
 
 
 def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield state with elements of which the class knows nothing: parameter, and name."""
+    """Yield parameter and name of array state that the class does not have."""
     for name, its in states.items():
         for key, x in its.items():
             if key not in elementwise and getattr(x, "shape", None):
@@ -356,7 +358,7 @@ def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]
 
 def _numbered(groups: Iterable[Mapping[str, Any]],
               members: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return groups whose parameters are numbers, as in the `state_dict` of an optimizer."""
+    """Return groups with numbers for parameters, as in the `state_dict` of an optimizer."""
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in its]}
             for group, its in zip(groups, members)]
@@ -369,12 +371,12 @@ _REASONS = {
     "SparseAdam": "it takes sparse gradients, which are in no buckets",
 }
 _SHAPE, _CUT, _STEPS = (5, 7), 9, 3
-# Arithmetic may be vectorised otherwise; 16-bit weights are rounded once per step.
+# Vectorization may change the arithmetic; 16-bit weights are rounded once per step.
 _TOLERANCE = {torch.bfloat16: 2 ** -5, torch.float16: 2 ** -8}
 
 
 def refuse_whole_tensors(optimizer_class: Any) -> None:
-    """Raise ConfigError for classes that are known to look at whole tensors, or are none."""
+    """Raise ConfigError unless this is a class, and not known to use whole tensors."""
     if not (isinstance(optimizer_class, type)
             and issubclass(optimizer_class, torch.optim.Optimizer)):
         given = (f"an optimizer, {type(optimizer_class).__name__}(...)"
@@ -392,18 +394,20 @@ def refuse_whole_tensors(optimizer_class: Any) -> None:
 
 def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
                       group: Mapping[str, Any], like: torch.Tensor, *, apart: bool) -> set[str]:
-    """Return the names of an optimizer's state that has an element for each of a parameter.
+    """Return the names of an optimizer's elementwise state.
+
+    Such state has one element per element of the parameter.
 
     Args:
-        optimizer_class: Its class.
-        defaults: Its settings.
-        group: Those of a group of parameters.
-        like: One of these.
-        apart: Whether its parameters are to take their steps one after the other.
+        optimizer_class: Class of the optimizer.
+        defaults: Arguments of the class.
+        group: Settings of a parameter group.
+        like: Parameter of this group.
+        apart: If true, parameters take their steps one after the other.
 
     Raises:
-        ConfigError: A small tensor became another one than in two pieces, or its state did; or
-            the class remembers in an attribute what cannot be kept when slices are cut again.
+        ConfigError: A small tensor, or its state, changes in another way if it is cut in two. Or
+            an attribute of the class keeps data that would be lost when slices are cut again.
     """
     generator = torch.Generator().manual_seed(1)
     first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
@@ -431,9 +435,9 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
 
 
 def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an optimizer's own attributes: nests of numbers and texts, and others as a text.
+    """Return an optimizer's own attributes: pytrees of numbers and strings, and others as texts.
 
-    Lists of its parameters are equal texts, whatever their values.
+    Lists of its parameters give equal texts for all values.
     """
     plain, others = {}, {}
     for name, x in vars(optimizer).items():
@@ -447,7 +451,7 @@ def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def is_number(x: Any) -> bool:
-    """Return whether state is a number, or a tensor of one."""
+    """Return whether state is a number, or a tensor with one number."""
     return x.dim() == 0 if isinstance(x, torch.Tensor) else isinstance(x, int | float | None)
 
 
@@ -462,7 +466,7 @@ def _cut(x: torch.Tensor) -> list[torch.Tensor]:
 def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[str, Any],
              weights: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]],
              apart: bool) -> list[tuple[Parameter, Mapping[str, Any]]]:
-    """Return parameters, and their state, after some steps."""
+    """Return parameters and their state after some steps."""
     parts = [Parameter(x.clone()) for x in weights]
     optimizer = optimizer_class([{"params": parts, **group}], **defaults)
     _, before = attributes(optimizer)

@@ -1,4 +1,4 @@
-"""Local training of PyTorch modules, which are synchronised rarely."""
+"""Local training of PyTorch modules with rare synchronization."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class ParameterWeights(LocalWeights):
 
     Args:
         model: A module, or a DataParallel of it.
-        comm: The ranks; all have rank 0's parameters and buffers afterwards.
+        comm: Communicator; all its ranks get the parameters and buffers of rank 0.
 
     Raises:
         ConfigError: The module cannot be trained on several ranks.
@@ -47,7 +47,7 @@ class ParameterWeights(LocalWeights):
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
         where = first.device
         if self.device is not None and not self.device.gpu.programmable:
-            # The outer optimiser has no kernels there.
+            # The outer optimizer has no kernels for this GPU.
             self.device, self.mark, where = None, None, torch.device("cpu")
         self._global = {name: torch.empty_like(
             p.detach(), device=where, memory_format=torch.contiguous_format).copy_(p.detach())
@@ -57,7 +57,7 @@ class ParameterWeights(LocalWeights):
 
     def local(self, name: str) -> torch.Tensor:
         """Return local weights."""
-        # Asked for by name, it is there as a whole, whoever has updated it.
+        # A lookup by name waits until the weights are complete.
         return self._module.get_parameter(name).detach()
 
     def vector(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class ParameterWeights(LocalWeights):
         return bool(self.local(name).isfinite().all())
 
     def refuse_others(self) -> None:
-        """Raise ConfigError where other parameters are trained, or ranks write the same memory."""
+        """Raise ConfigError if other parameters are trained, or if ranks share the weights."""
         if isinstance(self._model, DataParallel) and self._model.shares_weights:
             raise ConfigError(
                 f"rank {self._comm.rank}: a Sharded optimizer with weights='node' keeps one copy "
@@ -112,20 +112,81 @@ def _spec_of(name: str, p: torch.Tensor) -> TensorSpec:
 
 
 class LocalSGD(outer.PeriodicAveraging):
-    """LocalSGD of a module, or of a DataParallel; see mpiring.optim.outer.PeriodicAveraging.
+    """Averages the parameters of all ranks after every few steps of their local optimizers.
 
-    Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with every
-    synchronisation. Frozen parameters are broadcast at the start only.
+        outer = LocalSGD(model, comm, every=8)
+        for x, y in batches:
+            ...
+            optimizer.step()
+            outer.step()
+        outer.synchronize()
+
+    Rank 0 broadcasts its parameters at the start. Any inner optimizer will do; its state remains
+    local to the rank. Buffers (BatchNorm statistics) are copied from rank 0 at the start and with
+    every synchronization. Frozen parameters are broadcast at the start only.
+
+    Args:
+        model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
+            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        every: Number of inner steps between two averages, from 1.
+        start: Number of first steps after each of which models are averaged ("post-local SGD").
+        reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
+        sharded: If true, each rank updates only its slices of the global parameters, and gathers
+            the other slices.
+        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    Source: Stich, ICLR 2019, arXiv 1805.09767.
     """
 
     kind = ParameterWeights
 
 
 class DiLoCo(outer.StreamingDiLoCo):
-    """DiLoCo of a module, or of a DataParallel; see mpiring.optim.outer.StreamingDiLoCo.
+    """Takes outer steps with Nesterov momentum on the changes that local steps have made.
 
-    Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with the last
-    fragment. Frozen parameters are broadcast at the start only.
+        outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
+        for x, y in batches:
+            ...
+            optimizer.step()
+            outer.step()
+        outer.synchronize()
+
+    An outer step averages d = global - local parameters. Then v ← μ v + d and
+    global ← global - η (d + μ v). Rank 0 broadcasts its parameters at the start. Any inner
+    optimizer will do (AdamW in the paper); its state remains local to the rank. Buffers (BatchNorm
+    statistics) are copied from rank 0 at the start and with the last fragment. Frozen parameters
+    are broadcast at the start only.
+
+    Args:
+        model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
+            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        every: Number of inner steps between two synchronizations of a fragment, from 1.
+        lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
+        momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
+        fragments: Number of parts of the model, of similar size in bytes, that are synchronized in
+            turn, evenly spread over `every` steps (Streaming DiLoCo).
+        delay: Number of inner steps during which a fragment is sent in the background; below
+            `every`.
+        alpha: Share α of the local parameters when a fragment arrives: local ← α local +
+            (1 - α) global. By default 0, or 0.5 with a delay.
+        reducer: Reducer that averages d; see `mpiring.reducers`. Each fragment has a copy of it.
+        sharded: If true, each rank updates only its slices of the global parameters, and gathers
+            the other slices.
+        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
+
+    Raises:
+        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    Source: Douillard et al., 2023, arXiv 2311.08105, and 2025, arXiv 2501.18512.
     """
 
     kind = ParameterWeights

@@ -1,4 +1,4 @@
-"""What every adapter of a PyTorch module needs: a wrapper, buffers, refusals, and hooks."""
+"""Shared parts of adapters of PyTorch modules: a wrapper, buffers, checks, and hooks."""
 
 import functools
 import weakref
@@ -20,13 +20,13 @@ SAME_MODEL = "build the same model, in the same order, on every rank"
 
 
 class Wrapper(nn.Module):
-    """A module around another one, which is asked for what the wrapper does not have.
+    """A module around another one, which provides the attributes that the wrapper lacks.
 
     Args:
         module: The bare module.
 
     Attributes:
-        module: The same.
+        module: The bare module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,7 +40,7 @@ class Wrapper(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, under the names that the bare module has."""
+        """Return the module's state, with the names of the bare module."""
         return self.module.state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -56,8 +56,8 @@ class Buffers:
     Attributes:
         module: The module.
         comm: The ranks.
-        copied: Else each rank has its own.
-        root: The rank to copy from.
+        copied: If false, buffers remain local to each rank.
+        root: Rank to copy from.
     """
 
     module: nn.Module
@@ -66,18 +66,18 @@ class Buffers:
     root: int = 0
 
     def copy(self) -> None:
-        """Copy the buffers of `root` to all ranks, if they are to be copied.
+        """Copy the buffers of `root` to all ranks, unless they are local.
 
         Collective: yes. Blocking: yes.
         """
         if self.copied:
-            # `data`, since a change of the tensors themselves would invalidate retained graphs;
+            # Changes of `data` do not invalidate retained graphs, as changes of the tensors would.
             # BatchNorm's own changes do not either.
             copy_from(self.root, (x.data for x in self.module.buffers()), self.comm)
 
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
-    """Raise ConfigError where a module cannot be trained on several ranks."""
+    """Raise ConfigError if a module cannot be trained on several ranks."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
@@ -102,11 +102,11 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
 
 
 def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
-    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
+    """Copy rank 0's parameters and buffers to all ranks; return the trained parameters.
 
     Raises:
-        BufferMismatchError: The modules differ between ranks, or what of them is trained.
-        ConfigError: The module cannot be trained on several ranks, or nothing of it is trained.
+        BufferMismatchError: The modules or their trained parameters differ between ranks.
+        ConfigError: The module cannot be trained on several ranks, or has no trained parameter.
 
     Collective: yes. Blocking: yes.
     """
@@ -123,7 +123,7 @@ def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Paramet
 
 
 def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
-    """Raise ConfigError unless parameters lie on one device."""
+    """Raise ConfigError unless all parameters are on one device."""
     first = next(iter(parameters), "")
     for name, p in parameters.items():
         if p.device != parameters[first].device:
@@ -133,10 +133,10 @@ def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communi
 
 
 def weakly(method: Callable[..., object], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls a method, with these arguments first, while its object lives.
+    """Return a hook that calls a method, with these first arguments, while its object exists.
 
-    Python's garbage collector does not find cycles through the hooks of tensors, and some hooks
-    are never removed.
+    Python's garbage collector does not find cycles through tensor hooks, and some hooks are never
+    removed.
     """
     reference = weakref.WeakMethod(method)
 
@@ -156,4 +156,4 @@ class Uncopied(functools.partial[None]):
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
+    """Do nothing; replaces a hook."""

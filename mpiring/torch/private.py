@@ -1,7 +1,7 @@
-"""PyTorch's insides: all that mpiring uses of it that has no public name.
+"""All of PyTorch's private functions that mpiring uses.
 
-Verified with PyTorch 2.13, and written for 2.10 on. If one of them is gone, an error names it when
-`mpiring.torch` is imported, or the test of its user fails.
+Verified with PyTorch 2.13, written for 2.10 and later. If a function is missing, the import of
+`mpiring.torch` raises an error that names it, or a test of its user fails.
 """
 
 from collections import deque
@@ -15,36 +15,37 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad
 
-# The handlers of `init_method`, by the scheme of its URL.
+# Handlers of `init_method`, by the scheme of its URL.
 rendezvous_handlers: MutableMapping[str, Callable[..., Iterator[Any]]] = _rendezvous_handlers
 
 
 # Backward passes
 
 def current_pass() -> int:
-    """Return the number of the backward pass that this thread runs; below 0 for none."""
+    """Return the number of the backward pass that this thread is running; negative for none."""
     return torch._C._current_graph_task_id()
 
 
 def call_after_backward(callback: Callable[[], Any]) -> None:
-    """Call a function at the end of the backward pass that this thread runs.
+    """Call a function at the end of the backward pass that this thread is running.
 
-    Functions are called in the order of these calls.
+    Functions are called in the order of registration.
 
     Raises:
-        RuntimeError: No pass runs.
+        RuntimeError: No pass is running.
     """
     Variable._execution_engine.queue_callback(callback)
 
 
 def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
-    """Return the leaves from which `adds_to_gradients` can decide, for a pass through `node`.
+    """Return leaves with which `adds_to_gradients` can decide, for a pass through `node`.
 
-    That is the nearest leaf of a parameter, which is found soon; without one, all leaves.
+    The result is the nearest leaf of a parameter, which is quickly found. If there is none, the
+    result is all leaves.
 
     Args:
-        node: Of the autograd graph.
-        parameters: Leaves to prefer, since a pass may be for the gradients of other leaves only.
+        node: Node of the autograd graph.
+        parameters: Preferred leaves, since a pass may compute gradients of other leaves only.
     """
     leaves, seen, nodes = [], {node}, deque([node])
     while nodes:
@@ -63,74 +64,76 @@ def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
 def adds_to_gradients(leaves: list[Any]) -> bool:
     """Return whether the running pass adds to the gradients of all these leaves.
 
-    `backward()` adds to those of all leaves that it reaches, torch.autograd.grad to none, and
-    backward(inputs=[...]) to those that it names.
+    `backward()` adds to the gradients of all leaves that it reaches, torch.autograd.grad to none,
+    and backward(inputs=[...]) to those of the named leaves.
 
     Args:
-        leaves: As `leaves_behind` has returned them for a node that the pass has reached.
+        leaves: Result of `leaves_behind` for a node that the pass has reached.
     """
     try:
         return bool(leaves) and all(map(torch._C._will_engine_execute_node, leaves))
     except RuntimeError:
-        # Raised for a leaf whose derivative torch.autograd.grad is to return.
+        # Raised for a leaf whose derivative torch.autograd.grad will return.
         return False
 
 
 # Tensors
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place."""
+    """Return the number of in-place writes to a tensor."""
     return tensor._version
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
-    """Return the values of a COO tensor, also of one that is not coalesced."""
+    """Return the values of a COO tensor, which need not be coalesced."""
     return sparse._values()
 
 
 def copy_all(outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others, in one call."""
+    """Copy tensors to other tensors, in one call."""
     with torch.no_grad():
         torch._foreach_copy_(list(outs), list(tensors))
 
 
 def without_subclasses() -> AbstractContextManager[None]:
-    """Return a block in which subclasses of tensors are plain tensors."""
+    """Return a context in which subclasses of tensors behave as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 # Modules and optimizers
 
-# What batch normalization of any number of dimensions is made of.
+# Base class of batch normalization with any number of dimensions.
 AnyBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 def parameters_of(module: torch.nn.Module) -> Any:
-    """Return the mapping in which a module keeps its own parameters by name.
+    """Return the mapping that holds a module's own parameters by name.
 
     PyTorch reads it for `module.weight`, `parameters()`, `state_dict()`, `to(...)` and
-    `load_state_dict(...)`. In TorchScript it is no dict.
+    `load_state_dict(...)`. In TorchScript it is not a dict.
     """
     return module._parameters
 
 
 def set_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """Replace the mapping in which a module keeps its own parameters."""
+    """Replace the mapping that holds a module's own parameters."""
     module._parameters = parameters
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module runs as compiled code, which reads parameters in its own way."""
+    """Return whether a module runs as compiled code, which reads parameters by other means."""
     return (isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
             or module._compiled_call_impl is not None)
 
 
 def run_state_hooks(optimizer: torch.optim.Optimizer, event: str, *state: Any) -> Any:
-    """Call the user's hooks of an optimizer's state; return the state as they have changed it.
+    """Call the user's hooks of an optimizer's state; return the state as the hooks changed it.
 
     Args:
-        event: "state_dict_pre", "state_dict_post", "load_state_dict_pre" or "load_state_dict_post".
-        state: The state that they take, if any.
+        optimizer: The optimizer.
+        event: Name "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
+            "load_state_dict_post".
+        state: The state that the hooks accept, if any.
     """
     for hook in getattr(optimizer, f"_optimizer_{event}_hooks").values():
         changed = hook(optimizer, *state)

@@ -1,7 +1,7 @@
 """The back end `mpiring` of torch.distributed: every collective, over a group of MPI ranks.
 
-PyTorch's Python functions call these methods directly, with lists of one tensor, because a
-rank has one device; DistributedDataParallel and DTensor reach some of them from C++.
+PyTorch's Python functions call these methods directly, with lists of one tensor, because a rank has
+one device. DistributedDataParallel and DTensor call some of them from C++.
 """
 
 import functools
@@ -35,12 +35,12 @@ from .vectors import (
 from .works import DONE, Work, coalesced, in_callback
 
 Tensors = Sequence[Tensor]
-# Of messages; below all tags of users.
+# Tag of internal messages, below all tags of users.
 _TAG = -1
 
 
 def register() -> None:
-    """Make the back end known to torch.distributed."""
+    """Register the back end with torch.distributed."""
     dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*DEVICE_TYPES])
 
 
@@ -51,22 +51,22 @@ def _make(options: Any, _: Any) -> "ProcessGroup":
     return ProcessGroup(options.store, open_group(options, known))
 
 
-# From a cache, since a Call has to be hashed for the comparison.
+# Cached, since a Call has to be hashed for the comparison.
 _call = functools.lru_cache(maxsize=4096)(Call)
 
 
 class ProcessGroup(dist.ProcessGroup):
     """The collectives and messages of torch.distributed among MPI ranks.
 
-    PyTorch's own process groups get their names, purposes and stores from back ends written in
-    C++; a Python class has to answer for itself.
+    PyTorch gets the names, descriptions and stores of process groups from back ends in C++. A back
+    end in Python has to return them itself.
 
     Args:
-        store: Made by torch.distributed for this group, which may ask for it again.
+        store: Store that torch.distributed made for this group, and may ask for.
         group: The ranks.
 
     Attributes:
-        supports_splitting: Read where init_process_group is given a `device_id`.
+        supports_splitting: Flag that init_process_group reads if it is given a `device_id`.
     """
 
     supports_splitting = False
@@ -95,16 +95,16 @@ class ProcessGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        """Set the purpose of the group."""
+        """Set the description of the group."""
         self._description = text
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the purpose of the group."""
+        """Return the description of the group."""
         return self._description
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of device that the group serves; checkpoints look for the CPU among them."""
+        """The kinds of devices that the group serves; checkpoints look for the CPU among them."""
         return [torch.device(kind) for kind in DEVICE_TYPES]
 
     def _get_backend(self, device: Any) -> "ProcessGroup":
@@ -116,11 +116,11 @@ class ProcessGroup(dist.ProcessGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change after which time without progress collectives fail."""
+        """Set the time without progress after which collectives fail."""
         self._group.set_stall_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
-        """Wait for all operations and for all members, and close the group.
+        """Wait for all operations and for all members, then close the group.
 
         Collective: yes. Blocking: yes.
         """
@@ -142,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):
                 timeout_s: float | None = None) -> Work:
         group = self._group
         if in_callback():
-            # Collective, since callbacks run in the order of the operations on every rank.
+            # Collective, since every rank runs callbacks in the order of the operations.
             group = self._callback_group = self._callback_group or group.beside()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
@@ -156,9 +156,9 @@ class ProcessGroup(dist.ProcessGroup):
         return self._work(Work(DONE, value, threaded=True))
 
     def _fills_node(self) -> bool:
-        """Return whether operations in host memory only take the cores that backward computes on.
+        """Return whether background progress would only take cores from the backward pass.
 
-        Then, with two ranks on two cores, the thread cost a step as much again as the reductions.
+        With two ranks on two cores, the thread then took as much time as the reductions.
         """
         return len(self._group.sharing.memory_groups) == 1 and fill_cores(self._share)
 
@@ -174,7 +174,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _chunks(self, tensors: Tensor | Tensors, model: Tensor, label: str,
                 lend: Callable[[Tensor], Array]) -> list[Array]:
-        """Return a vector per rank: parts of one tensor, or a list of tensors, like `model`."""
+        """Return one vector per rank: parts of one tensor, or a list of tensors like `model`."""
         if isinstance(tensors, Tensor):
             if tensors.dtype != model.dtype or tensors.numel() != self.size() * model.numel():
                 raise ConfigError(f"the {label} tensor is {described(tensors)}: expected "
@@ -210,7 +210,7 @@ class ProcessGroup(dist.ProcessGroup):
             (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        """Combine a tensor over all ranks into that of the root; others keep theirs."""
+        """Combine a tensor over all ranks into the root's tensor; other tensors do not change."""
         tensor, root = only(tensors), opts.rootRank
         self._check_peer(root, "root")
         op, buffers = op_of(opts, tensor.dtype, self.size()), TensorBuffers()
@@ -222,16 +222,16 @@ class ProcessGroup(dist.ProcessGroup):
             list(tensors), lambda collectives: collectives.reduce(x, root, op=op.combine))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
-        """Combine tensor r of a list over all ranks, into the output of rank r."""
+        """Combine tensor r of a list over all ranks into the output of rank r."""
         return self._reduce_scatter("reduce_scatter", [only(outputs)], inputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Combine a tensor over all ranks; rank r gets its r-th part."""
+        """Combine a tensor over all ranks; rank r gets the r-th part."""
         return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors,
                                         opts: Any = None) -> Work:
-        """Combine several tensors over all ranks; rank r gets their r-th parts."""
+        """Combine several tensors over all ranks; rank r gets the r-th part of each."""
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def _reduce_scatter(self, kind: str, outputs: Tensors,
@@ -244,7 +244,7 @@ class ProcessGroup(dist.ProcessGroup):
                 buffers.numbers, factor=op.factor))
             result = buffers.numbers(output, written=True, divisor=op.divisor)
             copies.append((result, chunks[rank]))
-            # The result goes to the place of this rank's own contribution.
+            # The result replaces this rank's own contribution.
             rows.append([*chunks[:rank], result, *chunks[rank + 1:]])
         detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, outputs))
         return self._submit(kind, detail, opts, buffers, list(outputs), lambda collectives: in_turn(
@@ -268,18 +268,18 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors,
                             opts: Any = None) -> Work:
-        """Copy every rank's tensors: list r of the output takes those of rank r."""
+        """Copy every rank's tensors; list r of the output receives the tensors of rank r."""
         check_count(outputs, self.size(), "lists of output")
         by_input = list(zip(*outputs, strict=True))
         return self._allgather("all_gather_coalesced", by_input, inputs, opts, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Copy every rank's tensor to a part of one tensor on all ranks."""
+        """Copy every rank's tensor to one part of a tensor on all ranks."""
         return self._allgather("all_gather_single", [output], [input], opts, [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors,
                                     opts: Any = None) -> Work:
-        """Copy several tensors of every rank, each to parts of one tensor on all ranks."""
+        """Copy several tensors of every rank, each to one part of a tensor on all ranks."""
         return self._allgather("all_gather_single_coalesced", outputs, inputs, opts, [*outputs])
 
     def _allgather(self, kind: str, outputs: Sequence[Tensor | Tensors], inputs: Tensors,
@@ -317,7 +317,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _of_root(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
                  label: str) -> Tensors:
-        """Return the root's list of tensors, one per rank; an empty one on other ranks."""
+        """Return the root's list of tensors, one per rank; an empty list on other ranks."""
         self._check_peer(root, "root")
         tensors = lists[0] if lists else ()
         if self.rank() == root:
@@ -371,7 +371,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self.recv_anysource(tensors, tag, source)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0, source: int | None = None) -> Work:
-        """Receive a tensor from whichever rank sends first, or from `source`."""
+        """Receive a tensor from the rank that sends first, or from `source`."""
         buffers = TensorBuffers(staged=True)
         x = buffers.raw(only(tensors), written=True)
         return self._message(self._messages.irecv(x, source, tag, buffers.settled), tensors)
@@ -384,7 +384,7 @@ class ProcessGroup(dist.ProcessGroup):
     # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called; a timeout in the options is for this call."""
+        """Complete when every rank has called; a timeout in the options holds for this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
             "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
@@ -392,16 +392,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called; on rank 0 an error names the ranks that have not.
+        """Return when every rank has called; on rank 0 an error names the missing ranks.
 
-        Call it on the group itself: torch.distributed.monitored_barrier refuses every back end
-        but Gloo.
-
-        Every rank reports to rank 0, which answers when all have.
+        Call it on the group itself: torch.distributed.monitored_barrier accepts Gloo only. Every
+        rank reports to rank 0, which answers when all have reported.
 
         Args:
-            timeout: How long ranks wait; by default, the group's timeout.
-            wait_all_ranks: Name all ranks that are missing, not only the first.
+            timeout: Longest time to wait; by default, the timeout of the group.
+            wait_all_ranks: If true, name all missing ranks, not only the first.
 
         Raises:
             StallError: A rank has not called in time.
@@ -429,7 +427,7 @@ class ProcessGroup(dist.ProcessGroup):
         for rank in reports:
             self._messages.isend(NO_BYTES, rank, _TAG)
 
-    # Their names before PyTorch 2.12
+    # Names of these methods before PyTorch 2.12
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -441,8 +439,8 @@ def open_group(options: Any, default: Group | None) -> Group:
     """Return the MPI ranks of a new process group.
 
     Args:
-        options: Of torch.distributed: store, rank, size, timeout, and the group's ranks.
-        default: The group of all ranks; None where this will be it.
+        options: Options of torch.distributed: store, rank, size, timeout, and the group's ranks.
+        default: Group of all ranks; None to create it.
 
     Raises:
         ConfigError: Rank and size differ from MPI's.
@@ -456,7 +454,7 @@ def open_group(options: Any, default: Group | None) -> Group:
     if default is None:
         raise ConfigError("a group with the back end 'mpiring' needs a default group with it; "
                           "call init_process_group('mpiring')")
-    # MPI has no timeout: begin when all members are here.
+    # MPI has no timeout, so this waits until all members have arrived.
     store = options.store
     if store.add("arrived", 1) == len(ranks):
         store.set("all here", "yes")
@@ -481,7 +479,7 @@ def _open_default(options: Any) -> Group:
 
 
 def _settings(config: Config, timeout: timedelta) -> Config:
-    """Return the settings with the user's timeout, if there is one."""
+    """Return the settings with the user's timeout, if any."""
     if timeout == default_pg_timeout:
         return config
     return replace(config, stall_timeout_s=timeout.total_seconds())

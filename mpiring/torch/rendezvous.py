@@ -1,4 +1,4 @@
-"""Agrees, over MPI, on the address of the store that torch.distributed needs."""
+"""Agrees by MPI on the address of the store that torch.distributed needs."""
 
 import contextlib
 import functools
@@ -26,27 +26,28 @@ _PROBE_S = 1.0
 
 
 def register() -> None:
-    """Make `init_method="mpi://"` known to torch.distributed."""
+    """Register `init_method="mpi://"` with torch.distributed."""
     register_rendezvous_handler("mpi", rendezvous)
 
 
 def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Serve `init_method="mpi://"`: yield a store, and MPI's rank and size.
+    """Implement `init_method="mpi://"`: yield a store, and the rank and size in MPI.
 
-    The store listens on rank 0's loopback if all ranks are on one node, otherwise on the address at
-    which the ranks have reached rank 0. PyTorch's stores serve everybody who can connect. So keys
-    get a random prefix, which only the ranks know until somebody lists the keys.
+    The store listens on an address of rank 0 that all ranks have reached. If all ranks are on one
+    node, it listens on the loopback address. PyTorch stores serve any client that can
+    connect. Keys therefore get a random prefix, which only the ranks know, unless a client lists
+    the keys.
 
-    Also sets the variables of `export_environment`: frameworks that use the default process group
-    still read the number of processes from them.
+    It also calls `export_environment`, because frameworks that use the default process group still
+    read the number of processes from the environment.
 
     Args:
-        url: "mpi://", followed by rank and world_size if the user gave them.
-        timeout: Of the store.
+        url: String "mpi://", followed by rank and world_size if the user gave them.
+        timeout: Timeout of the store.
 
     Raises:
         ConfigError: The user's rank or world_size is not MPI's.
-        LaunchError: As mpiring.init.
+        LaunchError: Raised as by mpiring.init.
 
     Collective: yes. Blocking: yes.
     """
@@ -59,7 +60,7 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     if listener is None:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
     else:
-        # The store takes over the socket, so that no other program can take the port.
+        # The store gets the socket itself, so that no other program can take the port.
         store = dist.TCPStore(
             address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listener.detach())
@@ -68,7 +69,7 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
 
 
 def _refuse_others(url: str, comm: Communicator) -> None:
-    """Compare the rank and world size in a URL, if there are any, with MPI's."""
+    """Raise ConfigError if the rank or world size in a URL differs from MPI's."""
     query = dict(part.split("=") for part in url.partition("?")[2].split("&") if part)
     for name, mpi in (("rank", comm.rank), ("world_size", comm.size)):
         if query.get(name, "-1") not in ("-1", str(mpi)):
@@ -78,19 +79,19 @@ def _refuse_others(url: str, comm: Communicator) -> None:
 
 
 def export_environment(comm: Communicator) -> None:
-    """Set the variables for frameworks that insist on `init_method="env://"`.
+    """Set the environment variables that libraries with `init_method="env://"` read.
 
-    MASTER_ADDR and MASTER_PORT (an address of rank 0 that all ranks reach, and a port that was
-    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; and, where PyTorch finds no
-    accelerator, ACCELERATE_USE_CPU, without which Hugging Face's Accelerate makes each process a
-    world of its own. Rank 0 warns of a default process group of another back end that is made of
-    them.
+    The variables are MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+    All ranks reach the address, which belongs to rank 0, and the port was free there. If PyTorch
+    finds no accelerator, ACCELERATE_USE_CPU is also set; without it, Hugging Face Accelerate gives
+    each process its own world. Rank 0 warns if a default process group of another back end is
+    created from these variables.
 
     Args:
-        comm: A communicator over all ranks.
+        comm: Communicator over all ranks, which is also the default.
 
     Raises:
-        TransportError: A rank reaches none of rank 0's addresses.
+        TransportError: A rank reaches none of the addresses of rank 0.
 
     Collective: yes. Blocking: yes.
     """
@@ -108,14 +109,14 @@ def export_environment(comm: Communicator) -> None:
 
 @functools.cache
 def _watch_others() -> None:
-    """From now on, warn of a default process group of another back end by `env://`."""
+    """From now on, warn if `env://` creates a default process group of another back end."""
     handler = rendezvous_handlers["env"]
 
     def rendezvous_by_environment(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
         try:
             yield from handler(url, **options)
         finally:
-            # init_process_group drops this generator when it returns; only then is the back end
+            # init_process_group drops this generator when it returns. Only then is the back end
             # known.
             backend = dist.get_backend_config() if dist.is_initialized() else "mpiring"
             if "mpiring" not in backend and dist.get_rank() == 0:
@@ -132,9 +133,9 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
     """Return an address and port of rank 0 that every rank reaches; on rank 0, also its listener.
 
     Raises:
-        TransportError: A rank reaches none of rank 0's addresses.
+        TransportError: A rank reaches none of the addresses of rank 0.
     """
-    # On free ports of loopback, or of each address of rank 0's host.
+    # Listeners use free ports of the loopback, or of each address of rank 0's host.
     addresses: Iterable[str] = ["127.0.0.1"] if comm.rank == 0 else []
     if comm.rank == 0 and comm.num_nodes > 1:
         addresses = ipv4_addresses().values()
@@ -169,7 +170,7 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
-    """Send a token to every peer that connects; another host at the same address lacks it."""
+    """Send a token to every peer that connects, by which ranks recognize rank 0's host."""
     done = threading.Event()
     listener.settimeout(0.05)
 

@@ -1,4 +1,4 @@
-"""Shares a dataset among ranks, epoch by epoch, and resumes where it was stopped."""
+"""Divides a dataset among ranks, epoch by epoch, and resumes at any position."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -15,22 +15,24 @@ from ..operations.consistency import same_on_all
 class DistributedSampler(Sampler[int]):
     """This rank's share of a dataset's indices, in an order that all ranks agree on.
 
-    Replaces PyTorch's class of this name. In evaluation (`pad=False`) every sample is drawn
-    exactly once; in training every rank gets equally many, so that all take part in every step.
-
         sampler = DistributedSampler(dataset, comm, seed=1)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
         for epoch in range(10):
             sampler.set_epoch(epoch)
 
+    It replaces the PyTorch class of this name. In training, every rank gets the same number of
+    samples, so that all take part in every step. In evaluation (`pad=False`), every sample is drawn
+    exactly once.
+
     Args:
-        dataset: Anything that has a length; the same on every rank.
-        comm: The ranks.
-        shuffle: Anew in each epoch, by `seed` and the epoch.
-        seed: The same on every rank, from 0 to 2**31 - 1.
-        drop_last: Leave out the last samples, fewer than `comm.size`, that cannot be shared evenly.
-        pad: Or repeat as many from the start of the epoch, so that ranks get equally many; without
-            it, the first ranks get a sample more than the others.
+        dataset: Any object with a length, the same on every rank.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        shuffle: If true, each epoch has a new random order, which depends on `seed` and the epoch.
+        seed: Seed of the order, the same on every rank; from 0 to 2**31 - 1.
+        drop_last: If true, leave out the last samples, fewer than `comm.size`, that cannot be
+            divided evenly.
+        pad: If true, repeat samples from the start of the epoch until all ranks have the same
+            number. If false, the first ranks get one sample more than the others.
 
     Raises:
         ConfigError: Ranks differ in the length of the dataset or in settings, or a setting is
@@ -55,13 +57,16 @@ class DistributedSampler(Sampler[int]):
         self._shuffle, self._seed = shuffle, seed
         self._drop_last, self._pad = drop_last, pad
         self._epoch = 0
-        # Samples of all ranks together that came before now, and before this iteration.
+        # Number of samples, over all ranks, before the current position and before this iteration.
         self._position = self._start = 0
-        # The iteration has ended: the next has all samples.
+        # Whether the iteration has ended; the next one has all samples.
         self._over = False
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: choose its order, and start at its first sample.
+
+        Args:
+            epoch: Number of the epoch.
 
         Raises:
             ConfigError: The epoch is not a whole number from 0.
@@ -71,7 +76,7 @@ class DistributedSampler(Sampler[int]):
             self._epoch, self._position, self._start, self._over = epoch, 0, 0, False
 
     def __len__(self) -> int:
-        """Return how many samples this rank has in the present iteration, or in the next."""
+        """Return the number of this rank's samples in the current iteration, or in the next one."""
         return len(self._positions(0 if self._over else self._start))
 
     def __iter__(self) -> Iterator[int]:
@@ -82,12 +87,12 @@ class DistributedSampler(Sampler[int]):
         for position in self._positions(self._start):
             self._position += self._size
             yield order[position % self._n]
-        # Not 0 yet, since training may be behind; and the same on all ranks, also where they have
-        # different numbers of samples.
+        # Not yet 0, since training may be behind. Ranks may have different numbers of samples, but
+        # the position must be the same on all.
         self._position, self._over = self._n, True
 
     def _positions(self, start: int) -> range:
-        """Return the positions of this rank's samples in the epoch; repeated ones are from n on."""
+        """Return the positions of this rank's samples in the epoch; positions from n on repeat."""
         left = self._n - start
         even = left // self._size * self._size
         stop = self._n
@@ -108,9 +113,9 @@ class DistributedSampler(Sampler[int]):
         """Return the position in the epoch, the same on every rank.
 
         Args:
-            seen: How many samples this rank has trained on since the iteration began; by default
-                all that were drawn, which are more where `mpiring.data.prefetch`, or a DataLoader
-                with workers, is ahead of training.
+            seen: Number of samples that this rank has trained on since the iteration began. By
+                default, all samples that were drawn. Pass it if `mpiring.data.prefetch`, or a
+                DataLoader with workers, draws samples ahead of training.
         """
         position = self._position
         if seen is not None:
@@ -119,11 +124,13 @@ class DistributedSampler(Sampler[int]):
                 "length": self._n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was called, also with another number of ranks.
+        """Resume at a saved position, also with another number of ranks.
+
+        Args:
+            state: Result of `state_dict`.
 
         Raises:
-            ConfigError: The length of the dataset or the seed was another, or it is not such a
-                state.
+            ConfigError: The state is of another length or seed, or is not of a sampler.
         """
         refuse_other_state(state, ("epoch", "position", "seed", "length"),
                            "of a DistributedSampler")

@@ -1,4 +1,4 @@
-"""An optimizer of which each rank runs a slice: of gradients, of state and of weights."""
+"""An optimizer that runs on one slice per rank: of gradients, of state and of weights."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,41 +27,43 @@ _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
 
 class Sharded(torch.optim.Optimizer):
-    """Runs an optimizer of PyTorch's on slices, one per rank, of a model's weights.
+    """Runs a PyTorch optimizer on slices of a model's weights, one slice per rank.
 
         model = mpiring.torch.DataParallel(model, comm)
         optimizer = mpiring.torch.Sharded(torch.optim.AdamW, model, lr=3e-4, fused=True)
 
-    Each rank is left the means of its own slice of the gradients, updates that slice of the
-    weights, with state of this slice only, and hands it to the others: as many bytes travel as in
-    an allreduce, and no update is made twice. The result is that of the optimizer itself, to
-    rounding. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+    Each rank receives the averaged gradients of its slice, updates that slice of the weights, and
+    sends the result to all ranks. It stores optimizer state for its slice only. As many bytes are
+    sent as by an allreduce, and no update is computed twice. Up to rounding, the result is that of
+    the optimizer class. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
 
-    The training loop stays as it was, but for gradients: no rank has them as a whole. After
-    backward, `p.grad` of the model raises an error where it is used, and `param_groups` has this
-    rank's slices, as vectors. Clip with `clip_grad_norm_` of this class; torch.nn.utils' own would
-    see one rank's slice. Each step takes the gradients of one backward pass; earlier ones may add
-    to them in `model.no_sync()`.
+    The training loop remains the same, except for gradients, because no rank has complete
+    gradients. After backward, using `p.grad` of the model raises an error, and `param_groups` has
+    this rank's slices as vectors. Clip gradients with `clip_grad_norm_` of this class;
+    `torch.nn.utils.clip_grad_norm_` would use the norm of one slice. Each step uses the gradients
+    of one backward pass. Earlier passes may add to them in `model.no_sync()`.
 
-    Where the gradient of any rank is not finite, `step` changes nothing on any rank, and rank 0
-    warns; GradScaler finds the same on all ranks. A parameter that no rank has reached
+    If a gradient on any rank is not finite, `step` changes nothing on any rank, and rank 0 warns.
+    GradScaler gets the same result on all ranks. A parameter that no rank has reached
     (find_unused_parameters=True) has a zero gradient.
 
     Args:
-        optimizer_class: One that treats each element for itself: SGD, Adam, AdamW, NAdam, RAdam,
-            Adagrad, RMSprop, Adadelta, Adamax, Rprop, ASGD; another one is tried on a small tensor
-            first. Or one of `mpiring.optim`, such as LAMB, on CPUs.
-        model: What averages the gradients; on all ranks alike.
-        params: Groups of its parameters, as the class takes them; all by default.
-        overlap: Hand slices to the others while the next forward pass runs; see `synchronize`.
-        weights: "rank": each rank has all weights. "node": they lie once in the memory of each
-            node, for all its ranks, on CPUs; see `writing_weights`.
-        defaults: The class's own arguments, such as `lr`, `foreach` and `fused`.
+        optimizer_class: Elementwise optimizer class: SGD, Adam, AdamW, NAdam, RAdam, Adagrad,
+            RMSprop, Adadelta, Adamax, Rprop, ASGD. Other classes are first tested on a small
+            tensor. On CPUs, a class of `mpiring.optim`, such as LAMB, is also possible.
+        model: DataParallel that averages the gradients, the same on all ranks.
+        params: Parameters of the model, or groups of them, as PyTorch optimizers accept them; by
+            default, all parameters.
+        overlap: If true, slices are sent to other ranks during the next forward pass; see
+            `synchronize`.
+        weights: Placement of the weights. With "rank", each rank has all weights. With "node", the
+            ranks of a node share one copy in host memory; see `writing_weights`.
+        defaults: Arguments of the optimizer class, such as `lr`, `foreach` and `fused`.
 
     Raises:
-        ConfigError: The class looks at whole tensors; the parameters are not the model's, or one
-            that is trained is missing; the model has such an optimizer already, or sparse
-            gradients; or an argument differs between ranks, also in the order of parameters.
+        ConfigError: The class is not elementwise, or the model has such an optimizer or sparse
+            gradients. Parameters are missing or not of the model. An argument, or the order of
+            parameters, differs between ranks.
 
     Collective: yes, and so are `step`, `clip_grad_norm_`, `grad_norm`, `state_dict`,
     `sharded_state_dict` and `load_state_dict`. Blocking: yes.
@@ -88,7 +90,7 @@ class Sharded(torch.optim.Optimizer):
         self._kind = _WEIGHTS[weights]
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
-        # Whether there are means that no step has used.
+        # Whether there are averaged gradients that no step has used.
         self._is_fresh = False
         averaging = model.give_gradients_to(self)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
@@ -99,11 +101,11 @@ class Sharded(torch.optim.Optimizer):
                     optimizer_class, defaults, groups, layout.parameters, apart=self._overlaps)
             self._updates.begin(layout)
         except BaseException:
-            # Where ranks cannot agree any more, the first error says why.
+            # If ranks no longer agree, this fails as well; the first error names the reason.
             with suppress(MpiringError):
                 self._detach()
             raise
-        # What hooks, schedulers and GradScaler look at.
+        # Hooks, schedulers and GradScaler read these attributes.
         inner = self._updates.optimizer
         super().__init__(inner.param_groups, inner.defaults)
         self._is_made, self.state = True, inner.state
@@ -111,10 +113,10 @@ class Sharded(torch.optim.Optimizer):
     # A step
 
     def begin(self) -> None:
-        """Refuse a backward pass on top of means that no step has used; called in backward.
+        """Refuse a backward pass before a step has used the gradients of the last one.
 
         Raises:
-            GradientError: There are such.
+            GradientError: There are unused gradients.
 
         Collective: no.
         """
@@ -126,19 +128,19 @@ class Sharded(torch.optim.Optimizer):
                 f"after the first: its gradients are means in slices already; to add up several "
                 f"passes, let all but the last run in model.no_sync()")
         for name in unused:
-            # For these GradScaler has called no step.
+            # GradScaler has skipped the step of these gradients, which were not finite.
             self._layout.parameters[name].grad = None
-        # Others by model.zero_grad().
+        # The user has dropped the other gradients with model.zero_grad().
         self._drop()
 
     def take(self, averaging: Averaging) -> None:
-        """Give this rank's slices of the means to the optimizer; called at the end of backward.
+        """Give this rank's slices of the means to the optimizer, at the end of backward.
 
-        Collective: yes. Blocking: where buckets were built anew.
+        Collective: yes. Blocking: if buckets were rebuilt.
         """
         self.synchronize()
         if averaging is not self._averaging or self._version != averaging.gradients.version:
-            # Others than these have been copied from rank 0.
+            # A new averaging starts from weights that were copied from rank 0.
             written = self._weights.written() if averaging is self._averaging else []
             self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
@@ -154,19 +156,21 @@ class Sharded(torch.optim.Optimizer):
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's slices, and return when all weights are there.
+        """Update this rank's slices, and return when all weights have arrived.
 
         Args:
-            closure: Makes a forward and a backward pass first, and returns the loss.
+            closure: Function that runs a forward and a backward pass, and returns the loss. `step`
+                calls it first.
 
         Returns:
-            The closure's result.
+            The result of the closure, or None.
 
         Raises:
-            GradientError: There are no new gradients; or some were replaced.
-            BufferMismatchError: Some ranks have written weights, and others have not; as far as
-                PyTorch's version counters tell.
-            ReplicaError: The same, with weights="node".
+            GradientError: There are no new gradients, or some were replaced.
+            BufferMismatchError: Some ranks have written weights, and others have not, as far as
+                PyTorch's version counters show.
+            ReplicaError: With weights="node", this rank has written weights outside of
+                `writing_weights`, as far as PyTorch's version counters show.
 
         Collective: yes. Blocking: yes.
         """
@@ -197,36 +201,37 @@ class Sharded(torch.optim.Optimizer):
             self._weights.wait_for(self._guard.unguarded)
 
     def synchronize(self) -> None:
-        """Return when all weights are complete; for `overlap`.
+        """Return when all weights are complete; needed with `overlap` only.
 
-        Modules wait for their own weights before they run; `module.weight`, `parameters()`,
-        `state_dict()` and `load_state_dict()` wait for what they return. Call this before reading
-        or writing parameters that you have kept in variables of your own since before the step.
+        Modules wait for their weights before they run. `module.weight`, `parameters()`,
+        `state_dict()` and `load_state_dict()` also wait. Call this method before you read or write
+        parameters to which you have kept references since before the step.
 
         Collective: no. Blocking: yes.
         """
         self._weights.synchronize()
 
     def writing_weights(self) -> AbstractContextManager[None]:
-        """Return a block in which weights may be written other than by `step`.
+        """Return a context in which weights may be written other than by `step`.
 
             with optimizer.writing_weights():
                 for p in model.parameters():
                     p.clamp_(-1, 1)
 
-        What rank 0 has written is everybody's after it. Without a block all ranks must write the
-        same; with weights="node" none may: there every rank but the first one of each node writes
-        into copies of its own in the block. `model.load_state_dict` needs none.
+        All ranks then receive the weights of rank 0. With weights="node", weights may only be
+        written in such a block, in which all ranks but the first of each node have private copies.
+        With weights="rank", no block is needed if all ranks write the same values.
+        `model.load_state_dict` needs no block.
 
         Collective: yes. Blocking: yes.
         """
         return self._weights.writing()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, of the model and of this rank's slices.
+        """Drop the gradients of the model and of this rank's slices.
 
         Args:
-            set_to_none: For compatibility: they are always None afterwards.
+            set_to_none: Argument for compatibility with PyTorch; gradients are always set to None.
 
         Collective: no.
         """
@@ -238,7 +243,7 @@ class Sharded(torch.optim.Optimizer):
         for shard in self._updates.shards:
             shard.parameter.grad = None
         if self._is_fresh and not self._averaging.gradients.finite:
-            # Whoever has scaled by NaN has also scaled what is between the tensors.
+            # Scaling by NaN also scales the padding between tensors.
             for bucket in self._averaging.gradients.buckets:
                 bucket.clear_padding()
         self._is_fresh = False
@@ -260,15 +265,17 @@ class Sharded(torch.optim.Optimizer):
     # Norms
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
-        """Return the norm of all gradients as one vector: all ranks' slices.
+        """Return the norm of all gradients as one vector, over the slices of all ranks.
 
         Args:
-            norm_type: Its p, above 0; also infinity.
+            norm_type: Order p of the norm, above 0; may be infinity.
 
         Returns:
-            The same on all ranks; NaN where a gradient is not finite.
+            The norm, the same on all ranks; NaN if a gradient is not finite.
 
         Raises:
+            ConfigError: `norm_type` is out of range.
+            BufferMismatchError: `norm_type` differs between ranks.
             GradientError: There are no gradients.
 
         Collective: yes. Blocking: yes.
@@ -276,7 +283,7 @@ class Sharded(torch.optim.Optimizer):
         return self._norm("grad_norm", norm_type)
 
     def _norm(self, method: str, norm_type: float, **more: Any) -> float:
-        """Return the norm of all ranks' slices, if all ranks pass the same to a method.
+        """Return the norm over all ranks' slices, and compare the arguments of the method.
 
         Raises:
             ConfigError: An argument is out of range, on all ranks.
@@ -293,7 +300,7 @@ class Sharded(torch.optim.Optimizer):
             norm_type = checked["norm_type"]
             total = _norm_of([shard.gradient for shard in self._updates.shards], norm_type)
         except ConfigError as error:
-            # Raised when all ranks are known to have passed the same.
+            # Raised later, when all ranks are known to have passed the same arguments.
             failure, norm_type = error, 1.0
         if norm_type == math.inf:
             largest = np.array([total])
@@ -309,19 +316,21 @@ class Sharded(torch.optim.Optimizer):
                         error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients down so that their norm is at most `max_norm`.
 
-        As `torch.nn.utils.clip_grad_norm_` does for whole gradients.
+        Sharded counterpart of `torch.nn.utils.clip_grad_norm_`.
 
         Args:
-            max_norm: From 0.
-            norm_type: As in `grad_norm`.
-            error_if_nonfinite: Raise GradientError where the norm is not finite.
+            max_norm: Largest norm, from 0.
+            norm_type: Order of the norm, as for `grad_norm`.
+            error_if_nonfinite: If true, raise GradientError if the norm is not finite.
 
         Returns:
-            The norm before, on the parameters' device; float64 where any of them is, else
-            float32.
+            The norm before clipping, on the device of the parameters. Its dtype is float64 if any
+            parameter has that precision, otherwise float32.
 
         Raises:
+            ConfigError: An argument is out of range.
             BufferMismatchError: Arguments differ between ranks.
+            GradientError: There are no gradients, or see `error_if_nonfinite`.
 
         Collective: yes. Blocking: yes.
         """
@@ -330,7 +339,7 @@ class Sharded(torch.optim.Optimizer):
         if error_if_nonfinite and not math.isfinite(norm):
             raise GradientError(f"rank {self._comm.rank}: the norm of the gradients is {norm}")
         factor = max_norm / (norm + 1e-6)
-        # A NaN stays one.
+        # Negated, so that NaN is also multiplied.
         if not factor >= 1:
             for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
@@ -342,13 +351,13 @@ class Sharded(torch.optim.Optimizer):
     # State
 
     def state_dict(self, *, root: int | None = None) -> Any:
-        """Return what the optimizer's own `state_dict` would: of whole parameters.
+        """Return the state of complete parameters, as `state_dict` of the optimizer class does.
 
-        The class itself can load it, for the same groups, without any rank but one; and
-        `load_state_dict` of this one can load what that has returned.
+        An optimizer of that class can load it for the same groups, without other ranks. Conversely,
+        `load_state_dict` of this class can load the state of such an optimizer.
 
         Args:
-            root: Return it on this rank only, and None on the others; on all by default.
+            root: Rank that gets the state; the others get None. By default, all ranks get it.
 
         Collective: yes. Blocking: yes.
         """
@@ -363,7 +372,7 @@ class Sharded(torch.optim.Optimizer):
         return run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
+        """Return a state with copies of this rank's slices, in the form that checkpoints save.
 
             checkpoints.save(step, replicated=model.state_dict(),
                              sharded=optimizer.sharded_state_dict())
@@ -373,13 +382,15 @@ class Sharded(torch.optim.Optimizer):
         return self._updates.sharded_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict`, the class's own, or `sharded_state_dict` has returned.
+        """Load a state, which any number of ranks has saved.
 
-        At any number of ranks; of `sharded_state_dict`, the slices of all ranks that have saved.
+        Args:
+            state_dict: Result of `state_dict` of this class or of the optimizer class, or of
+                `sharded_state_dict` with the slices of all ranks that saved.
 
         Raises:
-            ConfigError: It is of other groups, parameters or classes, slices are missing, or it
-                differs between ranks. Nothing has changed then, on any rank.
+            ConfigError: The state has other groups, parameters or classes, lacks slices, or differs
+                between ranks. Nothing has changed on any rank.
 
         Collective: yes. Blocking: yes.
         """
@@ -404,7 +415,7 @@ class Sharded(torch.optim.Optimizer):
         run_state_hooks(self, "load_state_dict_post")
 
     def _lay_out(self, averaging: Averaging) -> ShardLayout:
-        """Put the weights into buckets that are cut as those of the gradients are."""
+        """Put the weights into buckets with the same slices as those of the gradients."""
         self._averaging, self._comm = averaging, averaging.comm
         parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():
@@ -422,9 +433,9 @@ class Sharded(torch.optim.Optimizer):
         return self._layout
 
     def close(self) -> None:
-        """Let the model's parameters have gradients again, from the next forward pass on.
+        """Give complete gradients to the model's parameters, from the next forward pass on.
 
-        For another optimizer; this one can take no more steps.
+        Afterwards another optimizer can use the model, and this one cannot take further steps.
 
         Collective: yes. Blocking: yes.
         """
@@ -438,17 +449,13 @@ class Sharded(torch.optim.Optimizer):
             self._guard.remove()
         if self._load_hooks is not None:
             self._load_hooks.remove()
-        # None yet, where there was no memory for them.
+        # The weights are missing if their allocation has failed.
         if "_weights" in vars(self):
             self._weights.release()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Refuse: slices are cut, and state is saved, by the groups from the beginning.
-
-        Raises:
-            ConfigError: Always, once the optimizer is made.
-        """
-        # PyTorch's own constructor adds them one by one.
+        """Raise ConfigError: slices and saved state depend on the groups given at the start."""
+        # The constructor of the base class adds the groups one by one.
         if getattr(self, "_is_made", False):
             raise ConfigError(
                 f"rank {self._comm.rank}: add_param_group on a Sharded optimizer: its slices are "
@@ -462,16 +469,16 @@ class Sharded(torch.optim.Optimizer):
 
 
 def _updates_of(optimizer_class: Any) -> Any:
-    """Return what updates shards by an optimizer class."""
+    """Return the class that updates shards with a given optimizer class."""
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, Named):
         return TensorUpdates
     refuse_whole_tensors(optimizer_class)
     return ClassUpdates
 
 
-# Of squares: what is summed at once, in float64.
+# Number of elements whose powers are summed at once, in float64.
 _BLOCK = 1 << 18
-# Arguments that are numbers: in range, and in words.
+# Numerical arguments: condition, and its description.
 _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
                                "max_norm": (lambda x: x >= 0, "a number from 0")}
 
@@ -484,15 +491,15 @@ def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
 
 
 def _sum(comm: Communicator, call: Call, x: float) -> float:
-    """Return the sum of all ranks' numbers, if they have made the same call.
+    """Return the sum of all ranks' numbers, if all ranks have made the same call.
 
-    An allreduce whose call is always the same is several times as fast as one with a call of its
-    own. So a digest of the call is sent with the number: k and its square, whose sums belong
-    together only if all are equal. They are exact below 8,192 ranks.
+    An allreduce with a constant call is several times as fast as one with varying calls. Therefore
+    each rank sends a digest k of its call along with the number, and its square. The sums are
+    consistent only if all digests are equal. They are exact below 8,192 ranks.
     """
     key = call.digest % 2**20
     sums = comm.allreduce(np.array([x, key, key**2], np.float64))
     if int(sums[2]) * comm.size != int(sums[1])**2:
-        # Raises: it says which rank has called what.
+        # This raises an error with the calls of the ranks.
         comm.run(call, lambda collectives: collectives.barrier())
     return float(sums[0])

@@ -1,4 +1,4 @@
-"""Reads an optimizer's groups of parameters, and cuts this rank's slices of them into shards."""
+"""Reads an optimizer's parameter groups, and cuts this rank's slices of them into shards."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,21 +17,22 @@ from .weights import WeightBuckets, flat
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
-# Parameters with the same settings: as "params", their names in the model, in the user's order, and
-# the settings that the group has of its own.
+# Parameters with the same settings: their names in the model, as "params", in the user's order, and
+# the settings of the group.
 ParamGroup = Mapping[str, Any]
 
 
 def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
-    """Return the groups of an optimizer's parameters.
+    """Return the parameter groups of an optimizer.
 
     Args:
-        module: Its parameters.
-        params: Parameters; or pairs of names and parameters; or dicts, with the same as "params"
-            and settings besides. None for all parameters.
+        module: Module with the parameters.
+        params: Parameters, or pairs of names and parameters, or dicts with either of these as
+            "params" and with settings. None for all parameters.
 
     Raises:
-        ConfigError: There are others than the module's, or some twice, or a trained one is missing.
+        ConfigError: A parameter is not of the module, or in two groups, or a trained one is
+            missing.
     """
     names = {p: name for name, p in module.named_parameters()}
     given = list(names) if params is None else params
@@ -52,7 +53,7 @@ def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
 
 
 def refuse_ungrouped(trained: Iterable[str], grouped: set[str]) -> None:
-    """Raise ConfigError where parameters that are trained are in no group."""
+    """Raise ConfigError if trained parameters are in no group."""
     left_out = [name for name in trained if name not in grouped]
     if left_out:
         raise ConfigError(
@@ -69,7 +70,7 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
     params = group["params"]
     items = [params] if isinstance(params, torch.Tensor) else list(params)
     if items and all(isinstance(item, tuple) for item in items):
-        # As PyTorch's optimizers note them.
+        # PyTorch optimizers record names under this key.
         settings["param_names"] = [name for name, _ in items]
         items = [p for _, p in items]
     for p in items:
@@ -87,10 +88,10 @@ def settings_of(groups: Iterable[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings of groups as a text, to be compared across ranks.
+    """Return the settings of groups as a text, which ranks compare.
 
-    Those that schedules change come first, since long texts are cut. One that is equal in all
-    groups stands there once.
+    Settings that schedules change come first, since long texts are cut. A setting that is equal in
+    all groups appears once.
     """
     texts = [{name: f"{float(x) if isinstance(x, torch.Tensor) else x}"
               for name, x in its.items() if _is_plain(x)} for its in settings_of(groups)]
@@ -110,14 +111,14 @@ def _is_plain(x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Consecutive tensors, or ranges of them, that this rank updates: a parameter of an optimizer.
+    """Consecutive tensors, or ranges of them, that this rank updates as one parameter.
 
     Attributes:
         parameter: Shape (n,); a view of the weights.
-        gradient: Shape (n,); a view of the means of the gradients, once they have arrived.
+        gradient: Shape (n,); a view of the bucket, which holds the means once they have arrived.
         bucket: Index of the bucket.
-        ranges: The tensors, by elements of the shard; between them is padding, which is 0. None
-            in a shard that stands for no weights.
+        ranges: The tensors, by elements of the shard, separated by padding, which is 0. A
+            placeholder without weights has none.
     """
 
     parameter: Parameter
@@ -128,10 +129,10 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """Where weights and gradients lie, until buckets are built anew.
+    """The memory of weights and gradients, until buckets are rebuilt.
 
     Attributes:
-        parameters: By name, those that are trained.
+        parameters: The trained parameters, by name.
         weights, gradients: Their buckets.
         comm: The ranks.
     """
@@ -144,13 +145,14 @@ class ShardLayout:
 
 def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
-    """Return this rank's shards of all buckets, per group of parameters; in all at least one.
+    """Return this rank's shards of all buckets, per parameter group; at least one in total.
 
     Args:
         layout: The buckets.
-        group_of: By name, the number of a parameter's group.
-        groups: How many there are.
-        kind_of: Tensors, by name, of different kinds do not share a shard.
+        group_of: Index of each parameter's group, by name.
+        groups: Number of groups.
+        kind_of: Function that returns the kind of a tensor, given its name. A shard has tensors of
+            one kind only.
     """
     shards: list[list[Shard]] = [[] for _ in range(groups)]
     for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):
@@ -164,11 +166,11 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
         gradients = layout.gradients.buckets[index]
-        own = layout.gradients.own(gradients)
-        ranges = ranges_in(bucket.plan, own.start, own.stop)
+        own_slice = layout.gradients.own(gradients)
+        ranges = ranges_in(bucket.plan, own_slice.start, own_slice.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)
-            start, stop = own.start + run[0].start, own.start + run[-1].stop
+            start, stop = own_slice.start + run[0].start, own_slice.start + run[-1].stop
             shards.append(Shard(
                 Parameter(flat(bucket, slice(start, stop))), flat(gradients, slice(start, stop)),
                 index, list(ranges_in(bucket.plan, start, stop))))
@@ -176,5 +178,5 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
 
 
 def _placeholder(device: torch.device) -> Shard:
-    """Return a shard that stands for no weights: GradScaler wants a gradient to look at."""
+    """Return a shard without weights, because GradScaler needs a gradient to check."""
     return Shard(Parameter(torch.zeros(1, device=device)), torch.zeros(1, device=device), -1, [])

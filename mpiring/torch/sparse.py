@@ -1,4 +1,4 @@
-"""Sums sparse tensors over ranks, by gathering what is not zero, in host memory."""
+"""Sums sparse tensors over ranks by gathering their nonzero elements, in host memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,14 +20,14 @@ from .vectors import TensorBuffers, Op, quotient
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
-    """Return the builder of the schedule that sums a sparse tensor over all ranks, in place.
+    """Return a function that builds the schedule to sum a sparse tensor over ranks, in place.
 
     Args:
-        tensor: COO, of any number of sparse and dense dimensions.
-        op: "sum" or "mean".
+        tensor: COO tensor with any number of sparse and dense dimensions.
+        op: Reduction "sum" or "mean".
 
     Raises:
-        ConfigError: Another layout or op.
+        ConfigError: The layout or op is another one.
     """
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
@@ -44,7 +44,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         total = torch.sparse_coo_tensor(
             _joined(all_indices, indices).T, _joined(all_values, values), addend.shape,
             check_invariants=False).coalesce()
-        # Not detached: a copy into a detached sparse tensor would not change the user's.
+        # Not detached, because a copy into a detached sparse tensor does not change the user's.
         yield from buffers.copied_back(
             [(tensor, quotient(total, op.divisor) if op.divisor else
               total / collectives.size if op.name == "mean" else total)])
@@ -65,17 +65,17 @@ def sparse_parameters(module: nn.Module) -> set[Parameter]:
 
 
 class SparseGradients:
-    """Sparse gradients, averaged when all dense ones have arrived.
+    """Sparse gradients, averaged when all dense gradients have arrived.
 
     Args:
-        parameters: By name, in the same order on every rank.
-        comm: The ranks to average over.
-        tally: Counts what it costs.
+        parameters: Parameters by name, in the same order on every rank.
+        comm: Communicator whose ranks train together.
+        tally: Counter of costs.
 
     Attributes:
-        missing: The names of the gradients that are not ready in this step.
+        missing: Names of the gradients that are not ready in this step.
         finite: Whether all means of the last complete step are finite; the same on all ranks.
-        nonfinite: The names of this rank's own gradients in that step that were not finite.
+        nonfinite: Names of this rank's gradients in that step that were not finite.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
@@ -91,7 +91,7 @@ class SparseGradients:
         """Mark a gradient as complete; this rank may also have none.
 
         Args:
-            name: Of the parameter.
+            name: Name of the parameter.
             weight: Factor of this rank's gradient; with 0 it counts as none.
 
         Raises:
@@ -106,7 +106,7 @@ class SparseGradients:
         self._weights[name] = weight
 
     def wait(self) -> None:
-        """Return when every gradient is the mean over ranks, or None where no rank has one.
+        """Return when every gradient is the mean over ranks, or None if no rank has one.
 
         Collective: yes. Blocking: yes.
         """
@@ -132,7 +132,7 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 def _nothing_like(p: Parameter) -> torch.Tensor:
-    # One dimension is sparse in the gradients of embeddings.
+    # Gradients of embeddings have one sparse dimension.
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=p.device),
         torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),

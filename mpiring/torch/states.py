@@ -1,4 +1,4 @@
-"""State that is alike on all ranks: copied from one rank to all, and listed to be compared."""
+"""State that is equal on all ranks: copies it from one rank to all, and lists it to compare it."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,14 +26,14 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
     """Copy tensors of rank `root` to all ranks, in place.
 
     Args:
-        tensors: Dense, on the CPU or GPUs, of any dtype; the same shapes and dtypes in the same
-            order on every rank, and on devices of the same kinds.
-        comm: The ranks.
-        root: The rank to copy from.
+        tensors: Dense tensors of any dtype, on the CPU or GPUs. All ranks pass the same shapes and
+            dtypes, in the same order, on the same kinds of devices.
+        comm: Communicator whose ranks get the tensors; by default, all ranks.
+        root: Rank to copy from.
 
     Raises:
-        ConfigError: Not tensors; on all ranks.
-        BufferMismatchError: The ranks passed other tensors, or another `root`; on all ranks.
+        ConfigError: An argument is not a tensor; raised on all ranks.
+        BufferMismatchError: Tensors or `root` differ between ranks; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -53,7 +53,7 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
 
 
 def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
-    """Copy tensors of rank `root`, of which all ranks are known to have the same, to all ranks.
+    """Copy tensors of rank `root` to all ranks, without a check that they match.
 
     Collective: yes. Blocking: yes.
     """
@@ -64,7 +64,7 @@ def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) ->
     for on_one_device in by_device.values():
         for fused in _fused(on_one_device):
             _broadcast(fused, comm, root)
-    # On all ranks alike, however they were written.
+    # Copies differ in how they write; this makes the version counters agree on all ranks.
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -81,7 +81,7 @@ def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
-    """Copy tensors as one vector of bytes; a single contiguous tensor is sent as it is."""
+    """Copy tensors as one vector of bytes; a single contiguous tensor is sent directly."""
     with torch.no_grad():
         parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -101,12 +101,13 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
     """Copy the state of rank `root`'s optimizer (momenta, step counts, settings) to all ranks.
 
     Args:
-        optimizer: Of the same parameters, in the same groups, on every rank.
-        comm: The ranks.
-        root: The rank to copy from.
+        optimizer: PyTorch optimizer of the same parameters, in the same groups, on every rank.
+        comm: Communicator whose ranks get the state; by default, all ranks.
+        root: Rank to copy from.
 
     Raises:
-        ConfigError: Not an optimizer, or not of the same class and groups on all ranks; on all.
+        ConfigError: This is no optimizer, or classes or groups differ between ranks. Raised on all
+            ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -119,9 +120,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
         same["optimizer"] = type(optimizer).__qualname__
         same["groups"] = [[str(tuple(p.shape)) for p in group["params"]]
                           for group in optimizer.param_groups]
-    # In host memory: load_state_dict copies them to where the parameters are.
+    # In host memory: load_state_dict copies tensors to the devices of the parameters.
     state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
-    # Tensors are sent separately: pickled, each would be in memory three times.
+    # Tensors are sent separately; pickled, each would be in memory three times.
     outline = comm.broadcast_object(
         _changed(state, functools.partial(torch.empty_like, device="meta")), root=root)
     if comm.rank != root:
@@ -132,18 +133,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
 
 
 def _changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a copy of a pytree with other tensors."""
+    """Return a copy of a pytree with its tensors replaced."""
     return mapped(state, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
                      watched: Mapping[str, Any]) -> Iterator[Replicated]:
-    """Yield what should be equal on all ranks: parameters, optimizers' state, watched tensors.
+    """Yield the state that should be equal on all ranks.
+
+    It consists of parameters, optimizer state and watched tensors.
 
     Args:
-        module: Its parameters; for each, the state in the optimizer that updated it last.
-        stepped: Optimizers in the order of their last steps.
-        watched: Nests of tensors by name.
+        module: Module whose parameters are compared.
+        stepped: Optimizers in the order of their last steps. For each parameter, the state in the
+            optimizer that updated it last is compared.
+        watched: Pytrees of tensors by name.
     """
     seen: set[int] = set()
 
@@ -169,7 +173,7 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
         for group in optimizer.param_groups:
             first = next((p for p in group["params"] if latest.get(p) is optimizer), None)
             if first is not None:
-                # Only the settings of the group.
+                # Compares the settings of the group, not its parameters.
                 seen.update(map(id, group["params"]))
                 yield from replicated_in(
                     group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
@@ -178,5 +182,5 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:
-    # `data`, since no user has written here, which NodeWeights would take it for.
+    # Writes to `data`, because NodeWeights would take other writes for the user's.
     tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))

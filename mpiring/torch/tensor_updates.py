@@ -1,4 +1,4 @@
-"""Runs an optimizer of mpiring.optim, which knows tensors by name, on this rank's shards."""
+"""Updates this rank's shards with an optimizer of mpiring.optim, which knows tensors by name."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from .shards import ParamGroup, Shard, ShardLayout, cut, settings_of
 
 
 class _Model:
-    """The model, as mpiring.optim sees it."""
+    """The interface of the model that mpiring.optim needs."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.comm: Communicator = layout.comm
@@ -30,16 +30,16 @@ class _Model:
                     if name in bucket.views)
 
     def wait(self) -> None:
-        """Return: gradients arrive before anything else happens."""
+        """Return; gradients have always arrived before."""
 
 
 class TensorUpdates:
-    """Updates by an optimizer of mpiring.optim, such as LAMB; as ClassUpdates.
+    """Updates shards with an optimizer of mpiring.optim, such as LAMB; compare ClassUpdates.
 
     Settings of groups, such as `lr`, may change between steps.
 
     Raises:
-        ConfigError: The parameters are on a GPU, or not in C order, or arguments are wrong.
+        ConfigError: The parameters are on a GPU or not in C order, or arguments are wrong.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any],
@@ -57,7 +57,7 @@ class TensorUpdates:
                     f"memory, in C order; {name} is on {p.device}, with strides {p.stride()}")
 
     def begin(self, layout: ShardLayout) -> None:
-        """Make the optimizer; see ClassUpdates."""
+        """Create the optimizer; see ClassUpdates."""
         self._model = _Model(layout)
         self._method: Any = self._class(
             self._model, **self._defaults, sharded=True,
@@ -78,10 +78,10 @@ class TensorUpdates:
             shown["params"] = [shard.parameter for shard in shards]
 
     def follow(self, layout: ShardLayout) -> None:
-        """Go on where weights and gradients lie now.
+        """Continue with the current memory of weights and gradients.
 
         Raises:
-            ConfigError: Other parameters than before are trained.
+            ConfigError: The set of trained parameters has changed.
         """
         if layout.gradients is not self._model.gradients:
             raise ConfigError(
@@ -100,7 +100,7 @@ class TensorUpdates:
             for name in names:
                 its = self._method.settings[name]
                 for key in its.keys() & shown.keys():
-                    # Tensors of `no_decay` stay without.
+                    # Tensors of `no_decay` remain without decay.
                     if its[ADAPTS] or key != "weight_decay":
                         its[key] = shown[key]
         self._method.update(1.0, send, last_first=self._apart)
@@ -108,11 +108,11 @@ class TensorUpdates:
     # State
 
     def state_dict(self, root: int | None) -> dict[str, Any]:
-        """Return the whole state by name, and the groups' settings."""
+        """Return the complete state by name, and the settings of the groups."""
         return self._with_groups(self._method.state_dict())
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the same with this rank's slices."""
+        """Return the same state with this rank's slices."""
         return self._with_groups(self._method.sharded_state_dict())
 
     def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class TensorUpdates:
             for group, names in zip(self.optimizer.param_groups, self._groups)]}
 
     def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that goes on from either kind of state; see ClassUpdates."""
+        """Return a function that loads a complete or sharded state; see ClassUpdates."""
         groups = state_dict["param_groups"]
         if [list(group["params"]) for group in groups] != self._groups:
             raise ConfigError(
@@ -130,7 +130,7 @@ class TensorUpdates:
         return functools.partial(self._load, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; if it is of another optimizer or model, nothing has changed.
+        """Load a state; if it is of another optimizer or model, nothing changes.
 
         Collective: yes. Blocking: yes.
         """

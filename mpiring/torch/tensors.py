@@ -1,4 +1,4 @@
-"""Sees memory as PyTorch's tensors, finds tensors in pytrees, and knows the GPUs they lie on."""
+"""Views memory as PyTorch tensors, finds tensors in pytrees, and finds the GPUs of tensors."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -29,21 +29,21 @@ def tensor_of(array: NDArray[Any]) -> torch.Tensor:
 def shared_with(x: Any) -> torch.Tensor:
     """Return a CuPy array, or a tensor, as a tensor of the same shape and memory.
 
-    It has a storage of its own. Replaced in tests.
+    The result has a separate storage. Tests replace this function.
     """
     if not isinstance(x, torch.Tensor) and x.dtype.name == "bfloat16":
-        # Not all versions of DLPack and CuPy hand it over.
+        # Some versions of DLPack and CuPy do not support bfloat16.
         return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(x)
 
 
 def seen_as_tensor(x: Any) -> torch.Tensor:
-    """Return an array of NumPy or CuPy, or a tensor, as a tensor of the same shape and memory."""
+    """Return a NumPy or CuPy array, or a tensor, as a tensor of the same shape and memory."""
     return tensor_of(x) if isinstance(x, np.ndarray) else shared_with(x)
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a nest, also of sets in it, and of the fields of objects in it."""
+    """Yield the tensors of a pytree, including those in sets and in fields of objects."""
     for _, leaf in leaves(nest):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -56,42 +56,42 @@ def tensors_in(nest: object) -> Iterator[torch.Tensor]:
 
 
 def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """View a vector as a gradient of `p`: with the strides of `p`, if they leave no gaps."""
+    """View a vector as a gradient of `p`, with the strides of `p` if they leave no gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense(p):
         return flat.as_strided(p.shape, p.stride())
     return flat.view(p.shape)
 
 
 def described(x: torch.Tensor) -> str:
-    """Return a tensor's dtype, shape, and type of device if that is not the CPU, as a text."""
+    """Return the dtype, the shape and, unless it is the CPU, the type of device as a text."""
     where = f" on {x.device.type}" * arrays.is_gpu_tensor(x)
     return f"{x.dtype} {tuple(x.shape)}{where}"
 
 
 def gpu_of(x: torch.Tensor) -> Device | None:
-    """Return the GPU on which a tensor lies; None for one in host memory."""
+    """Return the GPU that holds a tensor; None for host memory."""
     stream = arrays.stream_of(x)
     return None if stream is None else stream.device()
 
 
 def marker_of(x: torch.Tensor) -> Callable[[], Event] | None:
-    """Return what marks the stream in use on a tensor's GPU; None for one in host memory."""
+    """Return a function that marks the current stream of a tensor's GPU; None for host memory."""
     where = x.device
     return (lambda: arrays.UserStream(where).mark()) if arrays.is_gpu_tensor(x) else None
 
 
 def selector_of(x: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes a tensor's GPU this thread's current one, as CuPy needs it."""
+    """Return a function whose context makes a tensor's GPU current for this thread and CuPy."""
     if not arrays.is_gpu_tensor(x):
         return nullcontext
     return functools.partial(torch.accelerator.device_index, x.device.index)
 
 
 def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:
-    """Let this thread use a stream without any work: what is marked there is done at once.
+    """Return a context with an idle stream, on which marks complete at once.
 
     Args:
-        gpus: One, or none.
+        gpus: One GPU, or none.
     """
     return accelerator.in_use(_idle_stream(gpus[0])) if gpus else nullcontext()
 
@@ -104,7 +104,10 @@ def _idle_stream(gpu: torch.device) -> torch.Stream:
 def device_for(comm: Communicator) -> torch.device:
     """Return this rank's GPU, and make it PyTorch's current one.
 
-    Ranks of a node take the GPUs that they see in turn; rank 0 warns where ranks share one.
+    The ranks of a node use the GPUs that they can see in turn. Rank 0 warns if ranks share a GPU.
+
+    Args:
+        comm: Communicator whose ranks use GPUs; by default, all ranks.
 
     Raises:
         MissingDependencyError: PyTorch finds no GPU.

@@ -12,21 +12,22 @@ from ..launch.host import all_processors, count_cores, usable_processors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 
-# Numbers of threads that `share_cores` has set, which a later call may replace.
+# Numbers of threads that `share_cores` has set; a later call may replace them.
 _shares: set[int] = set()
 
 
 def share_cores(comm: Communicator) -> int:
-    """Let PyTorch use this rank's share of the cores that it may run on; return the threads.
+    """Limit PyTorch to this rank's share of its cores; return the number of threads.
 
-    By default the threads of each rank would use all cores of the node. Nothing changes where
-    OMP_NUM_THREADS or MKL_NUM_THREADS is set, or `torch.set_num_threads` was called before; later
-    calls of it hold in any case. PyTorch does not reveal whether `set_num_threads` was called: a
-    number that it would start with, a thread per core or per hardware thread, is taken for its
-    default, and so is a number that was set here. To use such a number, set it afterwards.
+    By default, the threads of each rank would use all cores of the node. Nothing changes if
+    OMP_NUM_THREADS or MKL_NUM_THREADS is set, or if `torch.set_num_threads` was called before.
+    Later calls of it always take effect. PyTorch does not reveal whether `set_num_threads` was
+    called. A number that PyTorch may start with, one thread per core or per hardware thread, is
+    taken for the default. So is a number that this function has set. To use such a number, set it
+    afterwards.
 
     Args:
-        comm: The ranks that compute at the same time.
+        comm: Communicator whose ranks compute at the same time; by default, all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -41,13 +42,13 @@ def share_cores(comm: Communicator) -> int:
 
 
 def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank: int) -> float:
-    """Return how many cores there are for this rank, of those that it may run on.
+    """Return the number of cores for this rank, out of those that it may run on.
 
-    A rank of this node that may run on some of them, and on others, takes its part of them.
+    Several ranks of a node may share cores. Each rank is assumed to use all its cores equally.
 
     Args:
-        run: Of a communicator, or group, of the ranks that compute at the same time.
-        node_rank: The number of this rank's node.
+        run: Method `run` of a communicator or group whose ranks compute at the same time.
+        node_rank: Number of this rank's node.
 
     Collective: yes. Blocking: yes.
     """
@@ -62,16 +63,16 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
 
 
 def fill_cores(share: float) -> bool:
-    """Return whether PyTorch's threads leave none of the cores idle that this rank may run on.
+    """Return whether PyTorch's threads keep all cores busy that this rank may run on.
 
     Args:
-        share: How many of these there are for it; the other ranks have as many threads for each.
+        share: Number of cores for this rank; other ranks have as many threads per core.
     """
     return torch.get_num_threads() >= share
 
 
 def fill_only_node(comm: Communicator) -> bool:
-    """Return whether all ranks are on one node and leave none of its cores idle; alike on all.
+    """Return whether all ranks are on one node and keep its cores busy; the same on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -82,8 +83,8 @@ def fill_only_node(comm: Communicator) -> bool:
 def _defaults(cores: Set[int]) -> set[int]:
     """Return the numbers of threads that PyTorch may start with, depending on its build.
 
-    The number of cores, or of their hardware threads, that this rank may run on; or of all, where
-    the MPI library binds the rank only when it is initialized.
+    PyTorch starts one thread per core or hardware thread that this rank may run on. If the MPI
+    library binds the rank only when it is initialized, PyTorch counts all of them.
     """
     return {count for usable in (cores, all_processors())
             for count in (len(usable), count_cores(usable))}

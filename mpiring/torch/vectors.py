@@ -1,4 +1,4 @@
-"""Lends tensors to a collective as vectors, by a copy where they are not contiguous."""
+"""Lends tensors to a collective as vectors, copied if they are not contiguous."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ _NAMES = {
     _Kind.SUM: "sum", _Kind.AVG: "mean", _Kind.PRODUCT: "prod", _Kind.MIN: "min",
     _Kind.MAX: "max", _Kind.BAND: "band", _Kind.BOR: "bor", _Kind.BXOR: "bxor",
     _Kind.PREMUL_SUM: "sum"}
-# As with Gloo, which adds bytes: what is not zero is true.
+# As in Gloo, which adds bytes: any nonzero value is true.
 _ON_BOOL = {"sum": "bor", "prod": "band"}
 
 
@@ -32,9 +32,9 @@ class Op:
     """A reduction.
 
     Attributes:
-        name: mpiring's name of it, on which ranks must agree.
-        factor: Multiplies every rank's contribution first, if there is one.
-        divisor: Divides the sum at the end, as `quotient` does, for a mean of integers.
+        name: Name of the reduction in mpiring, on which ranks must agree.
+        factor: Factor of every rank's contribution, or None.
+        divisor: Divisor of the sum, as for `quotient`, for a mean of integers; or None.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Op:
 
     @property
     def combine(self) -> str:
-        """The op by which the collective itself combines the contributions."""
+        """The op with which the collective combines the contributions."""
         return self.name if self.divisor is None else "sum"
 
 
 def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
-    """Return the reduction by which ranks combine a dtype, given options of torch.distributed.
+    """Return the reduction for a dtype, given options of torch.distributed.
 
-    An average of integers is as NCCL's: a sum in their dtype, which may wrap, then a division that
-    rounds toward zero. `Communicator.allreduce` refuses a mean of integers, where users of NumPy
-    would expect 2.5, not 2.
+    An average of integers is computed as by NCCL: a sum in their dtype, which may wrap, then a
+    division that rounds toward zero. `Communicator.allreduce` refuses a mean of integers, because
+    NumPy users would expect 2.5, not 2.
 
     Raises:
         ConfigError: The operator is unknown, or undefined for the dtype.
@@ -74,10 +74,12 @@ def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
 
 
 def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Return integers divided by a positive number, rounded toward zero, as C and NCCL do.
+    """Return integers divided by a positive number, rounded toward zero, as in C and NCCL.
 
     Args:
-        x: Of any integer dtype but uint64; int64 in the result, as a divisor may exceed int8.
+        x: Tensor of any integer dtype but uint64. The result is int64, as a divisor may exceed
+            int8.
+        divisor: The divisor.
     """
     return x.to(torch.int64).div(divisor, rounding_mode="trunc")
 
@@ -85,15 +87,15 @@ def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
 class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
-    Tensors that are not contiguous are copied, and copied back when the operation that wrote them
-    is complete.
+    Tensors that are not contiguous are copied. When an operation that writes them is complete, they
+    are copied back.
 
     Args:
-        staged: Lend copies in host memory of tensors on a GPU.
+        staged: If true, lend copies in host memory of tensors on a GPU.
 
     Attributes:
-        nbytes: Of all tensors.
-        stream: The user's stream, on which they were written; None in host memory.
+        nbytes: Number of bytes of all tensors.
+        stream: The user's stream, on which the tensors were written; None in host memory.
     """
 
     def __init__(self, *, staged: bool = False) -> None:
@@ -109,18 +111,18 @@ class TensorBuffers:
         """Return a tensor's elements, for arithmetic.
 
         Args:
-            tensor: Dense, of any shape and strides.
-            written: The operation changes it.
-            factor: Multiplies the elements first; in place if `written`.
-            divisor: Divides the integers of the result.
+            tensor: Dense tensor of any shape and strides.
+            written: If true, the operation changes the tensor.
+            factor: Factor of the elements, applied first; in place if `written`.
+            divisor: Divisor of the result, for integers.
 
         Raises:
-            ConfigError: Not dense, on another device than the others, or of a dtype without
-                arithmetic.
+            ConfigError: The tensor is not dense, is on another device than the others, or has a
+                dtype without arithmetic.
         """
         x = self._contiguous(tensor, written)
         if x.dtype is torch.complex32:
-            # NumPy has no such dtype; sums are those of the real and imaginary parts.
+            # NumPy lacks this dtype; sums add real and imaginary parts.
             x = _seen_as(x, torch.float16)
         if factor is not None:
             x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
@@ -129,7 +131,7 @@ class TensorBuffers:
         return self._vector(x)
 
     def raw(self, tensor: torch.Tensor, *, written: bool = False) -> Array:
-        """Return a tensor's bytes; of any dtype, otherwise as `numbers`."""
+        """Return a tensor's bytes, as `numbers` does, for any dtype."""
         return self._vector(_seen_as(self._contiguous(tensor, written), torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
@@ -164,16 +166,17 @@ class TensorBuffers:
 
         Args:
             group: The ranks.
-            build: Returns a schedule on the vectors, given the collectives bound to its channel.
+            build: Function that returns a schedule on the vectors, given the collectives of its
+                channel.
 
-        Collective: yes, the first time on each GPU. Blocking: yes, then.
+        Collective: yes, the first time on each GPU. Blocking: only then.
         """
         if self.stream is not None:
             build = group.gpus.on(self.stream.device(), (self.stream.mark(),), build)
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Run a schedule, then divide, and copy back into the tensors that were copied."""
+        """Run a schedule, then divide sums and copy results back into the user's tensors."""
         result = yield from schedule
         yield from self.copied_back(self._copies)
         return result
@@ -181,15 +184,15 @@ class TensorBuffers:
     def copied_back(
         self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> Schedule[None]:
-        """Copy into the user's tensors.
+        """Copy results into the user's tensors.
 
         Args:
-            copies: A tensor on the device of the operation, and its new value.
+            copies: Pairs of a tensor on the device of the operation and its new value.
         """
         if not (copies or self._sums):
             return
-        # On the user's stream, behind earlier work that may read the old values, and where
-        # PyTorch's allocator expects uses of this memory.
+        # On the user's stream, this follows work that may read the old values, and PyTorch's
+        # allocator expects this memory to be used there.
         with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
             for x, divisor in self._sums:
                 x.copy_(quotient(x, divisor))
@@ -201,12 +204,12 @@ class TensorBuffers:
 
 def _seen_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a vector of another dtype."""
-    # PyTorch calls one element with any stride contiguous, but `view` does not.
+    # PyTorch calls a single element contiguous with any stride, but `view` does not.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor of a list of one.
+    """Return the only tensor of a list.
 
     Raises:
         ConfigError: The list has another length.
@@ -243,12 +246,12 @@ def by_splits(x: Array, tensor: torch.Tensor, splits: Sequence[int], size: int,
     Args:
         x: The bytes.
         tensor: The tensor.
-        splits: How many of its rows (the first dimension) each rank has; none for equal shares.
-        size: How many ranks there are.
-        label: For the message.
+        splits: Number of rows (the first dimension) for each rank; none for equal shares.
+        size: Number of ranks.
+        label: Name of the tensor in messages.
 
     Raises:
-        ConfigError: The rows cannot be shared like that.
+        ConfigError: The rows cannot be divided like this.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:
@@ -268,8 +271,8 @@ def in_turn(copies: Sequence[tuple[Array, Array]],
     """Copy vectors, then run schedules one after the other.
 
     Args:
-        copies: Destinations and sources.
-        schedules: On the same device.
+        copies: Pairs of destination and source.
+        schedules: Schedules on the same device.
     """
     for out, x in copies:
         copy_to(out, x)

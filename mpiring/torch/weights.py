@@ -1,4 +1,4 @@
-"""Keeps a model's weights in buckets, of which ranks update slices, and guards them meanwhile."""
+"""Keeps a model's weights in buckets, whose slices ranks update, and guards incomplete weights."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,20 +30,20 @@ _REMEDY = ("give param_groups the same settings on every rank, and write weights
 
 
 class WeightBuckets:
-    """Weights as views into buckets that are cut as those of their gradients are.
+    """Weights as views into buckets with the same slices as the buckets of their gradients.
 
-    Rank r has the say over slice r of each: it updates this slice, and `send` copies it to the
-    others.
+    Rank r owns slice r of each bucket. It updates this slice, and `send` copies it to the others.
 
     Args:
-        parameters: By name: those whose gradients are averaged. Their `data` become the views.
-        gradients: What averages them.
-        comm: The ranks.
+        parameters: Parameters, by name, whose gradients are averaged. Their `data` become views.
+        gradients: Averager of their gradients.
+        comm: Communicator whose ranks train together.
 
     Attributes:
         comm: As given.
-        buckets: In the order of the gradients'.
-        written_before: What the user had written when these buckets took the place of others.
+        buckets: Buckets in the order of the gradients' buckets.
+        written_before: Names of the weights that the user had written before these buckets replaced
+            others.
 
     Collective: yes. Blocking: yes.
     """
@@ -60,10 +60,10 @@ class WeightBuckets:
         self.buckets = [Bucket(index, bucket.plan, self._empty, self._device)
                         for index, bucket in enumerate(gradients.buckets)]
         if self._device is not None:
-            # CuPy clears them, on a stream of its own.
+            # CuPy clears the buckets on a separate stream.
             await_event(self._device.gpu.mark())
         self.written_before = list[str]()
-        # What the user has written, and by what slices are made, in words; compared across ranks.
+        # Description of user writes and of the update, which ranks compare.
         self._made_with = ""
         self._versions: dict[str, int] = {}
         self._handles: dict[int, Handle[None]] = {}
@@ -71,7 +71,7 @@ class WeightBuckets:
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 p = self._parameters[name]
-                # A storage of its own, so that torch.save of one writes no others.
+                # A separate storage, so that torch.save of one parameter writes no others.
                 self._views[name] = in_shape_of(p, seen_as_tensor(view.reshape(-1)))
         self._fill()
 
@@ -85,12 +85,14 @@ class WeightBuckets:
         self._note()
 
     def _note(self) -> None:
-        """Note that the weights are those that all ranks have."""
+        """Record that all ranks now have these weights."""
         self._versions = {name: version_of(self._parameters[name]) for name in self._views}
         self.written_before = []
 
     def written(self) -> list[str]:
-        """Return which weights the user has written since the update, as far as PyTorch notes it.
+        """Return the names of weights that the user has written since the last update.
+
+        It detects writes that PyTorch's version counters show.
 
         Collective: no.
         """
@@ -105,15 +107,15 @@ class WeightBuckets:
     def follow(self, made_with: str) -> None:
         """Prepare for an update of slices.
 
-        Take over weights where the user has given a parameter other memory (`p.data = ...`). What
-        the user has written is compared across ranks when slices are sent: of what one rank alone
-        has written the update would leave its own slice.
+        Copy the weights of parameters to which the user has given other memory (`p.data = ...`).
+        When slices are sent, ranks compare which weights users have written. The update would keep
+        only one slice of a change that was made on one rank.
 
         Args:
-            made_with: By what slices are made, in words; compared across ranks.
+            made_with: Description of the update; compared across ranks.
 
         Raises:
-            ConfigError: They do not fit.
+            ConfigError: The new weights do not fit.
 
         Collective: yes.
         """
@@ -123,7 +125,7 @@ class WeightBuckets:
         self._made_with = f"{writes if written else ''}{made_with}"
 
     def _adopt(self, names: Iterable[str]) -> None:
-        """Take over weights that are elsewhere."""
+        """Copy weights that are in other memory into the buckets."""
         for name in names:
             p, view = self._parameters[name], self._views[name]
             if p.data_ptr() == view.data_ptr():
@@ -138,7 +140,7 @@ class WeightBuckets:
             p.data = view
 
     def updated(self) -> None:
-        """Note that this rank's slices have changed: graphs that were kept do not hold any more.
+        """Record that this rank's slices have changed, which invalidates retained graphs.
 
         Collective: no.
         """
@@ -146,7 +148,7 @@ class WeightBuckets:
         self._note()
 
     def send(self, index: int) -> None:
-        """Begin to copy each rank's slice of a bucket to all.
+        """Start to copy each rank's slice of a bucket to all ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -165,7 +167,7 @@ class WeightBuckets:
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
-        """Return when all of some buckets is there, as far as they were sent; for hooks.
+        """Return when some buckets that were sent are complete; used by hooks.
 
         Collective: no. Blocking: yes.
         """
@@ -173,7 +175,7 @@ class WeightBuckets:
             self.wait(index)
 
     def wait(self, index: int) -> None:
-        """Return when all of a bucket is there, if it was sent.
+        """Return when a bucket is complete, if it was sent.
 
         Collective: no. Blocking: yes.
         """
@@ -191,7 +193,7 @@ class WeightBuckets:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let weights be written in a block; those of rank 0 become everybody's.
+        """Allow weights to be written within a block; all ranks then get rank 0's weights.
 
         Collective: yes. Blocking: yes.
         """
@@ -208,7 +210,7 @@ class WeightBuckets:
         self._note()
 
     def release(self) -> None:
-        """Leave the weights to the module: nothing is updated here any more.
+        """Leave the weights to the module; this object updates nothing any more.
 
         Collective: yes. Blocking: yes.
         """
@@ -220,22 +222,22 @@ def flat(bucket: Bucket, elements: slice) -> Any:
 
 
 class NodeWeights(WeightBuckets):
-    """Weight buckets that lie once in the memory of each node, in that of the host.
+    """Weight buckets with one copy per node, in host memory.
 
-    What a rank writes, all ranks of its node have. So nothing may read weights while slices are
-    updated: from `follow`, which returns on no rank before all ranks of its node have called it,
-    until `wait` has returned. Between nodes each slice travels to each other node once.
+    All ranks of a node see what one of them writes. No rank may therefore read weights while slices
+    are updated, from `follow` until `wait` has returned. `follow` returns on no rank before all
+    ranks of its node have called it. Each slice is sent to each other node once.
 
-    Ranks that share no memory (see `Communicator.memory_groups`) have a copy each.
+    Ranks that share no memory (see `Communicator.memory_groups`) have private copies.
 
-    Args: as WeightBuckets.
+    The arguments are those of WeightBuckets.
 
     Raises:
         ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
     _allgather = staticmethod(Collectives.allgather_once)
-    # Whether a block runs in which weights may be written.
+    # Whether a block is running in which weights may be written.
     _is_written = False
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Array:
@@ -253,7 +255,7 @@ class NodeWeights(WeightBuckets):
 
     def _fill(self) -> None:
         self._is_first = any(ranks[0] == self.comm.rank for ranks in self.comm.memory_groups)
-        # A bucket is cleared by all ranks of the node.
+        # All ranks of the node clear a bucket.
         self._meet()
         if self._is_first:
             for name, view in self._views.items():
@@ -271,13 +273,14 @@ class NodeWeights(WeightBuckets):
         self.comm.run(Call("meet", "the ranks that share weights"), _met)
 
     def follow(self, made_with: str) -> None:
-        """Return when all ranks of this node have ended reading, so that slices may be updated.
+        """Return when all ranks of this node have finished reading, and slices may be updated.
 
-        That gradients have arrived does not suffice: between backward and step a rank may still
-        look at its weights.
+        Arrival of the gradients is not sufficient, because a rank may read its weights between
+        backward and step.
 
         Raises:
-            ReplicaError: This rank has written weights by itself, as far as PyTorch notes it.
+            ReplicaError: This rank has written weights outside of `writing`, as far as PyTorch's
+                version counters show.
 
         Collective: yes. Blocking: yes.
         """
@@ -293,10 +296,10 @@ class NodeWeights(WeightBuckets):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let weights be written in a block; those of rank 0 become everybody's.
+        """Allow weights to be written within a block; all ranks then get rank 0's weights.
 
-        In the block every rank but the first one of each node has copies of its own: all may run
-        the same code, and read what they write.
+        Within the block, every rank but the first of each node has private copies. All ranks may
+        thus run the same code, and read what they write.
 
         Collective: yes. Blocking: yes.
         """
@@ -327,7 +330,7 @@ class NodeWeights(WeightBuckets):
                    for name, view in self._views.items())
 
     def leave(self) -> None:
-        """Give this rank weights of its own.
+        """Give this rank private weights.
 
         Collective: no.
         """
@@ -335,26 +338,26 @@ class NodeWeights(WeightBuckets):
             self._parameters[name].data = view.clone()
 
     def release(self) -> None:
-        """Give each rank weights of its own again.
+        """Give each rank private weights again.
 
         Collective: yes. Blocking: yes.
         """
         self.leave()
-        # No other rank writes them before.
+        # Until then, no other rank writes them.
         self._meet()
 
 
 class LoadHooks:
-    """Makes each load of a module a block in which its weights, once per node, may be written.
+    """Allows each load of a module to write its weights, which ranks share.
 
-    From now on until `remove`, whatever becomes of the optimizer: as long as ranks share weights,
-    all must agree on who writes them. Copies of the module have no such hooks.
+    The hooks remain until `remove`, even without the optimizer: as long as ranks share weights, all
+    must agree on the rank that writes them. Copies of the module have no such hooks.
 
     Args:
-        module: Its `load_state_dict` is a collective call from now on.
+        module: Module whose `load_state_dict` becomes a collective call.
 
     Attributes:
-        weights: The NodeWeights of the module at present.
+        weights: The current NodeWeights of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -370,7 +373,7 @@ class LoadHooks:
         if self._block is not None or weights is None or not weights.is_in_use:
             return
         if weights.comm.closed:
-            # Nobody can agree any more.
+            # Ranks can no longer agree on a writer.
             weights.leave()
             self.weights = None
             return
@@ -383,7 +386,7 @@ class LoadHooks:
             block.__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Leave loading to the module, on this rank alone."""
+        """Remove the hooks on this rank only."""
         self._hooks.close()
 
 
@@ -393,7 +396,7 @@ def _met(collectives: Collectives) -> Schedule[None]:
 
 def _node_array(collectives: Collectives, n: int,
                 dtype: "np.dtype[Any]") -> Schedule[Array | ConfigError]:
-    """Return a node array, or why there is none: all ranks go on without it."""
+    """Return a node array, or the error that prevented it, so that all ranks continue without."""
     try:
         return (yield from collectives.node_array(n, dtype))
     except ConfigError as error:
@@ -401,7 +404,7 @@ def _node_array(collectives: Collectives, n: int,
 
 
 def _waiting(read: Callable[..., Any]) -> Any:
-    """Return a method of `dict` for `Guarded`, which waits first."""
+    """Return a method of `dict` for `Guarded` that first waits."""
     def read_complete(parameters: "Guarded", *args: Any) -> Any:
         parameters.wait()
         return read(parameters, *args)
@@ -415,8 +418,8 @@ class Guarded(dict[str, Any]):
     PyTorch reads them here; see `private.parameters_of`.
 
     Args:
-        parameters: As they were.
-        wait: Called each time.
+        parameters: The parameters by name.
+        wait: Function that is called before each read.
     """
 
     def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
@@ -434,20 +437,20 @@ class Guarded(dict[str, Any]):
 
 
 class Guard:
-    """Guards the weights of a module while they are under way.
+    """Guards the weights of a module while they are in flight.
 
-    Each module in it that has parameters of its own waits for the buckets that hold these: before
-    its forward pass, since some keep references to their parameters (LSTM), and when one is looked
-    up, since modules use those of others (MultiheadAttention).
+    Each module with parameters waits for their buckets before its forward pass, since some modules
+    keep references to their parameters (LSTM). It also waits when a parameter is looked up, since
+    modules use those of others (MultiheadAttention).
 
     Args:
         module: The module.
         weights: Its weights.
-        buckets: By parameter, the index of its bucket.
+        buckets: Index of the bucket of each parameter.
 
     Attributes:
-        unguarded: The buckets of what nobody would wait for: compiled modules have no such hooks.
-        remove: Leaves the module as it was.
+        unguarded: Indices of the buckets without a guard, because compiled modules have no hooks.
+        remove: Function that removes the guard.
     """
 
     def __init__(self, module: nn.Module, weights: WeightBuckets,
@@ -465,7 +468,7 @@ class Guard:
                 set_parameters(part, Guarded(parameters_of(part), wait))
                 restored.callback(_unguard, part)
                 restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
-        # Once: others may guard the module afterwards.
+        # Only once, because others may guard the module afterwards.
         self.remove = weakref.finalize(self, restored.close)
         self.remove.atexit = False
 
@@ -475,11 +478,11 @@ def _unguard(part: nn.Module) -> None:
 
 
 def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
-    """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
+    """Yield what `named_parameters` does, without waiting; the values may be incomplete."""
     seen = set()
     for prefix, part in module.named_modules():
         parameters = parameters_of(part)
-        # Those of TorchScript are no dict.
+        # In TorchScript, the parameters are no dict.
         items = dict.items if isinstance(parameters, dict) else type(parameters).items
         for name, p in items(parameters):
             if p is not None and p not in seen:

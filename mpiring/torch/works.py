@@ -1,9 +1,8 @@
-"""The results of collectives of torch.distributed: a Work, and its Future.
+"""The results of torch.distributed collectives: a Work, and its Future.
 
-DistributedDataParallel waits for futures in C++, which makes no progress: the engine's thread
-completes them. Callbacks of futures may begin collectives, which would come between the others in
-a different order on every rank; so they are recognised by `in_callback`, and run in a group of
-their own.
+DistributedDataParallel waits for futures in C++, without progress; the engine's thread completes
+them. Callbacks of futures may start collectives, between other collectives in an order that differs
+between ranks. `in_callback` detects this, and such collectives run in a separate group.
 """
 
 import threading
@@ -23,7 +22,7 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class _Callback(threading.local):
-    """How many callbacks of futures this thread is inside of."""
+    """Number of callbacks of futures that this thread is currently running."""
 
     depth = 0
 
@@ -38,12 +37,12 @@ _callback = _Callback()
 
 
 def in_callback() -> bool:
-    """Return whether this thread is inside a callback of a future."""
+    """Return whether this thread runs a callback of a future."""
     return _callback.depth > 0
 
 
 class _All:
-    """The operations of several Works as one; of none, an operation that is complete.
+    """The operations of several Works as one; without Works, a completed operation.
 
     Args:
         works: The Works.
@@ -62,12 +61,12 @@ class _All:
         return all([work.handle.test() for work in self._works])
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Return when all are complete; the timeout is for each, by default its own."""
+        """Return when all are complete; the timeout applies to each, by default its own."""
         for work in self._works:
             work.handle.wait(timeout_s or work.timeout_s)
 
     def when_done(self, action: Action) -> None:
-        """Call `action` when all have ended, with the first error."""
+        """Call `action`, with the first error, when all have ended."""
         errors: list[BaseException | None] = []
         counting = threading.Lock()
 
@@ -84,19 +83,19 @@ class _All:
             action(None)
 
 
-# Of an operation that is complete, since the caller has waited.
+# A completed operation, for callers that have waited.
 DONE = _All()
 
 
 class Future(torch.futures.Future):
-    """The future of an operation, or of a callback's result.
+    """The future of an operation, or of the result of a callback.
 
     Callbacks run in the order of the operations.
 
     Args:
         handle: The operation.
         value: Its result; None if `then` sets the result.
-        gpus: The GPUs that the tensors of the result lie on.
+        gpus: GPUs that hold the tensors of the result.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any] | None,
@@ -110,12 +109,12 @@ class Future(torch.futures.Future):
         if error is not None:
             self.set_exception(error)
             return
-        # The tensors are complete: not on the user's stream, whose later work would delay it.
+        # The tensors are complete. On the user's stream, later work would delay the result.
         with on_idle_stream(self._gpus):
             self.set_result(self._value)
 
     def then(self, callback: Callable[[Any], Any]) -> "Future":
-        """Return a future of what `callback` returns, given this one when it is complete."""
+        """Return a future of the result of `callback`, which gets this future when complete."""
         following = Future(self._handle, None, self._gpus)
 
         def call(future: Any) -> None:
@@ -131,9 +130,10 @@ class Future(torch.futures.Future):
         return following
 
     def wait(self) -> Any:
-        """Return the result, making progress meanwhile; an operation's also inside a callback.
+        """Return the result, and make progress meanwhile.
 
-        The thread of the callback may be the one that would complete that future.
+        The result of an operation is also available inside a callback, whose thread may be the one
+        that would complete the future.
         """
         self._handle.wait()
         return super().wait() if self._value is None else self._value
@@ -145,12 +145,12 @@ class Work(dist.Work):
     Args:
         handle: The operation; for a receive, its result is the rank that sent.
         value: The tensors with the result.
-        timeout_s: The longest that `wait` waits; None for the timeout of the group.
-        threaded: Whether operations advance in the background.
-        lanes: These do not if, during a backward pass, a future is asked for, which this pass will
-            wait for at its end: see `Lane.rest`.
+        timeout_s: Longest time that `wait` waits, in seconds; None for the timeout of the group.
+        threaded: If true, operations advance in the background.
+        lanes: Lanes to rest if a backward pass asks for a future, for which it will wait at its
+            end; see `Lane.rest`.
 
-    Attributes: as the arguments.
+    Attributes: the arguments.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any],
@@ -159,7 +159,7 @@ class Work(dist.Work):
         super().__init__()
         self.handle, self.value, self.timeout_s = handle, value, timeout_s
         self.threaded, self.lanes = threaded, lanes
-        # Of the last wait; and of the operation, where `is_completed` found that it failed.
+        # Error of the last wait, and error of the operation if `is_completed` got it.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
         self._future: Future | None = None
@@ -167,9 +167,12 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True when the operation is complete.
 
+        Args:
+            timeout: Longest time to wait; by default, that of the operation.
+
         Raises:
-            StallError: It is not, in time.
-            MpiringError: As the handle's `wait`, or as found by `is_completed`.
+            StallError: The operation is not complete in time.
+            MpiringError: The operation has failed.
         """
         if self._failure is not None:
             raise self._failure
@@ -183,7 +186,7 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         """Return whether the operation is complete, or has failed.
 
-        Raises nothing: after a failure `is_success` is False, `exception` returns the error, and
+        It raises nothing. After a failure `is_success` is False, `exception` returns the error, and
         `wait` raises it.
         """
         try:
@@ -198,21 +201,21 @@ class Work(dist.Work):
         return self.handle.done
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended the operation or the last wait for it; None if none did."""
+        """Return the error that ended the operation or the last wait; None if there was none."""
         return None if self.handle.done else self._failure or self._error
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the operation."""
         self.wait()
 
     def source_rank(self) -> int:
-        """Return the rank that sent what was received."""
+        """Return the rank that sent the received message."""
         return int(self.handle.wait())
 
     _source_rank = source_rank
 
     def result(self) -> Sequence[Any]:
-        """Return the tensors with the result, when the operation is complete."""
+        """Wait for the operation, and return the tensors with the result."""
         self.wait()
         return self.value
 
@@ -221,7 +224,7 @@ class Work(dist.Work):
         if self._future is None:
             try:
                 # At its end, DistributedDataParallel would wait in C++, unknown to the engine's
-                # thread, which would sleep between its tests. These calls come before its own.
+                # thread, which would sleep between its tests. This callback runs first.
                 call_after_backward(self.handle.wait)
             except RuntimeError:
                 # No backward pass runs.
@@ -236,7 +239,7 @@ class Work(dist.Work):
 
 
 def coalesced(works: Sequence[Work]) -> Work:
-    """Return several operations as one; a timeout of its `wait` is for each."""
+    """Return several operations as one; a timeout of its `wait` applies to each."""
     return Work(_All(works), [x for work in works for x in work.value],
                 threaded=all(work.threaded for work in works),
                 lanes={lane for work in works for lane in work.lanes})

@@ -1,4 +1,4 @@
-"""PyTorch's tensors in Horovod's operations."""
+"""PyTorch tensors in Horovod's operations."""
 
 import operator
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from ..arrays import scale
 
 
 class TensorArrays:
-    """What operations need of PyTorch; see requests.ArrayPackage."""
+    """Functions that operations need from PyTorch; see requests.ArrayPackage."""
 
     lend = TensorBuffers
 
@@ -27,15 +27,15 @@ class TensorArrays:
         return x
 
     def dtype_name(self, dtype: torch.dtype) -> str:
-        """Return the name of a dtype, as NumPy's."""
+        """Return the name of a dtype in NumPy."""
         return str(dtype).removeprefix("torch.")
 
     def device(self, x: torch.Tensor) -> str:
-        """Return "" for a tensor in host memory, else the type of its device."""
+        """Return "" for a tensor in host memory, otherwise the type of its device."""
         if x.layout is not torch.strided:
             raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
                              f"embeddings there is sparse_allreduce_async")
-        # As `is_gpu_tensor`, in a third of the time.
+        # Same result as `is_gpu_tensor`, in a third of the time.
         if x.is_cpu and "cpu" not in OPENERS:
             return ""
         return x.device.type
@@ -45,7 +45,7 @@ class TensorArrays:
         return x.detach().clone(memory_format=torch.contiguous_format)
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of another shape, with dtype and device of `like`."""
+        """Return a tensor of another shape, with the dtype and device of `like`."""
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
     def zeros(self, dtype: str, shape: Sequence[int], device: str) -> torch.Tensor:
@@ -53,7 +53,7 @@ class TensorArrays:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device or "cpu")
 
     def scale(self, x: torch.Tensor, factor: float, divisor: int = 1) -> None:
-        """Multiply a tensor, in place, and divide it; whole numbers are rounded toward zero."""
+        """Multiply a tensor, in place, and divide it; integers are rounded toward zero."""
         if not is_gpu_tensor(x) and x.is_contiguous():
             scale(array_of(x), factor, divisor)
             return
@@ -70,11 +70,11 @@ class TensorArrays:
         return TensorBuffers(staged=True).raw(x)
 
     def from_bytes(self, raw: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Return bytes as a tensor, with dtype and device of `like`."""
+        """Return bytes as a tensor, with the dtype and device of `like`."""
         return torch.from_numpy(raw).view(like.dtype).reshape(tuple(shape)).to(like.device)
 
     def splits(self, given: Any) -> list[int]:
-        """Return the rows for each rank as a list."""
+        """Return the number of rows for each rank as a list."""
         if isinstance(given, torch.Tensor):
             if given.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"splits of {given.dtype}: expected torch.int32 or torch.int64")
@@ -82,15 +82,15 @@ class TensorArrays:
         return [*map(operator.index, given)]
 
     def counts(self, rows: Array, given: Any) -> torch.Tensor:
-        """Return the rows from each rank, with dtype and device of what the user has given."""
+        """Return the number of rows from each rank, with dtype and device of the user's splits."""
         counts = torch.from_numpy(rows)
         return counts.to(given) if isinstance(given, torch.Tensor) else counts.to(torch.int32)
 
     def views(self, vector: Array, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return views of a vector in the shapes of tensors, one behind the other."""
+        """Return views of consecutive parts of a vector, in the shapes of tensors."""
         parts = tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
         return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors)]
 
     def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors into others."""
+        """Copy tensors to other tensors."""
         copy_all(outs, tensors)

@@ -12,18 +12,22 @@ from ..world import global_process_set
 
 
 class SyncBatchNorm(AnyBatchNorm):
-    """Normalizes each channel by mean and variance of all ranks' batches.
+    """Normalizes each channel by the mean and variance over the batches of all ranks.
 
-    For PyTorch's `BatchNorm1d`, `2d` and `3d`, where a rank's batch is too short for statistics of
-    its own. Batches may differ in length. In evaluation it is like those.
+    It replaces `BatchNorm1d`, `2d` and `3d` of PyTorch if one rank's batch is too short for
+    statistics. Batches may differ in length. In evaluation it behaves as the PyTorch classes.
 
     Args:
         num_features: Number of channels C of inputs of shape (N, C, ...).
-        eps, momentum, affine, track_running_stats: As for `torch.nn.BatchNorm2d`.
+        eps: Term in the denominator, for stability.
+        momentum: Weight of new values in the running statistics; None for a cumulative average.
+        affine: If true, the module has a weight and a bias per channel.
+        track_running_stats: If true, the module keeps running statistics for evaluation.
 
-    Collective: in training. Blocking: in training.
-    Source: Ioffe and Szegedy 2015, section 3; means and variances of parts are combined as by
-    Chan, Golub and LeVeque 1979.
+    Collective: yes, in training. Blocking: yes, in training.
+
+    Sources: Ioffe and Szegedy 2015, section 3. Chan, Golub and LeVeque 1979, for the combination of
+    means and variances.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -35,7 +39,7 @@ class SyncBatchNorm(AnyBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input, of the same shape."""
-        # A trained model also runs where nobody has called `init`.
+        # A trained model must also run without a call of `init`.
         if not (self.training or self.running_mean is None):
             return super().forward(input)
         comm = global_process_set.comm
@@ -53,7 +57,7 @@ class SyncBatchNorm(AnyBatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes by the statistics of all ranks; sums are in float32 at least."""
+    """Normalizes by the statistics of all ranks; sums are computed at least in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
@@ -62,11 +66,11 @@ class _Normalize(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = x.to(wide).transpose(0, 1).flatten(1)
         count = rows.shape[1]
-        # Of an empty batch, the mean would be NaN.
+        # The maximum avoids a NaN for an empty batch.
         mean = rows.sum(1) / max(count, 1)
         deviation = (rows - mean[:, None]).square().sum(1)
-        own = torch.stack([torch.full_like(mean, count), mean, deviation])
-        counts, means, deviations = _gathered(own, comm).unbind(1)
+        local_statistics = torch.stack([torch.full_like(mean, count), mean, deviation])
+        counts, means, deviations = _gathered(local_statistics, comm).unbind(1)
         total = counts.sum(0)
         if float(total[0]) <= 1:
             raise ValueError(f"rank {comm.rank}: expected more than 1 value per channel over all "
@@ -88,15 +92,15 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    # The sum over ranks is not recorded, nor how the mean depends on x.
+    # The sum over ranks is not recorded, and neither is the dependence of the mean on x.
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, mean, inverse, total = ctx.saved_tensors
         dy_wide, deviation = dy.to(mean.dtype), x.to(mean.dtype) - _as(mean, x)
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        own = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
-        dw, db = own[1] * inverse, own[0]
-        sums = own.clone()
+        local_sums = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
+        dw, db = local_sums[1] * inverse, local_sums[0]
+        sums = local_sums.clone()
         ctx.comm.allreduce(sums)
         sum_dy, sum_dy_deviation = sums / total
         dx = dy_wide - _as(sum_dy, x) - deviation * _as(sum_dy_deviation * inverse.square(), x)

@@ -1,4 +1,4 @@
-"""Horovod's elastic training: when a rank dies, the others return to the last commit and continue.
+"""Horovod's elastic training: if ranks die, the others return to the last commit and continue.
 
 `run`, `TorchState` and `ElasticSampler`, for `import mpiring.horovod.torch as hvd`.
 """
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Lets `run` call the function again, though no rank has died; all ranks must raise it.
+    """Makes `run` call the function again, though no rank has died; all ranks must raise it.
 
     Args:
-        skip_sync: All ranks have the same state already.
+        skip_sync: If true, all ranks already have the same state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -37,7 +37,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class _Ranks(elastic.State):
-    """The ranks that live; the state from which training continues is kept by a TorchState."""
+    """The surviving ranks; a TorchState keeps the state from which training continues."""
 
     @property
     def _place(self) -> str:
@@ -53,24 +53,25 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 ...
                 state.commit()
 
-    Before each call, `state.sync()` copies the state of rank 0 to all ranks. When ranks die, the
+    Before each call, `state.sync()` copies the state of rank 0 to all ranks. If ranks die, the
     others get new numbers, return to the last `state.commit()` or `state.save()` of the new rank 0,
-    and call the reset callbacks. Process sets other than that of all ranks end: `func` or a reset
-    callback adds them again, by the new numbers.
+    and call the reset callbacks. Process sets other than that of all ranks end. `func` or a reset
+    callback must add them again, with the new numbers.
 
-    It takes Open MPI's `mpirun --with-ft ulfm`; elsewhere `func` is called once, and a rank that
-    dies ends the job. Any exception not due to a death is raised, also HorovodInternalError.
+    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `func` is called once, and the death of
+    a rank ends the job. Exceptions that no death has caused are raised, including
+    HorovodInternalError.
 
     Args:
-        func: Function of a `TorchState` and other arguments. It makes no use of ranks before it
-            is called.
+        func: Function of a `TorchState` and other arguments. It must not use ranks before it is
+            called.
 
     Collective: yes, the result. Blocking: yes.
     """
     @functools.wraps(func)
     def wrapper(state: "TorchState", *args: Any, **kwargs: Any) -> T:
         def train(ranks: elastic.State) -> T:
-            # The ranks of the world have died, if it was not yet made of the survivors.
+            # Unless the world consists of the survivors, ranks of it have died.
             if not is_initialized() or world().comm is not ranks.comm:
                 abandon()
                 begin(ranks.comm.survivors().comm, comm=ranks.comm)
@@ -92,22 +93,22 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler that shares what is left of an epoch among the ranks that are left.
+    """Sampler that divides the rest of an epoch among the remaining ranks.
 
-    Pass it to `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of
-    each epoch, not at its beginning.
+    Pass it to `TorchState`, call `record_batch` after each batch, and call `set_epoch` at the end
+    of each epoch, not at its beginning.
 
     Args:
-        dataset: Dataset, of which only the length counts.
-        shuffle: Draw the indices of each epoch in another order.
+        dataset: Dataset, of which only the length is used.
+        shuffle: If true, each epoch has another order.
         seed: Seed of that order, the same on all ranks.
 
     Attributes:
         epoch: Number of the epoch.
         processed_num: Number of samples of this epoch that all ranks together have processed.
-        num_replicas, rank: As of the last reset.
-        remaining_indices: Indices that were not processed then.
-        num_samples, total_size: Number of indices for each rank, and for all.
+        num_replicas, rank: Number of ranks and own rank at the last reset.
+        remaining_indices: Indices that were not processed at the last reset.
+        num_samples, total_size: Number of indices for each rank, and for all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -116,11 +117,11 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with all samples of another epoch; the order depends on its number."""
+        """Begin with all samples of another epoch, whose number determines the order."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count `batch_size` samples on each rank as processed; the sampler goes on as it is."""
+        """Count `batch_size` samples on each rank as processed, without effect on the iteration."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -128,12 +129,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue where another sampler was, whatever its number of ranks."""
+        """Continue at the position of another sampler, with any number of ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share the samples that were not processed among the present ranks."""
+        """Divide the remaining samples among the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
@@ -143,7 +144,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # As many for each rank: the first ones come again.
+        # All ranks get the same number, so the first indices are repeated.
         self.indices = list(itertools.islice(itertools.cycle(self.remaining_indices), self.rank,
                                              self.total_size, self.num_replicas))
         return iter(self.indices)
@@ -155,8 +156,8 @@ class ElasticSampler(Sampler[int]):
 class TorchState:
     """State of training that `run` synchronizes and restores: every argument is an attribute.
 
-    Of an object that has one, such as a module, an optimizer, a scheduler or an `ElasticSampler`,
-    the `state_dict()` is kept; other objects are pickled.
+    If an object has a `state_dict()`, as modules, optimizers, schedulers and an `ElasticSampler`
+    do, it is saved. Other objects are pickled.
 
     Args:
         model: Module.
@@ -170,7 +171,7 @@ class TorchState:
                  optimizer: torch.optim.Optimizer | None = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         vars(self).update(values)
-        # Also schedulers: unpickled, one would change the settings of another optimizer.
+        # Including schedulers: an unpickled one would change the settings of another optimizer.
         self._handled = [name for name, value in values.items()
                          if hasattr(value, "state_dict") and hasattr(value, "load_state_dict")]
         self._others = [name for name in values if name not in self._handled]
@@ -179,21 +180,21 @@ class TorchState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # The saved state of another model does not fit.
+        # The state that was saved of another model does not fit.
         if name in self._handled:
             self._states[name] = copy.deepcopy(value.state_dict())
 
     def save(self) -> None:
-        """Copy all attributes, in memory; also a rank alone may."""
+        """Copy all attributes in memory; a rank may also call it alone."""
         objects = pickle.dumps({name: getattr(self, name) for name in self._others})
         self._states, self._objects = {name: copy.deepcopy(getattr(self, name).state_dict())
                                        for name in self._handled}, objects
 
     def restore(self) -> None:
-        """Return to what was saved last; gradients are forgotten."""
+        """Return to the last saved state, and drop gradients."""
         for name, state in self._states.items():
             value = getattr(self, name)
-            # A copy: an optimizer writes into what it is given.
+            # A copy, because an optimizer writes into the state that it loads.
             value.load_state_dict(copy.deepcopy(state))
             if hasattr(value, "zero_grad"):
                 value.zero_grad()
@@ -214,29 +215,32 @@ class TorchState:
                 value.load_state_dict(comm.broadcast_object(value.state_dict()))
         vars(self).update(comm.broadcast_object(
             {name: getattr(self, name) for name in self._others}))
-        # After all: whatever dies when, what is saved is of one moment.
+        # After all copies: if a rank dies, the saved attributes are still consistent.
         self.save()
 
     def commit(self) -> None:
-        """Save, and check whether hosts have come or gone."""
+        """Save, and check whether hosts were added or removed."""
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: no ranks are added to a job, and a death is noticed in any operation."""
+        """Do nothing: no ranks are added to a job, and any operation notices a death."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Call functions after a death, when the state is that of the last commit again.
+        """Register functions to call after a death, when the last commit is restored.
 
-        For example, to scale the learning rate by the new number of ranks.
+        A callback can, for example, scale the learning rate by the new number of ranks.
+
+        Args:
+            callbacks: Functions without arguments.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset`, and what was registered."""
+        """Call `reset` and the registered functions."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def reset(self) -> None:
-        """Do nothing; derived classes may, after a death and before `sync`."""
+        """Do nothing; derived classes may override it, to act after a death and before `sync`."""

@@ -1,4 +1,4 @@
-"""Copies parameters and optimizers' state from one rank to all."""
+"""Broadcasts parameters and optimizer state from one rank."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from ..world import global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy tensors of one rank to those of all ranks.
+    """Copy tensors of one rank to the tensors of all ranks.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
-        root_rank: The rank whose tensors are copied.
+        root_rank: Rank whose tensors are copied.
 
     Raises:
-        ValueError: Something else; or the tensors differ between ranks.
+        ValueError: This is another object, or the tensors differ between ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -27,14 +27,16 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
                               model: torch.nn.Module | None = None) -> None:
-    """Copy the state and the settings of one rank's optimizer to those of all ranks.
+    """Copy the state and the settings of one rank's optimizer to the optimizers of all ranks.
 
-    Parameters without a gradient get zeros for one, as from Horovod; but SparseAdam refuses those.
+    As with Horovod, parameters without a gradient get a gradient of zeros, except for SparseAdam,
+    which refuses them.
 
     Args:
-        optimizer: Plain, or made by `DistributedOptimizer`; of the same parameters on all ranks.
-        root_rank: The rank whose state is copied.
-        model: Ignored: sparse parameters need no mention.
+        optimizer: PyTorch optimizer, or a DistributedOptimizer, of the same parameters on all
+            ranks.
+        root_rank: Rank whose state is copied.
+        model: Argument for compatibility with Horovod; ignored.
 
     Raises:
         ValueError: The optimizer is LBFGS.

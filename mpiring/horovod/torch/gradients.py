@@ -1,4 +1,4 @@
-"""Counts backward passes, and averages the gradients that an optimizer is about to use."""
+"""Counts backward passes, and averages the gradients that an optimizer will use."""
 
 import contextlib
 import weakref
@@ -28,13 +28,13 @@ from ..world import world
 
 @dataclass(frozen=True)
 class Combination:
-    """How the gradients of ranks become one.
+    """Settings of the combination of gradients over ranks.
 
     Attributes:
-        op, compression, predivide: As for `reducer_for`.
-        groups: Parameters that are sent together, or the number of such groups; None for neither.
-        sparse_as_dense: Sparse gradients are sent as dense ones.
-        eager: Gradients are sent when they are complete, and not only at the end of the step.
+        op, compression, predivide: Arguments of `reducer_for`.
+        groups: Parameters that are sent together, or the number of such groups, or None.
+        sparse_as_dense: Whether sparse gradients are sent as dense ones.
+        eager: Whether gradients are sent when they are complete; otherwise, at the end of the step.
     """
 
     op: int
@@ -54,7 +54,7 @@ class Combination:
                 and self.op in (Average, Sum) and not self.sparse_as_dense)
 
     def grouped(self, parameters: Mapping[str, Parameter]) -> list[list[str]]:
-        """Return the names of each group; those of no group come last, each alone."""
+        """Return the names of each group; parameters without a group come last, each alone."""
         names = list(parameters)
         if self.groups is None:
             return [names]
@@ -67,7 +67,7 @@ class Combination:
 
 
 class SumWeighing(Weighing):
-    """Lets each gradient count once per rank in the mean, which thus is the sum."""
+    """Weighs each gradient by the number of ranks, so that the mean is the sum."""
 
     @property
     def factor(self) -> float:
@@ -76,7 +76,7 @@ class SumWeighing(Weighing):
 
 
 class StepAveraging(Averaging):
-    """Averages gradients in steps that `finish` ends, whatever a backward pass has reached.
+    """Averages gradients in steps that `finish` ends, independently of backward passes.
 
     A sparse gradient that is averaged as a dense one becomes sparse again.
     """
@@ -86,14 +86,14 @@ class StepAveraging(Averaging):
         self._sparse_dims: dict[str, int] = {}
 
     def _begun(self) -> None:
-        """Wait for nothing: a step may have several passes."""
+        """Wait for nothing, because a step may have several passes."""
 
     def add(self, name: str, *, complete: bool) -> None:
         """Put a gradient into its bucket, after a pass has added to it.
 
         Args:
-            name: Of the parameter.
-            complete: No other pass of this step will add to it: send it.
+            name: Name of the parameter.
+            complete: If true, no other pass of this step adds to it, so that it can be sent.
         """
         self.active, p = complete, self._parameters[name]
         self._accumulated(name, p)
@@ -101,10 +101,10 @@ class StepAveraging(Averaging):
             self._versions[name] = version_of(p.grad)
 
     def finish(self, names: Iterable[str]) -> None:
-        """Return when all gradients have arrived; contribute those that were not sent before.
+        """Contribute the gradients that were not sent, and return when all have arrived.
 
         Args:
-            names: The order in which these are sent; others follow.
+            names: Names in the order in which these are sent; others follow.
 
         Raises:
             GradientError: A gradient was written to after it was sent.
@@ -140,17 +140,18 @@ class StepAveraging(Averaging):
 class StepGradients:
     """The gradients of an optimizer, counted and averaged.
 
-    Parameters are averaged from the first step on in which all ranks have them.
+    The average of a parameter's gradients begins with the first step in which all ranks have the
+    parameter.
 
     Args:
-        names: Of the parameters.
-        process_set: The ranks to average over; gradients of other ranks stay as they are.
-        combination: How gradients become one.
+        names: Names of the parameters.
+        process_set: Ranks to average over; gradients of other ranks remain unchanged.
+        combination: Settings of the combination.
         passes: Number of backward passes that complete a gradient.
 
     Attributes:
         passes: The same.
-        counts: Number of passes that have added to a gradient in this step, if any.
+        counts: Number of passes that have added to a gradient in this step, for each with any.
     """
 
     def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
@@ -169,7 +170,7 @@ class StepGradients:
 
     @property
     def comm(self) -> Communicator | None:
-        """The ranks, if there are others to average with."""
+        """Communicator of the ranks, or None if there are no others to average with."""
         if self._process_set.included() is False:
             return None
         comm = self._process_set.comm
@@ -183,7 +184,7 @@ class StepGradients:
                     p.register_post_accumulate_grad_hook(weakly(self._reached)))
 
     def _reached(self, p: Parameter) -> None:
-        """Count a backward pass; send the gradient if this was the last one."""
+        """Count a backward pass; send the gradient after the last one."""
         comm = self.comm
         if comm is None:
             return
@@ -194,7 +195,7 @@ class StepGradients:
                 f"backward_passes_per_step times before call to step(). Increase "
                 f"backward_passes_per_step to accumulate gradients locally.")
         self.counts[p] = count
-        # After an elastic restart, ranks have other communicators from the next step on.
+        # After an elastic restart, ranks have another communicator from the next step on.
         if comm is self._base and p in self._home and self._combination.eager:
             self._home[p].add(self._names[p], complete=count == self.passes)
 
@@ -202,10 +203,10 @@ class StepGradients:
         """Return when the gradients of all ranks have arrived.
 
         Args:
-            groups: The optimizer's.
+            groups: Parameter groups of the optimizer.
 
         Raises:
-            BufferMismatchError: Ranks train other parameters, or combine gradients otherwise.
+            BufferMismatchError: Trained parameters or the combination differ between ranks.
             GradientError: A gradient was written to after it was sent.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
@@ -228,7 +229,7 @@ class StepGradients:
         self.counts.clear()
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
-        """Begin to average more parameters: those on one device together.
+        """Begin to average more parameters; all on one device are averaged together.
 
         Collective: yes. Blocking: yes.
         """
@@ -248,13 +249,13 @@ class StepGradients:
         sparse: set[str] = set().union(*comm.allgather_object(
             {name for name, p in parameters.items() if how.gathers(p.grad)}))
         for part in parts:
-            own = cast(Communicator, comm.split(0))
+            private_comm = cast(Communicator, comm.split(0))
             reducers = {name: reducer for group in how.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
                 for reducer in [how.reducer()] for name in group}
             averaging = StepAveraging(
-                part, {p for name, p in part.items() if name in sparse}, own,
-                (SumWeighing if how.op == Sum else Weighing)(own),
+                part, {p for name, p in part.items() if name in sparse}, private_comm,
+                (SumWeighing if how.op == Sum else Weighing)(private_comm),
                 Settings(bucket_bytes, reducers), completed=_nothing, steps=0)
             self._averagings.append(averaging)
             self._home.update(dict.fromkeys(part.values(), averaging))
@@ -272,5 +273,5 @@ def _nothing() -> None:
 
 
 def noname(group: int, index: int) -> str:
-    """Return the name of a parameter that has none."""
+    """Return a name for a parameter without one."""
     return f"allreduce.noname.{group}.{index}"

@@ -1,4 +1,4 @@
-"""Horovod's operations on PyTorch's tensors, through which gradients flow."""
+"""Horovod's operations on PyTorch tensors, with gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ Tensors = Sequence[Any]
 
 
 class _Operation(torch.autograd.Function):
-    """An operation, given how it runs and how gradients come back."""
+    """An operation with functions that run it and compute its gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensors], Tensors],
@@ -43,12 +43,13 @@ class TensorOperations(Operations):
     def sparse_allreduce_async(self, tensor: torch.Tensor, name: str, op: int = Average,
                                process_set: ProcessSet = global_process_set,
                                ) -> Callable[[], torch.Tensor]:
-        """Begin to add up sparse tensors of all ranks.
+        """Start to add up sparse tensors of all ranks.
 
         Args:
-            tensor: COO.
-            name, process_set: As for `allreduce_async`.
-            op: Average, or Sum.
+            tensor: COO tensor.
+            name: Name of the operation, the same on all ranks.
+            op: Reduction, Average or Sum.
+            process_set: Ranks whose tensors are added.
 
         Returns:
             A function that waits, and returns the sparse sum or mean.

@@ -18,7 +18,7 @@ Closure = Callable[[], Any]
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What an optimizer's class gets besides its own methods."""
+    """Methods that the class of a distributed optimizer adds to the plain class."""
 
     _plain: type[torch.optim.Optimizer]
     _gradients: StepGradients
@@ -39,14 +39,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.passes = passes
 
     def synchronize(self) -> None:
-        """Return when gradients are those of all ranks; afterwards they may be clipped.
+        """Return when gradients are combined over all ranks; they may then be clipped.
 
-        Gradients that no backward pass has reached since the last step count, too, with what they
-        have accumulated before, or as zeros.
+        Gradients that no backward pass has reached since the last step also count. They contribute
+        earlier accumulated values, or zeros.
 
         Raises:
             GradientError: A gradient was written to while it was being averaged.
-            BufferMismatchError: Ranks train other parameters.
+            BufferMismatchError: Trained parameters differ between ranks.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
@@ -55,7 +55,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` use gradients as they are, after `synchronize`."""
+        """Return a context in which `step` uses gradients unchanged, after `synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -66,7 +66,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Synchronize, and take a step of the plain optimizer.
 
         Args:
-            closure: Evaluates the model, and runs backward; gradients are synchronized after it.
+            closure: Function that evaluates the model and runs backward; gradients are synchronized
+                after it.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
@@ -97,7 +98,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reset gradients, as the plain optimizer does.
 
         Raises:
-            AssertionError: Gradients are being averaged, or accumulated.
+            AssertionError: Gradients are being averaged or accumulated.
         """
         if self._gradients.counts:
             raise AssertionError(
@@ -107,7 +108,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._plain.zero_grad(self, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the plain optimizer; forget the passes of a step that has not ended."""
+        """Load a state of the plain optimizer; forget the passes of an incomplete step."""
         self._gradients.counts.clear()
         self._synchronized, self._should_synchronize = False, True
         self._plain.load_state_dict(self, state_dict)
@@ -117,19 +118,18 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
     """Combines the changes of parameters, which each rank computes from its own gradients."""
 
     def synchronize(self) -> None:
-        """Do nothing: `step` waits for the changes of all ranks."""
+        """Do nothing, because `step` waits for the changes of all ranks."""
 
     def skip_synchronize(self) -> Any:
-        """Refuse.
-
-        Raises:
-            AssertionError: Always.
-        """
+        """Raise AssertionError: Adasum does not support this."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum "
                              "optimizer.")
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Take a step of the plain optimizer; add Adasum's combination of all ranks' changes.
+        """Take a step of the plain optimizer, and combine the changes of all ranks by Adasum.
+
+        Args:
+            closure: Function that evaluates the model and runs backward.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
@@ -159,9 +159,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> torch.optim.Optimizer:
     """Return an optimizer whose steps use the gradients of all ranks.
 
-    The class of the result is derived from that of `optimizer`, with which it shares parameters
-    and state. Gradients are sent, fused, while backward still computes others. `step()` waits for
-    them; so does `synchronize()`, after which they may be clipped:
+    The class of the result derives from that of `optimizer`. Both share parameters and state.
+    Gradients are fused and sent while backward computes others. `step()` waits for them, and so
+    does `synchronize()`, after which they may be clipped:
 
         loss.backward()
         optimizer.synchronize()
@@ -169,26 +169,28 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    With Adasum on several ranks, the changes of parameters are combined instead, in `step()`.
+    With Adasum on several ranks, `step()` combines the changes of parameters instead.
 
     Args:
         optimizer: The plain optimizer.
-        named_parameters: Usually `model.named_parameters()`. Ranks find the same parameter by its
-            name, or else by its place in the optimizer.
-        compression: `Compression.none`; `Compression.fp16`, which sends means and sums as float16
-            between nodes; or a Reducer of `mpiring.reducers`.
+        named_parameters: Pairs of name and parameter, usually `model.named_parameters()`. Ranks
+            match parameters by name; without names, by position in the optimizer.
+        compression: `Compression.none`, `Compression.fp16`, which sends means and sums as float16
+            between nodes, or a Reducer of `mpiring.reducers`.
         backward_passes_per_step: Number of backward passes whose gradients are summed on each rank
             before they are sent.
-        op: Average, Sum, Min, Max, Product or Adasum.
+        op: Reduction: Average, Sum, Min, Max, Product or Adasum.
         gradient_predivide_factor: Divisor of gradients before their sum; for Average only.
         num_groups: Former name of `groups`.
-        groups: Lists of parameters, or a number of such lists: gradients of different lists are not
+        groups: Lists of parameters, or a number of such lists. Gradients of different lists are not
             fused. A long list is sent in several messages.
-        sparse_as_dense: Send sparse gradients as dense ones.
-        process_set: Ranks to average over; others take steps with their own gradients.
+        sparse_as_dense: If true, sparse gradients are sent as dense ones.
+        process_set: Ranks to average over; other ranks use their own gradients.
 
     Raises:
-        ValueError: An argument has no such value, or names no such parameters.
+        ValueError: An argument is out of range, or parameters are not named or grouped correctly.
+
+    Collective: no. Blocking: no.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
@@ -207,10 +209,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     plain = type(optimizer)
     methods = {**vars(_DistributedOptimizer), **(vars(_DistributedAdasumOptimizer) if by_adasum
                                                  else {})}
-    # One class, as Horovod's: programs reach the plain one by `super(type(optimizer), optimizer)`.
+    # One derived class, as in Horovod. Programs call `super(type(optimizer), optimizer)`.
     made: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
     distributed = made.__new__(made)
-    # A scheduler of the plain optimizer has wrapped its `step`.
+    # Schedulers of the plain optimizer wrap its `step`.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     distributed._gradients = StepGradients(names, process_set, combination,
                                            backward_passes_per_step)

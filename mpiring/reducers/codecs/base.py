@@ -1,4 +1,4 @@
-"""What every codec does, and what several share."""
+"""The interface of codecs, and the shared parts of block codecs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,34 +15,34 @@ from ...memory.reduction import quietly
 
 
 class Codec(ABC):
-    """Turns vectors of float32 into payloads of bytes, and back.
+    """Turns float32 vectors into payloads of bytes, and back.
 
-    Each codec is written as array operations, which NumPy and CuPy run, and as loops that numba
-    compiles. The bits are the same; CuPy's kernels alone take subnormal numbers for zero. Where
-    numba is installed, the first call of each method compiles a loop, which takes up to a second.
+    Each codec consists of array operations, which NumPy and CuPy run, and of loops that numba
+    compiles. All give the same bits, except that CuPy flushes subnormal numbers to zero. With
+    numba, the first call of each method compiles a loop, which takes up to a second.
 
-    Any number of threads may use one codec. Vectors and payloads are contiguous, and all of one
-    call are in host memory, or all on one GPU, where work is queued.
+    Codecs are thread-safe. Vectors and payloads are contiguous. All arguments of a call are in host
+    memory, or all are on one GPU, which queues the work.
     """
 
     @property
     def alignment(self) -> int:
-        """Elements in a block, or 1: vectors may be cut at its multiples only."""
+        """Number of elements in a block, or 1: vectors may be cut at its multiples only."""
         return 1
 
     @abstractmethod
     def payload_size(self, n: int) -> int:
-        """Return how many bytes the payload of `n` elements has."""
+        """Return the number of bytes in the payload of `n` elements."""
 
     def encode(self, x: Any, payload: Any, lost: Any, key: int) -> None:
         """Encode a vector.
 
         Args:
             x: float32, shape (n,); only read.
-            payload: uint8, shape (payload_size(n),), overwritten.
-            lost: None, or float32, shape (n,): overwritten by `x` minus what the payload decodes
-                to. May be `x` itself.
-            key: Where rounding is random, equal keys and inputs give equal bits.
+            payload: uint8, shape (payload_size(n),); overwritten.
+            lost: None, or float32, shape (n,). Overwritten by `x` minus the decoded payload. May be
+                `x` itself.
+            key: Key of random rounding; equal keys and inputs give equal bits.
         """
         fields = self._fields(payload, x.size)
         if isinstance(x, DeviceVector):
@@ -53,7 +53,7 @@ class Codec(ABC):
             loop(x, *fields, lost, x.size, *self._loop_numbers(key), lost is not None)
 
     def decode(self, payload: Any, out: Any, *, adds: bool = False) -> None:
-        """Overwrite a float32 vector of shape (n,) by what a payload decodes to, or add that."""
+        """Overwrite `out`, float32, shape (n,), by the decoded payload, or add that if `adds`."""
         fields = self._fields(payload, out.size)
         if isinstance(out, DeviceVector):
             out.device.compute(self._decode_arrays, payload, out, adds)
@@ -63,10 +63,10 @@ class Codec(ABC):
             loop(*fields, out, out.size, *self._loop_numbers(None), adds)
 
     def is_finite(self, payload: Any, n: int) -> bool:
-        """Return False if and only if the vector had Inf or NaN, or overflowed in the code.
+        """Return false if and only if the vector had Inf or NaN, or encoding overflowed.
 
-        What the payload decodes to then contains some number that is not finite. On a GPU it
-        returns True: reading the payload would wait for the GPU.
+        The decoded payload then has a number that is not finite. On a GPU the result is always
+        true, because reading the payload would synchronize with the GPU.
         """
         fields = self._fields(payload, n)
         return isinstance(payload, DeviceVector) or self._are_finite(fields)
@@ -75,7 +75,7 @@ class Codec(ABC):
         """Encode by array operations.
 
         Args:
-            xp: NumPy or CuPy; the arrays are its own.
+            xp: Array module, NumPy or CuPy.
         """
         self._write(xp, x, self._fields(payload, x.size), key)
         if lost is not None:
@@ -91,10 +91,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _fields(self, payload: Any, n: int) -> Sequence[Any]:
-        """Return the vectors that a payload of `n` elements consists of, as views.
+        """Return the vectors that make up a payload of `n` elements, as views.
 
         Raises:
-            ConfigError: It has another size.
+            ConfigError: The payload has another size.
         """
 
     @abstractmethod
@@ -103,11 +103,11 @@ class Codec(ABC):
 
     @abstractmethod
     def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
-        """Overwrite `out` by what fields decode to, by array operations."""
+        """Overwrite `out` by the decoded fields, by array operations."""
 
     @abstractmethod
     def _are_finite(self, fields: Sequence[Array]) -> bool:
-        """Return whether all was finite, by the fields."""
+        """Return whether the encoded vector was finite, from the fields."""
 
     @abstractmethod
     def _encode_loop(self) -> Callable[..., None] | None:
@@ -118,23 +118,19 @@ class Codec(ABC):
         """Return the compiled loop that decodes, if there is one."""
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
-        """Return what the loops are given besides: to encode by a key, or, for None, to decode."""
+        """Return extra arguments of the loops, to encode with a key, or to decode if it is None."""
         return ()
 
 
 def check_size(payload: Any, n: int, size: int) -> None:
-    """Refuse a payload of `n` elements that has not `size` bytes.
-
-    Raises:
-        ConfigError: It has another size.
-    """
+    """Raise ConfigError unless the payload of `n` elements has `size` bytes."""
     if payload.size != size:
         raise ConfigError(f"a payload of {payload.size} bytes for {n} elements; expected {size} "
                           f"bytes, as payload_size({n}) says")
 
 
 def mixed(key: int) -> int:
-    """Return 32 bits that keys, even neighbouring ones, share by chance only.
+    """Return a 32-bit hash in which even neighboring keys coincide only by chance.
 
     Source: Steele, Lea and Flood, OOPSLA 2014 (SplitMix64).
     """
@@ -146,17 +142,17 @@ def mixed(key: int) -> int:
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Codecs whose payload is a float32 scale for each block, and then codes.
+    """A codec with a payload of float32 scales, one per block, followed by codes.
 
     Args:
-        block: Elements that share a scale.
+        block: Number of elements that share a scale.
     """
 
     block: int
 
     @property
     def alignment(self) -> int:
-        """Elements in a block: vectors may be cut at its multiples only."""
+        """Number of elements in a block: vectors may be cut at its multiples only."""
         return self.block
 
     def _are_finite(self, fields: Sequence[Array]) -> bool:
@@ -172,7 +168,7 @@ class BlockCodec(Codec):
         return (self.block,)
 
     def _rows(self, xp: Any, x: Any) -> Any:
-        """Return a vector as a row for each block; zeros behind its end."""
+        """Return a vector as rows, one per block, padded with zeros."""
         rows = xp.zeros((-(-x.size // self.block), self.block), x.dtype)
         rows.reshape(-1)[:x.size] = x
         return rows

@@ -1,4 +1,4 @@
-"""Encodes blocks of float32 as one scale and 8 bits per element, rounded at random, unbiased."""
+"""Encodes blocks of float32 as one scale and 8 bits per element, with unbiased random rounding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from ...arguments import whole_number
 from ...jit import loops
 from .base import BlockCodec, mixed
 
-_INFINITY = np.uint32(0x7f800000)               # the bits of float32's
+_INFINITY = np.uint32(0x7f800000)               # the bits of float32 infinity
 _NAN = np.float32(np.nan)
-_SMALLEST = np.float32(2.0**-126)               # a scale: the last that is not subnormal
+_SMALLEST = np.float32(2.0**-126)               # the smallest scale that is not subnormal
 _STEPS = np.float32(127)
-# 127 times the next one, float32's largest / 127 as it is rounded, would overflow.
+# The largest scale. The next number is float32's maximum / 127, rounded; times 127 it overflows.
 _LARGEST = np.nextafter(np.finfo(np.float32).max / _STEPS, np.float32(0))
-# So much is divided by the largest |x| and multiplied by x. It is as far below 127 as rounding
-# may lift the product, plus 1 of its last bit: with any u < 1 the sum stays below 128.
+# Numerator of the inverse scale. The margin below 127 covers the rounding of the product, and one
+# unit in its last place. The sum with any u < 1 therefore remains below 128.
 _JUST_BELOW = np.float32(127 - 2.0**-15)
 _GOLDEN, _FIRST, _SECOND = np.uint32(0x9e3779b1), np.uint32(0x7feb352d), np.uint32(0x846ca68b)
 _FRACTION = np.float32(2.0**-23)
@@ -28,23 +28,24 @@ _DECODE = "float32* int8* float32* intp intp bool"
 
 @dataclass(frozen=True)
 class EightBit(BlockCodec):
-    """Multiples of max|x| / 127 in each block, rounded up or down at random: floor(x / scale + u).
+    """Rounds x to multiples of max|x| / 127 in each block, up or down at random.
 
-    u is uniform in [0, 1), a hash of key and index, so that the mean over keys is x. A block
-    whose scale would be zero or subnormal gets scale 0, and is lost as a whole; one with Inf or
-    NaN becomes NaN as a whole. Payload: all scales, then an int8 of each element.
+    The code of x is floor(x / scale + u). u is uniform in [0, 1), a hash of key and index, so that
+    the mean over keys is x. A block whose scale would be zero or subnormal gets scale 0, and
+    becomes zero. A block with Inf or NaN becomes NaN. Payload: all scales, then an int8 of each
+    element.
 
     Args:
-        block: Elements that share a scale.
+        block: Number of elements that share a scale.
 
-    Source: Alistarh et al., QSGD, NeurIPS 2017; the hash: Wellons, hash-prospector, 2018.
+    Sources: Alistarh et al., QSGD, NeurIPS 2017. Wellons, hash-prospector, 2018, for the hash.
     """
 
     def __post_init__(self) -> None:
         whole_number("block", self.block, 1)
 
     def payload_size(self, n: int) -> int:
-        """Return 1 byte for each of `n` elements, and 4 for each block."""
+        """Return 1 byte per element, and 4 bytes per block."""
         return n + 4 * -(-n // self.block)
 
     def _encode_loop(self) -> Callable[..., None] | None:
@@ -76,7 +77,7 @@ class EightBit(BlockCodec):
 
 
 def _uniform(xp: Any, n: int, seed: int) -> Any:
-    """Return u of the elements 0 to n - 1."""
+    """Return u for the elements 0 to n - 1."""
     h = xp.arange(n, dtype=np.uint32)
     h *= _GOLDEN
     h += np.uint32(seed)
@@ -92,7 +93,7 @@ def _uniform(xp: Any, n: int, seed: int) -> Any:
 
 
 def _encode_loop(x, scales, values, lost, n, block, seed, loses):  # type: ignore[no-untyped-def]
-    """Encode, as numba compiles it: uint32 everywhere, or it would go on in 64 bits."""
+    """Encode, compiled by numba; conversions to uint32 prevent arithmetic in 64 bits."""
     for number in range(-(-n // block)):
         start = number * block
         end = min(start + block, n)

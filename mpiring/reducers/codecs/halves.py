@@ -13,9 +13,9 @@ from ...memory import sixteen
 from ...memory.arrays import INFINITY_BITS, SIXTEEN_BIT, Array, peak
 from .base import Codec, check_size
 
-# uint16 stands for bfloat16: NumPy has none, and the package that has it is optional.
+# uint16 represents bfloat16, which NumPy lacks and an optional package has.
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
-# Elements at a time: what is read twice stays in the level-1 cache.
+# Number of elements at a time, so that the second read is from the level-1 cache.
 _BLOCK = 2048
 
 _ENCODE = "float32* uint16* float32* intp bool"
@@ -24,10 +24,11 @@ _DECODE = "uint16* float32* intp bool"
 
 @dataclass(frozen=True)
 class SixteenBit(Codec):
-    """Two bytes per element; ties go to even, what is too large becomes Inf, NaN stays NaN.
+    """Encodes in two bytes per element; ties round to even, overflow gives Inf, NaN remains NaN.
 
     Args:
-        dtype: "float16" (11 significant bits, up to 65504) or "bfloat16" (8, float32's range).
+        dtype: Either "float16" (11 significant bits, up to 65504) or "bfloat16" (8 bits, the range
+            of float32).
     """
 
     dtype: str
@@ -37,7 +38,7 @@ class SixteenBit(Codec):
             raise ConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(SIXTEEN_BIT)}")
 
     def payload_size(self, n: int) -> int:
-        """Return 2 bytes for each of `n` elements."""
+        """Return 2 bytes per element."""
         return 2 * n
 
     def _fields(self, payload: Any, n: int) -> tuple[Any]:
@@ -61,14 +62,14 @@ class SixteenBit(Codec):
 
 
 def _encode_loop(widen: Any, narrow: Any) -> Callable[..., None]:
-    """Return what numba compiles in place of `SixteenBit._write`."""
+    """Return a function for numba that computes the same as `SixteenBit._write`."""
     def encode(x, halves, lost, n, loses):  # type: ignore[no-untyped-def]
         for start in range(0, n, _BLOCK):
             end = min(start + _BLOCK, n)
             for i in range(start, end):
                 halves[i] = narrow(x[i])
             if loses:
-                # LLVM does not vectorise a loop over two vectors that may overlap.
+                # LLVM does not vectorize a loop over two vectors that may overlap.
                 for i in range(start, end):
                     lost[i] = x[i]
                 for i in range(start, end):

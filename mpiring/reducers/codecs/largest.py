@@ -6,15 +6,15 @@ from numpy.typing import NDArray
 from ...memory.arrays import Array, is_finite
 from .base import check_size, mixed
 
-# Elements whose positions fit in 16 bits.
+# Number of elements whose positions fit in 16 bits.
 BLOCK = 1 << 16
 
-# Sample from which the threshold is guessed. 0.1 % of it are 16: rough, so that twice as many
-# elements are collected as are wanted, but a sample 4 times as large (1.6 ms instead of 0.4, of
-# 4 Mi elements) took longer than it saved.
+# Size of the sample for the threshold. With k = n / 1000, 16 of its elements are above the
+# threshold. This is a rough guess, which collects twice as many elements as needed. A sample of
+# 4 times the size took longer than it saved (1.6 instead of 0.4 ms for 4 Mi elements).
 _SAMPLE = 16 << 10
-# Standard deviations by which a guess, and a second one, ask for more than k elements, before the
-# exact way without a guess.
+# Standard deviations by which the first and the second guess ask for more than k elements. If both
+# fail, the exact method follows.
 _MARGINS = (3, 12)
 
 _MAGNITUDE = np.int32(0x7fffffff)
@@ -25,21 +25,21 @@ Indices = NDArray[np.int64]
 
 
 def select_largest(x: Array, k: int, key: int) -> tuple[Indices, bool]:
-    """Return where the `k` elements of largest magnitude are, and whether all are finite.
+    """Return the indices of the `k` elements of largest magnitude, and whether all are finite.
 
-    Magnitudes are compared by their bits, as integers, in which Inf and NaN are the largest. A
-    threshold guessed from a sample keeps nearly all elements out; whenever many more than `k`
-    are above it, all but the `k` largest of these are dropped, and it rises. So the result is
-    exact, from any threshold that leaves `k`; where it did not, a lower one is tried.
+    Magnitudes are compared by their bits, as integers; Inf and NaN are the largest. A threshold,
+    guessed from a sample, excludes nearly all elements. Whenever many more than `k` elements are
+    above it, only the `k` largest remain, and the threshold rises. The result is exact if at least
+    `k` elements remain; otherwise, a lower threshold is tried.
 
     Args:
         x: float32, shape (n,), contiguous; only read.
-        k: From 0 to n.
-        key: Chooses the sample, on which only the time taken, and which of equal elements are
-            taken, depend.
+        k: Number of elements, from 0 to n.
+        key: Seed of the sample. It affects only the time taken, and the choice between equal
+            elements.
 
     Returns:
-        Indices, ascending, and False if `x` has Inf or NaN: then these are among the first taken.
+        Indices, ascending, and false if `x` has Inf or NaN. These are chosen first.
 
     Source: Lin et al., Deep Gradient Compression, ICLR 2018, section 3 (sampling, hierarchical
         selection).
@@ -56,18 +56,18 @@ def select_largest(x: Array, k: int, key: int) -> tuple[Indices, bool]:
 
 
 def packed_size(k: int, n: int) -> int:
-    """Return how many bytes `k` elements of a vector of `n` take, packed."""
+    """Return the number of bytes of `k` packed elements of a vector of `n`."""
     return 6 * k + 4 * -(-n // BLOCK)
 
 
 def pack(values: Array, indices: Indices, n: int, payload: Array) -> None:
-    """Write a sparse vector: values, how many are in each 65,536 elements, their positions there.
+    """Write a sparse vector: values, counts per 65,536 elements, and positions within these.
 
     Args:
         values: float32, shape (k,).
-        indices: Shape (k,), ascending, each once, from 0 to n - 1.
-        n: The length of the vector.
-        payload: uint8, shape (packed_size(k, n),), overwritten.
+        indices: Shape (k,), ascending, unique, from 0 to n - 1.
+        n: Length of the vector.
+        payload: uint8, shape (packed_size(k, n),); overwritten.
     """
     k = values.size
     check_size(payload, n, packed_size(k, n))
@@ -94,11 +94,11 @@ def _index(payload: Array, k: int) -> tuple[NDArray[np.uint32], NDArray[np.uint1
 
 
 def _thresholds(bits: Array, k: int, key: int) -> list[int]:
-    """Return magnitudes that likely k elements are above, ever lower; at last, one below all."""
+    """Return ever lower magnitudes that k elements probably exceed; the last is below all."""
     n = bits.size
     if n < 4 * _SAMPLE:
         return [_NONE]
-    # One from each stretch of equal length: no pattern in x can be in step with the hash.
+    # One from each stretch of equal length, so that no pattern in x can match the hash.
     stretch = n // _SAMPLE
     jitter = (np.arange(_SAMPLE, dtype=np.uint32) * np.uint32(0x9e3779b1)
               ^ np.uint32(mixed(key)))
@@ -110,13 +110,13 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
     ranks = [_SAMPLE - 1 - rank for rank in ranks if rank < _SAMPLE]
     if ranks:
         sample.partition(ranks)
-    # Inf and NaN must be above it.
+    # Inf and NaN must be above the threshold.
     guesses = [min(int(sample[rank]), _INFINITY - 1) for rank in ranks]
     return [*dict.fromkeys(guesses), _NONE]
 
 
 def _above(bits: Array, threshold: int, k: int) -> Indices:
-    """Return where magnitudes are above the threshold, or the largest, at least k of them."""
+    """Return the indices of all elements above the threshold, or of at least the k largest."""
     parts, count = [np.empty(0, np.int64)], 0
     for start in range(0, bits.size, BLOCK):
         indices = np.flatnonzero((bits[start:start + BLOCK] & _MAGNITUDE) > threshold)
@@ -124,13 +124,13 @@ def _above(bits: Array, threshold: int, k: int) -> Indices:
         count += indices.size
         if count >= 2 * k + BLOCK:
             best = _largest(bits, np.concatenate(parts), k)
-            # Any k that are left out from now on may be: as many are no smaller.
+            # From now on any k elements may be left out, because as many are not smaller.
             parts, count, threshold = [best], k, int(_magnitudes(bits, best).min())
     return np.concatenate(parts)
 
 
 def _largest(bits: Array, indices: Indices, k: int) -> Indices:
-    """Return k of at least k elements, none smaller than one that is left out."""
+    """Return the indices of k elements such that no other of the given elements is larger."""
     if indices.size == k:
         return indices
     return indices[np.argpartition(_magnitudes(bits, indices), -k)[-k:]]

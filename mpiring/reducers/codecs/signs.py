@@ -11,8 +11,8 @@ from ...errors import ConfigError
 from ...jit import loops
 from .base import BlockCodec
 
-# Sums of magnitudes are made in so many lanes, in the order of the elements, and these summed by
-# halves: an order in which NumPy and a processor's vectors are both fast. It is also a word's.
+# Number of lanes that add magnitudes in the order of the elements; halving then adds the lanes.
+# NumPy and vector instructions are both fast in this order. A word of signs has as many bits.
 _LANES = 32
 _NAN = np.float32(np.nan)
 
@@ -22,15 +22,15 @@ _DECODE = "float32* uint32* float32* intp intp bool"
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
-    """The sign of each element, times the mean of |x| in its block.
+    """Encodes the sign of each element, times the mean of |x| in its block.
 
-    A block with Inf or NaN, or whose sum of |x| overflows, becomes Inf or NaN as a whole.
-    Payload: all scales, then the signs, 32 to a little-endian word, the first in its lowest bit.
+    A block with Inf or NaN, or with an overflowing sum of |x|, becomes Inf or NaN. Payload: all
+    scales, then the signs. A little-endian word has 32 of them, the first in its lowest bit.
 
     Args:
-        block: Elements that share a scale, a multiple of 32.
+        block: Number of elements that share a scale; a multiple of 32.
 
-    Source: Bernstein et al., signSGD, ICML 2018; Karimireddy et al., ICML 2019, for the scale.
+    Sources: Bernstein et al., signSGD, ICML 2018. Karimireddy et al., ICML 2019, for the scale.
     """
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Sign(BlockCodec):
             raise ConfigError(f"block={self.block}: expected a multiple of {_LANES}")
 
     def payload_size(self, n: int) -> int:
-        """Return 4 bytes for each block of `n` elements, and 4 for each 32 elements."""
+        """Return 4 bytes per block, and 4 bytes per 32 elements."""
         return 4 * -(-n // self.block) + 4 * -(-n // _LANES)
 
     def _encode_loop(self) -> Callable[..., None] | None:
@@ -48,13 +48,13 @@ class Sign(BlockCodec):
         return loops.loop("sums of signs", _decode_loop, _DECODE)
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
-        # To encode, also scratch memory.
+        # Encoding also needs scratch memory.
         return (self.block,) if key is None else (self.block, np.empty(_LANES, np.float32))
 
     def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
         scales, signs = fields
         rows = self._rows(xp, xp.abs(x)).reshape(-1, self.block // _LANES, _LANES)
-        # Not by `sum`, whose order is the package's.
+        # Not by `sum`, whose order depends on the array package.
         lanes = rows[:, 0]
         for i in range(1, rows.shape[1]):
             lanes += rows[:, i]
@@ -75,7 +75,7 @@ class Sign(BlockCodec):
 
 
 def _encode_loop(x, scales, words, lost, n, block, lanes, loses):  # type: ignore[no-untyped-def]
-    """Encode, as numba compiles it: the bits of `Sign._write`."""
+    """Encode, compiled by numba, with the bits of `Sign._write`."""
     for number in range(-(-n // block)):
         start = number * block
         end = min(start + block, n)
