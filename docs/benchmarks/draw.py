@@ -78,28 +78,29 @@ def shell(command):
 
 def origin(figure):
     """Return when, on what and with what a figure was measured, and links to its results."""
-    parts = []
-    for name in figure.results:
-        about = result_of(name).about
-        if "cpu" not in about:
-            parts.append(f"{about['date'][:10]}; mpiring {about['mpiring']}")
-            continue
-        software = ", ".join(f"{title} {about[key]}".strip() for key, title in _SOFTWARE.items()
-                             if about.get(key))
-        variables = about["variables"]
-        threads = variables.get("OMP_NUM_THREADS")
-        parts.append("; ".join(filter(None, [
-            about["date"][:10], f"{about['cpu']}, {about['cores']} cores", software,
-            threads and f"`OMP_NUM_THREADS={threads}`",
-            _PRIORITIES.get(about.get("scheduling"))])))
-    dates = sorted({part[:10] for part in parts})
-    rest = list(dict.fromkeys(part[12:] for part in parts))
-    # What only predicts names no machine.
-    machines = [each for each in rest if "; " in each] or rest
-    where = f"{' and '.join(dates)}; {'; or '.join(machines)}. "
+    abouts = [result_of(name).about for name in figure.results]
+    # A prediction names no machine.
+    machines = [about for about in abouts if "cpu" in about] or abouts
+
+    def either(texts):
+        return " or ".join(filter(None, dict.fromkeys(texts)))
+
+    def software(about):
+        return ", ".join(f"{title} {about[key]}".strip() for key, title in _SOFTWARE.items()
+                         if about.get(key))
+
+    def settings(about):
+        threads = about.get("variables", {}).get("OMP_NUM_THREADS")
+        return ", ".join(filter(None, [threads and f"`OMP_NUM_THREADS={threads}`",
+                                       _PRIORITIES.get(about.get("scheduling"))]))
+
     links = ", ".join(f"[{name}.json](data/{name}.json)" for name in figure.results)
-    return "\n".join(textwrap.wrap(f"{where}Data: {links}.", WIDTH, break_long_words=False,
-                                   break_on_hyphens=False))
+    facts = [" and ".join(sorted({about["date"][:10] for about in abouts})),
+             either(f"{about['cpu']}, {about['cores']} cores" for about in machines
+                    if "cpu" in about),
+             either(map(software, machines)), either(map(settings, machines)), f"Data: {links}"]
+    return "\n".join(textwrap.wrap(". ".join(filter(None, facts)) + ".", WIDTH,
+                                   break_long_words=False, break_on_hyphens=False))
 
 
 def text_of(figure):

@@ -70,38 +70,43 @@ FIGURES = [
         "time / what the bytes need on the links (dashed: 1)", 1))
       for name, results, alt in (
           ("hosts", "hosts_3 hosts_4 hosts_4x2 hosts_4x2_dealt",
-           "Time over what the links need, of mpiring, MPI and Gloo"),
-          ("hosts_horovod", "hosts_4_horovod", "The same with Horovod"))),
+           "Allreduce between hosts over the limit of the links"),
+          ("hosts_horovod", "hosts_4_horovod",
+           "Allreduce between hosts over the limit of the links, with Horovod"))),
 
-    _figure("training_steps", "steps_node", "steps_2", "Steps on a node over their compute",
-            tabulated.step_table("step, ms", "/ compute", "/ Gloo", "extra MiB"),
+    _figure("training_steps", "steps_node", "steps_2", "Training steps on one node over compute",
+            tabulated.step_table(
+                "step, ms (median)", "/ compute (median of ratios)", "/ Gloo (median of ratios)",
+                "extra, MiB"),
             drawn.barred(drawn.steps(), "transformer of 12.9 M parameters, 2 ranks on one node",
                          _TRAINING)),
     _figure("training_steps", "steps_models", "steps_models_2",
-            "Steps of three models over their compute", tabulated.models, drawn.models),
+            "Training steps of three models over compute", tabulated.models, drawn.models),
     _figure("training_steps", "steps_hosts", "steps_hosts_2",
-            "Steps between two hosts over their bound",
-            tabulated.step_table("step, ms", "/ compute", "/ bound", "/ Gloo", "hidden %",
-                                 "extra MiB"),
+            "Training steps between two hosts over the bound",
+            tabulated.step_table(
+                "step, ms (median)", "/ compute (median of ratios)", "/ bound",
+                "/ Gloo (median of ratios)", "hidden, %", "extra, MiB"),
             drawn.barred(drawn.steps("over_bound"),
                          "transformer of 12.9 M parameters, 2 hosts, 1 Gbit/s",
                          "training step / max(compute, time of the bytes on a link)", 1)),
 
-    _figure("overlap", "overlap", "overlap_hosts_2", "What of communication was hidden",
+    _figure("overlap", "overlap", "overlap_hosts_2", "Share of hidden communication",
             tabulated.overlap, drawn.plotted()),
 
     _figure("sixteen_bits", "sixteen_node", "sixteen_2",
-            "Time of 16-bit numbers over that of float32, on one node", tabulated.sixteen_bits,
+            "Time of 16-bit numbers over float32 on one node", tabulated.sixteen_bits,
             drawn.barred(drawn.sixteen_bits, "allreduce by 2 ranks on one node, comm.empty",
                          "time / that of as many numbers in float32 (dashed: 1)", 1)),
     _figure("sixteen_bits", "sixteen_hosts", "sixteen_hosts_4",
-            "Time of 16-bit numbers over that of float32, between hosts", tabulated.sixteen_bits,
+            "Time of 16-bit numbers over float32 between hosts", tabulated.sixteen_bits,
             drawn.barred(drawn.sixteen_bits, "allreduce by 4 hosts, links of 1 Gbit/s",
                          "time / that of as many numbers in float32 (dashed: half of it)", 0.5)),
 
-    *(_figure("reducers", name, results, f"Steps with each Reducer{words}", tabulated.reducers,
-              drawn.barred(drawn.reducers, f"transformer of 12.9 M parameters, {where}",
-                           "training step / compute alone, median over seeds"))
+    *(_figure("reducers", name, results, f"Training steps with each Reducer{words}",
+              tabulated.reducers, drawn.barred(
+                  drawn.reducers, f"transformer of 12.9 M parameters, {where}",
+                  "training step / compute alone, median over seeds"))
       for name, results, words, where in (
           ("reducers", "reducers_hosts_2", "", "2 hosts, 1 Gbit/s"),
           ("reducers_slow", "reducers_slow", " at 100 Mbit/s", "4 hosts, 100 Mbit/s"))),
@@ -115,19 +120,21 @@ FIGURES = [
             None),
     _figure("local_training", "local_losses", "local_losses", "Losses after 40 steps",
             tabulated.local_losses, drawn.barred(
-                drawn.local_losses, "transformer of 1.0 M parameters, 4 ranks, three seeds",
+                drawn.local_losses, "transformer of 0.87 M parameters, 4 ranks, three seeds",
                 "bits per byte after 40 steps (less is better)")),
     _figure("local_training", "stragglers", "local_awake local_asleep",
-            "Samples per second with sleeping ranks", tabulated.stragglers, drawn.barred(
+            "Samples per second with delayed ranks", tabulated.stragglers, drawn.barred(
                 drawn.stragglers, "4 ranks, each asleep in a quarter of its steps",
                 "samples per second")),
 
-    _figure("sharded", "sharded_node", "sharded_2", "Sharded steps on a node over their compute",
+    _figure("sharded", "sharded_node", "sharded_2",
+            "Sharded training steps on one node over compute",
             tabulated.sharded, drawn.barred(
                 drawn.steps(), "transformer of 12.9 M parameters, AdamW, 2 ranks on one node",
                 _TRAINING)),
     _figure("sharded", "sharded_hosts", "sharded_hosts_2",
-            "Sharded steps between two hosts over their bound", tabulated.sharded, drawn.barred(
+            "Sharded training steps between two hosts over the bound", tabulated.sharded,
+            drawn.barred(
                 drawn.steps("over_bound"),
                 "transformer of 12.9 M parameters, AdamW, 2 hosts, 1 Gbit/s",
                 "training step / max(compute, time of the bytes on a link)", 1)),
@@ -138,25 +145,25 @@ FIGURES = [
     _figure("unequal_lengths", "batches", "batches", "Tokens per second, padding and idle time",
             tabulated.batches, drawn.plotted()),
     _figure("prefetch", "prefetch", "prefetch prefetch_switch",
-            "Steps with loaded data over steps with data in memory", tabulated.prefetch,
+            "Training steps with loaded data over steps with data in memory", tabulated.prefetch,
             drawn.barred(drawn.prefetch, "1 rank with 1 thread; a loader of 0.8 of a step",
                          "step / step on data in memory (dashed: 1)", 1)),
     _figure("memory", "memory", "memory_shared_2 memory_shared_4 memory_ring_2 memory_ring_4 "
             "memory_direct_4 memory_hierarchical",
-            "Memory of the gradients' communication", tabulated.memory, drawn.barred(
+            "Memory for the communication of gradients", tabulated.memory, drawn.barred(
                 drawn.memory, "buckets of 18 MiB; hosts × ranks", "MiB beyond the gradients")),
     _figure("scaling", "scaling", "simulate", "Predicted time and efficiency over nodes",
             tabulated.scaling, drawn.plotted()),
     _figure("scaling", "predictions", "measured_3 predictions",
-            "Predicted times over measured ones", tabulated.predictions, drawn.barred(
+            "Predicted over measured times", tabulated.predictions, drawn.barred(
                 drawn.predictions, "allreduce between 3 hosts, links of 1 Gbit/s",
                 "predicted / measured (dashed: 1)", 1)),
     _figure("scaling", "steps_predicted", "steps_against_node steps_against_1gbit "
-            "steps_against_100mbit", "Predicted steps over measured ones",
+            "steps_against_100mbit", "Predicted over measured training steps",
             tabulated.predicted_steps, drawn.barred(
                 drawn.predicted_steps, "transformer of 12.9 M parameters, AdamW; hosts × ranks",
                 "predicted / measured (dashed: 1)", 1)),
-    _figure("scaling", "steps_scaling", "steps_scaling", "Steps and efficiency over nodes",
+    _figure("scaling", "steps_scaling", "steps_scaling", "Training steps and efficiency over nodes",
             tabulated.scaled_steps, drawn.scaled_steps),
     _figure("large_batches", "large_batches", "large_batches_digits large_batches_bytes",
             "Best scores over the batch", tabulated.large_batches, drawn.large_batches),

@@ -104,13 +104,13 @@ def latency_table(buffer):
 def step_table(*titles):
     """Return a table of training steps, with chosen columns."""
     columns = {
-        "step, ms": lambda row: number(row["median_ms"]),
-        "/ compute": lambda row: quotient(row["over_compute"]),
-        "/ Gloo": lambda row: quotient(row["over_gloo"]),
+        "step, ms (median)": lambda row: number(row["median_ms"]),
+        "/ compute (median of ratios)": lambda row: quotient(row["over_compute"]),
+        "/ Gloo (median of ratios)": lambda row: quotient(row["over_gloo"]),
         "/ bound": lambda row: quotient(row["over_bound"]),
-        "hidden %": lambda row: number(row["hidden_percent"], 2),
-        "extra MiB": lambda row: number(row["extra_MiB"], 2),
-        "B/p": lambda row: number(row["node_bytes_per_parameter"]),
+        "hidden, %": lambda row: number(row["hidden_percent"], 2),
+        "extra, MiB": lambda row: number(row["extra_MiB"], 2),
+        "bytes per parameter": lambda row: number(row["node_bytes_per_parameter"]),
         "formula": lambda row: number(row["formula_bytes_per_parameter"])}
 
     def table(result):
@@ -125,7 +125,7 @@ def models(result):
     """Return a table of each model's steps over its compute."""
     found = {(row["model"], row["contender"]): row for row in result.rows}
     names = dict.fromkeys(model for model, _ in found)
-    head = ["step / compute", *(
+    head = ["step / compute (median of ratios)", *(
         f"{name}, {found[name, ALONE]['parameters'] / 1e6:.1f} M" for name in names)]
     return markdown(head, [
         ["compute alone, ms", *(number(found[name, ALONE]["median_ms"]) for name in names)],
@@ -138,7 +138,7 @@ def models(result):
 def overlap(result):
     """Return a table of what of communication was hidden."""
     return markdown(
-        ["", "compute", "hidden %", "total / max(compute, communication)"],
+        ["", "compute", "hidden, %", "total / max(compute, communication) (median of ratios)"],
         [[CONTENDERS.get(row["contender"], "MPI"), {"numpy": "NumPy", "python": "Python"}[
             row["compute"]], number(row["overlap_percent"], 2),
           quotient(row["total_over_longest"])] for row in result.rows])
@@ -157,8 +157,8 @@ def sixteen_bits(result):
 def sharded(result):
     """Return a table of steps, and memory beside its formula."""
     bound = any(row["over_bound"] == row["over_bound"] for row in result.rows)
-    return step_table("step, ms", "/ compute", *["/ bound"] * bound, "/ Gloo", "B/p",
-                      "formula")(result)
+    return step_table("step, ms (median)", "/ compute (median of ratios)", *["/ bound"] * bound,
+                      "/ Gloo (median of ratios)", "bytes per parameter", "formula")(result)
 
 
 def memory(*results):
@@ -177,8 +177,8 @@ def memory(*results):
 def reducers(result):
     """Return a table of steps with each Reducer."""
     return markdown(
-        ["", "step, ms", "/ dense", "/ alone", "compressed", "on wire", "encode, ms", "wire, ms",
-         "decode, ms"],
+        ["", "step, ms (median)", "/ dense (median of ratios)", "/ alone (median of ratios)",
+         "compressed", "on wire", "encode, ms", "wire, ms", "decode, ms"],
         [[f"`{row['reducer']}`", number(row["median_ms"]), quotient(row["over_dense"]),
           quotient(row["over_alone"]), number(row["compression_ratio"]),
           number(row["wire_ratio"]),
@@ -195,7 +195,8 @@ def codecs(result):
 
 def updates(result):
     """Return a table of the rates of optimizers."""
-    return markdown(["", "bytes per number", "GB/s", "/ a copy's rate"], [
+    head = ["", "bytes per number", "GB/s (median)", "/ rate of a copy (median of ratios)"]
+    return markdown(head, [
         [row["optimizer"], str(row["bytes"]), number(row["GBps"]), quotient(row["of_a_copy"])]
         for row in result.rows])
 
@@ -205,14 +206,17 @@ def local_times(result):
     ends = sorted({step for row in result.rows for step in row["curve_steps"]})
     looks = (ends[2 * len(ends) // 3 - 1], ends[-1]) if len(ends) > 2 else ends[-1:]
     target = result.rows[0]["target_bits"]
-    return markdown(
-        ["", "step, ms", "exposed, ms", "dense's bytes / these", f"until {target}, s", "faster",
-         *(f"bits, {step} steps" for step in looks)],
-        [[LOCAL[row["method"]], number(row["step_ms"]), number(row["exposed_ms"]),
-          number(row["fewer_bytes"]), number(row["seconds_to_target"]),
-          quotient(row["times_faster"]),
-          *(f"{row['curve_bits'][row['curve_steps'].index(step)]:.3f}"
-            if step in row["curve_steps"] else "-" for step in looks)] for row in result.rows])
+    head = ["", "step, ms", "exposed, ms", "traffic reduction", f"time to {target} bits, s",
+            "speedup", *(f"bits, {step} steps" for step in looks)]
+    rows = [[LOCAL[row["method"]], number(row["step_ms"]), number(row["exposed_ms"]),
+             number(row["fewer_bytes"]), number(row["seconds_to_target"]),
+             quotient(row["times_faster"]),
+             *(f"{row['curve_bits'][row['curve_steps'].index(step)]:.3f}"
+               if step in row["curve_steps"] else "-" for step in looks)] for row in result.rows]
+    # A run without a target, or without a dense one to compare with, has no such columns.
+    measured_columns = [column for column in zip(head, *rows) if set(column[1:]) != {"-"}]
+    head, *rows = zip(*measured_columns)
+    return markdown(head, rows)
 
 
 LOCAL = {"alone": "each rank alone", "dense": "dense", "powersgd": "`PowerSGD(4)`",
@@ -223,7 +227,8 @@ LOCAL = {"alone": "each rank alone", "dense": "dense", "powersgd": "`PowerSGD(4)
 def local_losses(result):
     """Return a table of losses after equally many steps."""
     return markdown(
-        ["", "bits per byte", "over dense", "seeds are apart by", "dense's bytes / these", "rate"],
+        ["", "bits per byte", "above dense", "spread of seeds", "traffic reduction",
+         "learning rate"],
         [[LOCAL[row["method"]], f"{row['bits_per_byte']:.3f}", f"{row['bits_over_dense']:.2f}",
           f"{row['spread_of_seeds']:.3f}", number(row["fewer_bytes"], 2),
           f"{row['learning_rate']:g}"] for row in result.rows])
@@ -234,7 +239,7 @@ def stragglers(awake, asleep):
     rates = {row["method"]: row["samples_per_s"] for row in awake.rows}
     dense = next(row["samples_per_s"] for row in asleep.rows if row["method"] == "dense")
     return markdown(
-        ["", "samples/s, all awake", "with sleeps", "× dense", "bits per byte"],
+        ["", "samples/s without delays", "samples/s with delays", "/ dense", "bits per byte"],
         [[LOCAL[row["method"]], number(rates.get(row["method"])), number(row["samples_per_s"]),
           quotient(row["samples_per_s"] / dense), f"{row['bits_per_byte']:.3f}"]
          for row in asleep.rows])
@@ -243,8 +248,8 @@ def stragglers(awake, asleep):
 def batches(result):
     """Return a table of ways to share samples of unequal lengths."""
     return markdown(
-        ["", "padding %", "largest batch of a rank", "tokens/s", "× `DistributedSampler`",
-         "idle %"],
+        ["", "padding, %", "largest batch of a rank", "tokens/s", "/ `DistributedSampler`",
+         "idle, %"],
         [[row["contender"], number(row["padding_percent"], 2), f"{row['largest']:,}",
           number(row["tokens_per_s"]), quotient(row["over_distributed"]),
           number(row["idle_percent"], 2)] for row in result.rows])
@@ -259,7 +264,7 @@ def prefetch(*results):
                 f", switch interval {row['switch_interval_s']:g} s"
                 if row["switch_interval_s"] != 0.005 else ""))
             found.setdefault(key, {})[row["contender"]] = row["over_resident"]
-    return markdown(["the loader", "`prefetch`", "in the step"], [
+    return markdown(["loader", "`prefetch`", "in the step"], [
         [name, quotient(ratios["mpiring.data.prefetch"]), quotient(ratios["loaded in the step"])]
         for name, ratios in found.items()])
 
@@ -322,8 +327,8 @@ def large_batches(*results):
         rows += [[task, str(batch), str(of_case[0]["samples"] // batch), method, text(mean),
                   text(spread), "yes" if abs(mean - first) <= max(spread, its_spread) else "",
                   rate, f"{near:.0%}"] for method, (mean, spread, rate, near) in best.items()]
-    return markdown(["task", "batch", "steps", "method", "best", "deviation", "first, or a tie",
-                     "rate", "within 1 %"], rows)
+    return markdown(["task", "batch", "steps", "method", "best", "deviation", "best or tied",
+                     "rate", "runs within 1 %"], rows)
 
 
 def best_rate(rows, sign):
