@@ -1,25 +1,27 @@
-"""The command `python -m mpiring`; works without any MPI library."""
+"""The command `mpiring`, also `python -m mpiring`; works without any MPI library."""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import __version__
 from .tools import output
 
+_SCRIPT = "mpiring"
 _DESCRIPTION = """\
 Data-parallel training on plain MPI. Write a training script, see README.md, and start it with
 `mpirun -n 8 python train.py` or `srun python train.py`."""
 # Each command is a folder in tools, whose command.py declares it, and a row.
 _COMMANDS = {
-    "lab": "a cluster in one machine, with slow links",
-    "tune": "measure which algorithm is the fastest here",
-    "doctor": "say what is wrong with a launch or a machine, and how to mend it",
-    "bench": "measure mpiring beside MPI, Gloo, Horovod",
-    "simulate": "predict allreduces on a cluster that is not here",
-    "checkpoint": "make one file of a checkpoint that lies in slices",
-    "trace": "look at what the ranks of a job did",
+    "lab": "simulate a cluster with slow links on one machine",
+    "tune": "measure which algorithm is the fastest on these ranks",
+    "doctor": "find what is wrong with a launch or a machine, and how to fix it",
+    "bench": "compare mpiring with MPI, Gloo and Horovod",
+    "simulate": "predict allreduces and training steps on other clusters",
+    "checkpoint": "list, show, verify and consolidate checkpoints",
+    "trace": "show how the ranks of a job spent their time",
 }
 
 
@@ -27,14 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit status.
 
     Args:
-        arguments: The words after `python -m mpiring`; by default the process's own.
+        arguments: Words after the command's name; by default those of this process.
     """
     return output.run(lambda: parse(sys.argv[1:] if arguments is None else arguments))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line; `action` does what it says."""
-    parser = argparse.ArgumentParser(prog="python -m mpiring", description=_DESCRIPTION)
+    """Return the options of a command line; their `action` runs the command."""
+    is_script = Path(sys.argv[0]).name == _SCRIPT
+    parser = argparse.ArgumentParser(prog=_SCRIPT if is_script else "python -m mpiring",
+                                     description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mpiring {__version__}")
 
     def show_help(_: argparse.Namespace) -> int:
@@ -45,7 +49,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands")
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        # The others are not imported: doctor has to run on machines where they cannot be.
+        # Other commands are not imported: doctor must run on machines where their imports fail.
         if name in words:
             importlib.import_module(f".tools.{name}.command", __package__).declare(command)
     # Without a launcher, a benchmark starts itself again under mpiexec.

@@ -68,12 +68,14 @@ class Config:
             processes of its own has shown that MPI takes them.
         abort_on_exception: End the whole job when a rank dies of an exception. A rank that ends
             with operations it cannot complete always ends the job.
+        full_tracebacks: When an error ends the job, let each rank print its whole traceback.
+            Otherwise one rank reports an error that several ranks raise, without mpiring's frames.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
         trace: A folder in which each rank writes what it does, for `python -m mpiring trace`;
             "" for none.
 
     Ranks must agree on all but the paths, the seconds, `machine_code`, `progress`, `rounds`,
-    `abort_on_exception` and `allow_singleton`.
+    `abort_on_exception`, `full_tracebacks` and `allow_singleton`.
 
     Raises:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
@@ -95,6 +97,7 @@ class Config:
     digest_action: str = _setting("stop", *DIGEST_ACTIONS)
     gpu_aware: str = _setting("auto", *GPU_AWARE)
     abort_on_exception: bool = _setting(True)
+    full_tracebacks: bool = _setting(False)
     allow_singleton: bool = _setting(False)
     trace: str = _setting("")
 

@@ -101,7 +101,8 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     named(config.algorithm)
     from ..transport.mpi import MpiTransport, abort
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
-    end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report)
+    end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report,
+                       in_full=config.full_tracebacks)
     agree, settings = True, _settings_of(config)
     if mpi_comm.size > 1:
         if config.abort_on_exception:
@@ -119,6 +120,9 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
         raise
     if sharing.memory is not None:
         end_job.first = _first_report(sharing.memory)
+    memories = [next(number for number, group in enumerate(sharing.memory_groups) if rank in group)
+                for rank in (0, comm.rank)]
+    end_job.turn = (memories[1] - memories[0]) % len(sharing.memory_groups)
     name, trace = recorder.name(sharing.first_ranks), None
     sharing.counter.group = name
     recorder.counters.add(sharing.counter)

@@ -1,17 +1,20 @@
-"""Ends the job when a rank fails, and lets one rank of a node report what several raise."""
+"""Ends the job when a rank fails, and lets one rank of the job report what several raise."""
 
 import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import StallError
+from ..errors import MpiringError, StallError
 from ..transport.layout import REPORT_FAILED, REPORT_KIND, REPORT_PRINTED
 from . import forks
 
@@ -28,6 +31,13 @@ _TOGETHER_S = 0.05
 # How long the others give it to print, before they do.
 _PRINT_S = 5.0
 _PAUSE_S = 0.01
+# Errors that several ranks raise at once: one rank reports them. The others print nothing, unless
+# the job has not ended after this time.
+_COMMON = (MpiringError, KeyboardInterrupt)
+_QUIET_S = 2.0
+# Of ranks that share no memory, those of rank 0's node report first, then one node after another.
+_TURN_S, _TURNS = 0.4, 8
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 # Per rank, numbers that can be set.
 Words = Sequence[Any]
@@ -84,28 +94,41 @@ class JobEnder:
         rank, size: Printed, so that the rank is found among many.
         abort: MPI_Abort; takes the exit status.
         report: Returns lines about this number of last operations of this rank.
+        in_full: If true, each rank prints its whole traceback.
 
     Attributes:
         first: Asked whether this rank reports in full; None: it does.
+        turn: Number of this rank's node memory, from that of rank 0 on. Ranks of later turns wait
+            longer before they report what several ranks raise.
     """
 
     def __init__(self, rank: int, size: int, abort: Abort,
-                 report: Callable[[int], str] = lambda last: "") -> None:
+                 report: Callable[[int], str] = lambda last: "", *, in_full: bool = False) -> None:
         self._report = report
         self._where = f"rank {rank} of {size} on {socket.gethostname()}"
         self._abort = abort
+        self._in_full = in_full
         self.first: FirstReport | None = None
+        self.turn = rank
 
     def __call__(self, error: BaseException) -> None:
         """Print the traceback of `error` and end the job.
 
-        If another rank of the node has, a line will do: all of them raise the same.
+        If another rank has printed the same kind of error, this rank prints one line or nothing.
         """
+        if self._in_full:
+            self.end(error, "".join(traceback.format_exception(error)))
+            return
+        if isinstance(error, KeyboardInterrupt):
+            _ignore_interrupts()
         is_due = True
         with contextlib.suppress(Exception):
             is_due = self.first is None or self.first.is_due(error)
+        if isinstance(error, _COMMON) and (self.turn or not is_due):
+            # Another rank reports, and ends the job meanwhile.
+            time.sleep(_QUIET_S + self.turn % _TURNS * _TURN_S)
         if is_due:
-            self.end(error, "".join(traceback.format_exception(error)))
+            self.end(error, _told(error))
         else:
             line = str(error).partition("\n")[0][:_LINE]
             self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
@@ -142,7 +165,50 @@ class JobEnder:
             # A StallError shows the last operations itself.
             report = self._report(0 if isinstance(error, StallError) else _LAST)
         end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        if isinstance(error, _COMMON) and not self._in_full:
+            end += ". For the whole tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
         return f"{report}\n{end}" if report else end
+
+
+def _told(error: BaseException) -> str:
+    """Return the traceback of an error.
+
+    Errors of mpiring say what is wrong. Their tracebacks, and that of Ctrl-C, have the frames of
+    the program only.
+    """
+    told = traceback.TracebackException.from_exception(error, compact=True)
+    remark = ""
+    if isinstance(error, _COMMON):
+        whole = told.stack
+        _leave_out_frames(told)
+        if not told.stack and threading.current_thread() is not threading.main_thread():
+            remark = "An operation in the background failed. The main thread is here:\n"
+            main = sys._current_frames()[threading.main_thread().ident or 0]
+            told.stack = _of_program(traceback.extract_stack(main))
+        told.stack = told.stack or whole
+    return remark + "".join(told.format())
+
+
+def _leave_out_frames(told: traceback.TracebackException) -> None:
+    """Remove the frames of mpiring, also of the causes, and the causes that have no others."""
+    told.stack = _of_program(told.stack)
+    for name in ("__cause__", "__context__"):
+        cause = getattr(told, name)
+        if cause is not None:
+            _leave_out_frames(cause)
+            if not cause.stack:
+                setattr(told, name, None)
+
+
+def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:
+    return traceback.StackSummary.from_list(
+        [frame for frame in frames if not frame.filename.startswith(_PACKAGE)])
+
+
+def _ignore_interrupts() -> None:
+    """Ignore further Ctrl-C: terminals and launchers send several, which would end the report."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Hook:

@@ -72,7 +72,10 @@ def now() -> str:
 
 
 def command() -> str:
-    """Return this process's command line."""
+    """Return the command line of this process, without the folder of the script `mpiring`."""
+    first, *words = sys.orig_argv[1:] or [""]
+    if Path(first).name == "mpiring":
+        return shlex.join(["mpiring", *words])
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 

@@ -1,11 +1,13 @@
-"""Tests that one rank of a node reports what several ranks raise, and that none goes unreported."""
+"""Tests that one rank of the job reports what several ranks raise, and that none goes unreported."""
 
+import io
 import sys
-import time
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import pytest
 
+from mpiring.errors import BufferMismatchError
 from mpiring.launch import ending
 from mpiring.launch.ending import FirstReport, JobEnder
 from mpiring.transport.layout import REPORT_PRINTED
@@ -40,26 +42,52 @@ def test_a_rank_that_dies_before_it_has_printed_is_replaced(words):
     of(None, 0).printed()
 
 
-def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
-    texts, seen = [], []
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=texts.append, flush=lambda: None))
-    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=seen.append, flush=lambda: None))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+class Aborted(Exception):
+    """The job would have ended here."""
 
-    class Aborted(Exception):
-        pass
 
+def ended(error, words, rank, turn=0, **options):
+    """Let a rank raise an error inside mpiring that ends the job; return what it prints."""
     def abort(status):
         raise Aborted
 
-    for rank in (1, 0, 2):
-        ender = JobEnder(rank, 3, abort, lambda last: "the last operations")
-        ender.first = of(words, rank)
-        try:
-            raise ValueError(f"rank {rank} called a, but another b\nand more")
-        except ValueError as error:
-            with pytest.raises(Aborted):
-                ender(error)
+    ender = JobEnder(rank, 3, abort, lambda last: "the last operations", **options)
+    ender.first, ender.turn = of(words, rank), turn
+    try:
+        exec(compile("raise error", ending.__file__, "exec"), {"error": error})
+    except type(error) as raised:
+        with pytest.raises(Aborted), redirect_stderr(io.StringIO()) as printed:
+            ender(raised)
+    return printed.getvalue()
+
+
+def test_one_report_for_the_job(words):
+    """The rank that is not the first one waits until the job ends, and reports if it does not."""
+    began = ending.time.monotonic()
+    text = ended(BufferMismatchError("rank 1 called a"), words, 1)
+    assert ending.time.monotonic() - began < 1
+    assert __file__ in text and ending.__file__ not in text
+    assert "BufferMismatchError: rank 1 called a\nthe last operations\n" in text
+    assert text.endswith("set MPIRING_FULL_TRACEBACKS=1.\n")
+    for rank, turn in ((0, 0), (2, 3)):
+        began = ending.time.monotonic()
+        text = ended(BufferMismatchError("rank 0 called b"), words, rank, turn)
+        assert ending.time.monotonic() - began > 2 and "Traceback" not in text
+
+
+def test_all_ranks_report_in_full_on_request(words):
+    for rank in (1, 0):
+        began = ending.time.monotonic()
+        text = ended(BufferMismatchError("rank 1 called a"), words, rank, rank, in_full=True)
+        assert ending.time.monotonic() - began < 1
+        assert ending.__file__ in text and "FULL" not in text
+
+
+def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=seen.append, flush=lambda: None))
+    texts = [ended(ValueError(f"rank {rank} called a, but another b\nand more"), words, rank)
+             for rank in (1, 0, 2)]
     assert seen == texts, "whoever has replaced stderr may hold it back"
     assert "Traceback" in texts[0] and "the last operations\n" in texts[0]
     assert texts[0].endswith("failed with ValueError: the job ends\n")

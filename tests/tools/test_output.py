@@ -1,13 +1,17 @@
 """Tests that results can have standard output alone, and what happens where that is lost."""
 
+import configparser
 import io
 import json
 import os
+import sys
+from importlib.metadata import EntryPoint
 
 import pytest
-from launching import launch, needed, python, shell
+from launching import ROOT, launch, needed, python, shell
 
 from mpiring.__main__ import main
+from mpiring.tools import results
 
 SIMULATE = ("simulate", "--nodes", "2", "--size", "1MB")
 TINY = "--sizes 8 --algorithms auto --contenders mpiring --rounds 1 --budget 0.001"
@@ -85,3 +89,20 @@ def test_without_standard_output(capsys, monkeypatch):
     assert main(list(SIMULATE)) == 0
     assert main([*SIMULATE, "--json", "-"]) == 2
     assert "--json -: standard output is closed" in capsys.readouterr().err
+
+
+def test_the_script_mpiring_goes_by_its_own_name(capsys, monkeypatch):
+    """A benchmark that it starts again runs `python -m mpiring`, which needs no script."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    name, _, value = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    assert EntryPoint(name, value, "console_scripts").load() is main
+    for first, usage, command in [
+            ("/x/bin/mpiring", "usage: mpiring bench ", "mpiring bench --help"),
+            ("/x/__main__.py", "usage: python -m mpiring bench ",
+             "python /x/__main__.py bench --help")]:
+        monkeypatch.setattr(sys, "argv", [first, "bench", "--help"])
+        monkeypatch.setattr(sys, "orig_argv", ["python3", *sys.argv])
+        with pytest.raises(SystemExit):
+            main()
+        assert capsys.readouterr().out.startswith(usage) and results.command() == command
