@@ -4,18 +4,21 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator, refuse_other_than_communicators
+from .communicator import Communicator, or_world
 
 _log = logging.getLogger("mpiring")
 
 
-def cupy_for(comm: Communicator) -> Any:
+def cupy_for(comm: Communicator | None = None) -> Any:
     """Return CuPy, with this rank's GPU current on this thread.
 
         xp = mpiring.gpus.cupy_for(comm)
         params = {"w": xp.zeros((3, 4))}
 
-    It is also the GPU of `comm.empty(..., device="cuda")`.
+    `comm.empty(..., device="cuda")` allocates on the same GPU.
+
+    Args:
+        comm: Ranks that need a GPU each; by default all ranks of the job.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
@@ -24,7 +27,7 @@ def cupy_for(comm: Communicator) -> Any:
     """
     from .gpu import cuda
     package = cuda.cupy()
-    index = take_turns(comm, int(package.cuda.runtime.getDeviceCount()),
+    index = take_turns(or_world(comm), int(package.cuda.runtime.getDeviceCount()),
                        lambda index: str(package.cuda.Device(index).pci_bus_id))
     package.cuda.Device(index).use()
     return package
@@ -41,7 +44,6 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
     index = comm.local_rank % count
     by_rank = comm.allgather_object((comm.node_rank, name_of(index)))
     most = max(map(by_rank.count, by_rank))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError
 from ..memory.arrays import Array, is_finite
@@ -123,7 +123,7 @@ class PairAveraging(AsynchronousTraining):
         model: A PyTorch module, of which parameters and floating buffers that are saved are
             averaged, or a dict of NumPy arrays, which may be replaced in it by their like; in host
             memory. Weights of rank 0 count.
-        comm: The ranks.
+        comm: Ranks that take part; by default all ranks of the job.
         seed: Of the matchings.
         delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
             results do not depend on the speeds of ranks.
@@ -139,8 +139,9 @@ class PairAveraging(AsynchronousTraining):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, model: Any, comm: Communicator, *, seed: int = 0, delay: int = 4) -> None:
-        refuse_other_than_communicators(comm)
+    def __init__(self, model: Any, comm: Communicator | None = None, *, seed: int = 0,
+                 delay: int = 4) -> None:
+        comm = or_world(comm)
         with same_on_all(comm, "PairAveraging") as same:
             same["seed"] = self._seed = whole_number("seed", seed, 0)
             same["delay"] = self.delay = whole_number("delay", delay, 0)

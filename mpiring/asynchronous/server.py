@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..arguments import truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.handle import Handle
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError, StallError
@@ -54,7 +54,7 @@ class ParameterServer(AsynchronousTraining):
         params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
             bfloat16, float32 or float64, alike on all ranks. Those of rank 0 count. `pull` writes
             into those that are there by then.
-        comm: The ranks.
+        comm: Ranks that take part; by default all ranks of the job.
         optimizer: Makes one of mpiring.optim that treats each element for itself, given a model:
             `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
         staleness: As above, in pushes; None never waits.
@@ -75,10 +75,10 @@ class ParameterServer(AsynchronousTraining):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, params: Mapping[str, Any], comm: Communicator, *,
+    def __init__(self, params: Mapping[str, Any], comm: Communicator | None = None, *,
                  optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         with same_on_all(comm, "ParameterServer") as same:
             same["staleness"] = self.staleness = staleness = (
                 None if staleness is None else whole_number("staleness", staleness, 0))

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arguments import refuse_other_state, truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.digest import digest
@@ -78,7 +78,7 @@ class TokenBatches:
     Args:
         lengths: Of all samples, in tokens: a sequence or a vector of whole numbers of at least 1,
             the same on every rank. It is copied, in 1 to 8 bytes each.
-        comm: The ranks.
+        comm: Ranks that share the samples; by default all ranks of the job.
         tokens: At most so many in a batch of all ranks together, padding not counted. There are 5
             to 10 percent fewer: batches are even, and most have a number of samples that a power
             of two divides, so that as many ranks can share it evenly.
@@ -103,10 +103,10 @@ class TokenBatches:
     Source: shares are by LPT; see `packing.shares`.
     """
 
-    def __init__(self, lengths: Sequence[int] | Array, comm: Communicator, *, tokens: int,
-                 longest: int | None = None, seed: int = 0, shuffle: bool = True,
+    def __init__(self, lengths: Sequence[int] | Array, comm: Communicator | None = None, *,
+                 tokens: int, longest: int | None = None, seed: int = 0, shuffle: bool = True,
                  window: int = 64) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         self._comm, rank = comm, f"rank {comm.rank}: "
         with same_on_all(comm, "TokenBatches", remedy="give every rank the same lengths, in the "
                          "same order, and the same settings") as same:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import register_rendezvous_handler
 
-from ..communicator import Communicator, init, refuse_other_than_communicators
+from ..communicator import Communicator, init, or_world
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
 from ..launch.host import ipv4_addresses
@@ -77,7 +77,7 @@ def _refuse_others(url: str, comm: Communicator) -> None:
                 f"leave {name} out: MPI knows it")
 
 
-def export_environment(comm: Communicator) -> None:
+def export_environment(comm: Communicator | None = None) -> None:
     """Set the variables for frameworks that insist on `init_method="env://"`.
 
     MASTER_ADDR and MASTER_PORT (an address of rank 0 that all ranks reach, and a port that was
@@ -87,14 +87,14 @@ def export_environment(comm: Communicator) -> None:
     them.
 
     Args:
-        comm: A communicator over all ranks.
+        comm: Communicator of all ranks of the job; the default one has these.
 
     Raises:
         TransportError: A rank reaches none of rank 0's addresses.
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
+    comm = or_world(comm)
     address, port, listener = _meet(comm)
     if listener is not None:
         listener.close()
