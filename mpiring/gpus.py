@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator, refuse_other_than_communicators
+from .communicator import Communicator, or_world
 
 _log = logging.getLogger("mpiring")
 
 
-def cupy_for(comm: Communicator) -> Any:
+def cupy_for(comm: Communicator | None = None) -> Any:
     """Return CuPy, with this rank's GPU current on this thread.
 
         xp = mpiring.gpus.cupy_for(comm)
@@ -18,7 +18,8 @@ def cupy_for(comm: Communicator) -> Any:
     `comm.empty(..., device="cuda")` uses the same GPU.
 
     Args:
-        comm: Communicator whose ranks divide the GPUs of each node among them.
+        comm: Communicator whose ranks divide the GPUs of each node among them; by default, all
+            ranks.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -27,7 +28,7 @@ def cupy_for(comm: Communicator) -> Any:
     """
     from .gpu import cuda
     package = cuda.cupy()
-    index = take_turns(comm, int(package.cuda.runtime.getDeviceCount()),
+    index = take_turns(or_world(comm), int(package.cuda.runtime.getDeviceCount()),
                        lambda index: str(package.cuda.Device(index).pci_bus_id))
     package.cuda.Device(index).use()
     return package
@@ -37,14 +38,14 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
     """Return the index of this rank's GPU; warn on rank 0 if ranks share a GPU.
 
     Args:
-        comm: Communicator whose ranks divide the GPUs of each node among them.
+        comm: Communicator whose ranks divide the GPUs of each node among them; by default, all
+            ranks.
         count: Number of GPUs that are visible to this rank. Slurm may set CUDA_VISIBLE_DEVICES so
             that each rank sees different GPUs, and fewer than the node has.
         name_of: Function from an index to the GPU's name, unique within the node.
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
     index = comm.local_rank % count
     by_rank = comm.allgather_object((comm.node_rank, name_of(index)))
     most = max(map(by_rank.count, by_rank))

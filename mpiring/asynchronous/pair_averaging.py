@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError
 from ..memory.arrays import Array, is_finite
@@ -126,7 +126,7 @@ class PairAveraging(AsynchronousTraining):
         model: PyTorch module, for its parameters and its saved floating-point buffers, or dict of
             NumPy arrays, in host memory. The user may replace arrays in the dict by arrays of the
             same shape and dtype. All ranks start with the weights of rank 0.
-        comm: Communicator of the ranks that train.
+        comm: Communicator whose ranks train together; by default, all ranks.
         seed: Seed of the matchings.
         delay: Number of steps after which a rank waits for its partner; 0 waits in the same step.
             With 0 or 1, results do not depend on the speeds of ranks.
@@ -143,8 +143,9 @@ class PairAveraging(AsynchronousTraining):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, model: Any, comm: Communicator, *, seed: int = 0, delay: int = 4) -> None:
-        refuse_other_than_communicators(comm)
+    def __init__(self, model: Any, comm: Communicator | None = None, *, seed: int = 0,
+                 delay: int = 4) -> None:
+        comm = or_world(comm)
         with same_on_all(comm, "PairAveraging") as same:
             same["seed"] = self._seed = whole_number("seed", seed, 0)
             same["delay"] = self.delay = whole_number("delay", delay, 0)

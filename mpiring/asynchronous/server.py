@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..arguments import truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.handle import Handle
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError, StallError
@@ -55,7 +55,7 @@ class ParameterServer(AsynchronousTraining):
             float16, bfloat16, float32 or float64. Names, shapes and dtypes are the same on all
             ranks. Training starts with the values of rank 0. `pull` writes into the arrays that
             the dict holds at that time.
-        comm: Communicator of the ranks that train.
+        comm: Communicator whose ranks train together; by default, all ranks.
         optimizer: Function that makes an elementwise mpiring.optim optimizer from a model, like
             `SGD` or `functools.partial(AdamW, lr=1e-3)`.
         staleness: Bound on the difference of clocks, in pushes; None never waits.
@@ -76,10 +76,10 @@ class ParameterServer(AsynchronousTraining):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, params: Mapping[str, Any], comm: Communicator, *,
+    def __init__(self, params: Mapping[str, Any], comm: Communicator | None = None, *,
                  optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         with same_on_all(comm, "ParameterServer") as same:
             same["staleness"] = self.staleness = staleness = (
                 None if staleness is None else whole_number("staleness", staleness, 0))

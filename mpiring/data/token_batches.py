@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arguments import refuse_other_state, truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.digest import digest
@@ -105,10 +105,10 @@ class TokenBatches:
     Source: LPT divides batches among ranks; see `packing.shares`.
     """
 
-    def __init__(self, lengths: Sequence[int] | Array, comm: Communicator, *, tokens: int,
-                 longest: int | None = None, seed: int = 0, shuffle: bool = True,
+    def __init__(self, lengths: Sequence[int] | Array, comm: Communicator | None = None, *,
+                 tokens: int, longest: int | None = None, seed: int = 0, shuffle: bool = True,
                  window: int = 64) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         self._comm, rank = comm, f"rank {comm.rank}: "
         with same_on_all(comm, "TokenBatches", remedy="give every rank the same lengths, in the "
                          "same order, and the same settings") as same:

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic
 
-from ..communicator import Communicator
+from ..communicator import Communicator, make_default
 from ..errors import ConfigError, MpiringError, ProcessFailedError
 from ..launch import forks
 from ..launch.environment import survives_deaths
@@ -113,6 +113,8 @@ class _Run(Generic[T]):
     def _trained_anew(self, before: int, noticed_s: float) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
+        # The one that `init` has made includes dead ranks.
+        make_default(state.comm)
         state._go_back(self._commits)
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError, TransportError
 
 # Types of immutable values, which need no copy.
@@ -39,8 +39,8 @@ class State:
     comm: Communicator
     step: int
 
-    def __init__(self, comm: Communicator, **attributes: Any) -> None:
-        refuse_other_than_communicators(comm)
+    def __init__(self, comm: Communicator | None = None, **attributes: Any) -> None:
+        comm = or_world(comm)
         for name in attributes:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")

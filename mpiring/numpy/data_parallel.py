@@ -10,7 +10,7 @@ import numpy as np
 from ..arguments import truth
 from ..asynchronous import ParameterServer
 from ..buckets.bucket import TensorSpec
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
@@ -47,7 +47,7 @@ class DataParallel:
     Args:
         params: Arrays by name, contiguous, floating or complex; the same names, shapes and dtypes
             in the same order on every rank.
-        comm: The ranks to average over.
+        comm: Ranks to average over; by default all ranks of the job.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
             shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
             128 KiB for each where that is more, up to 25 MiB.
@@ -76,11 +76,11 @@ class DataParallel:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, params: Mapping[str, Array], comm: Communicator, *,
+    def __init__(self, params: Mapping[str, Array], comm: Communicator | None = None, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  deterministic: bool = False, order: Sequence[str] | None = None,
                  autotune: bool | None = None) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         fusion = Fusion(bucket_bytes, reducer, deterministic, order, autotune)
         tensors, device = share(params, comm, **vars(fusion))
         self.gradients = Averager(tensors, comm, fusion, Placement(device))

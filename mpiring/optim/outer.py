@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arguments import number, refuse_other_state, truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..sharding.sliced import Sliced, whole
@@ -48,9 +48,9 @@ class Outer:
 
     kind: ClassVar[Any]
 
-    def __init__(self, model: Any, comm: Communicator, settings: OuterSettings) -> None:
-        refuse_other_than_communicators(comm)
-        self.comm, self.steps = comm, 0
+    def __init__(self, model: Any, comm: Communicator | None, settings: OuterSettings) -> None:
+        self.comm = comm = or_world(comm)
+        self.steps = 0
         settings = _agreed(comm, type(self).__name__, settings)
         self.every, self.delay, self._start = settings.every, settings.delay, settings.start
         self.alpha = settings.alpha or 0.0
@@ -444,8 +444,8 @@ class PeriodicAveraging(Outer):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, model: Any, comm: Communicator, *, every: int, start: int = 0,
-                 reducer: ReducerSpec = None, sharded: bool = False,
+    def __init__(self, model: Any, comm: Communicator | None = None, *, every: int,
+                 start: int = 0, reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, OuterSettings(
             every, start, reducer=reducer, sharded=sharded, bucket_bytes=bucket_bytes))
@@ -490,8 +490,8 @@ class StreamingDiLoCo(Outer):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, model: Any, comm: Communicator, *, every: int, lr: Scheduled = 0.7,
-                 momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
+    def __init__(self, model: Any, comm: Communicator | None = None, *, every: int,
+                 lr: Scheduled = 0.7, momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
                  alpha: float | None = None, reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, OuterSettings(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arguments import path, refuse_other_state, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
@@ -63,7 +63,7 @@ class Checkpoints:
     Args:
         folder: On a file system that all ranks share; made where it is missing. With None, `load`
             finds no checkpoint, and `save` does nothing.
-        comm: The ranks.
+        comm: Ranks that take part; by default all ranks of the job.
         keep: How many of the newest checkpoints stay, from 1.
         seed: Of the training; a checkpoint of another seed is refused.
 
@@ -80,9 +80,10 @@ class Checkpoints:
 
     kinds: ClassVar[Sequence[Kind]] = (Arrays(), Scalars(), DeviceArrays())
 
-    def __init__(self, folder: str | os.PathLike[str] | None, comm: Communicator, *, keep: int = 3,
+    def __init__(self, folder: str | os.PathLike[str] | None,
+                 comm: Communicator | None = None, *, keep: int = 3,
                  seed: int | None = None) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         with same_on_all(comm, "Checkpoints") as same:
             folder = same["folder"] = None if folder is None else path("folder", folder)
             keep = same["keep"] = whole_number("keep", keep, 1)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arguments import number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.handle import Handle
 from ..errors import ConfigError
 from ..launch.environment import job_end
@@ -60,7 +60,7 @@ class Stopping:
     does what it did before: most end the process.
 
     Args:
-        comm: The ranks.
+        comm: Ranks that take part; by default all ranks of the job.
         time_limit_s: From now on; None for no limit but Slurm's.
         checkpoints: Their time to save is reserved.
         margin_s: Time to reserve instead of what was measured.
@@ -75,10 +75,10 @@ class Stopping:
     Collective: no. Blocking: no.
     """
 
-    def __init__(self, comm: Communicator, *, time_limit_s: float | None = None,
+    def __init__(self, comm: Communicator | None = None, *, time_limit_s: float | None = None,
                  checkpoints: _Saves | None = None, margin_s: float | None = None,
                  signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         for name, value in (("time_limit_s", time_limit_s), ("margin_s", margin_s)):
             if value is not None:
                 number(name, value, lambda x: x >= 0, "seconds, 0 or more")

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..asynchronous import ParameterServer
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
@@ -50,10 +50,10 @@ class AsyncDataParallel(Wrapper):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, *,
+    def __init__(self, module: nn.Module, comm: Communicator | None = None, *,
                  optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         trained = trained_alike(module, comm)
         super().__init__(module)
         self._comm = comm

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook, register_optimizer_step_pre_hook)
 
 from ..arguments import truth
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.host import keep_freed_memory
 from ..operations.consistency import same_on_all
@@ -139,7 +139,7 @@ class DataParallel(Wrapper):
     Args:
         module: The same on every rank, with parameters in the same order, on the CPU or all on one
             GPU, where gradients stay.
-        comm: The ranks to average over.
+        comm: Ranks to average over; by default all ranks of the job.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
             shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
             128 KiB for each where that is more, up to 25 MiB.
@@ -173,12 +173,12 @@ class DataParallel(Wrapper):
     parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, *,
+    def __init__(self, module: nn.Module, comm: Communicator | None = None, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,
                  deterministic: bool = False, defer_wait: bool = False,
                  order: Sequence[str] | None = None, autotune: bool | None = None) -> None:
-        refuse_other_than_communicators(comm)
+        comm = or_world(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
             settings = Settings(bucket_bytes, reducer, truth("deterministic", deterministic), order,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import register_rendezvous_handler
 
-from ..communicator import Communicator, init, refuse_other_than_communicators
+from ..communicator import Communicator, init, or_world
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
 from ..launch.host import ipv4_addresses
@@ -78,7 +78,7 @@ def _refuse_others(url: str, comm: Communicator) -> None:
                 f"leave {name} out: MPI knows it")
 
 
-def export_environment(comm: Communicator) -> None:
+def export_environment(comm: Communicator | None = None) -> None:
     """Set the environment variables that libraries with `init_method="env://"` read.
 
     The variables are MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
@@ -95,7 +95,7 @@ def export_environment(comm: Communicator) -> None:
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
+    comm = or_world(comm)
     address, port, listener = _meet(comm)
     if listener is not None:
         listener.close()

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..arguments import refuse_other_state, truth, whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import ConfigError
 from ..operations.consistency import same_on_all
 
@@ -41,9 +41,9 @@ class DistributedSampler(Sampler[int]):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, dataset: Sized, comm: Communicator, *, shuffle: bool = True, seed: int = 0,
-                 drop_last: bool = False, pad: bool = True) -> None:
-        refuse_other_than_communicators(comm)
+    def __init__(self, dataset: Sized, comm: Communicator | None = None, *, shuffle: bool = True,
+                 seed: int = 0, drop_last: bool = False, pad: bool = True) -> None:
+        comm = or_world(comm)
         with same_on_all(comm, "DistributedSampler",
                          remedy="give every rank the same dataset and settings") as same:
             if not hasattr(dataset, "__len__"):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
@@ -21,7 +21,7 @@ from .vectors import TensorBuffers
 _FUSED_BYTES = 1 << 20
 
 
-def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
+def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator | None = None, *,
                          root: int = 0) -> None:
     """Copy tensors of rank `root` to all ranks, in place.
 
@@ -37,7 +37,7 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
+    comm = or_world(comm)
     tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     with same_on_all(comm, "broadcast_parameters", error=BufferMismatchError,
                      remedy="pass the same tensors, in the same order, on every rank") as same:
@@ -96,8 +96,8 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> No
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicator, *,
-                              root: int = 0) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
+                              comm: Communicator | None = None, *, root: int = 0) -> None:
     """Copy the state of rank `root`'s optimizer (momenta, step counts, settings) to all ranks.
 
     Args:
@@ -111,7 +111,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
+    comm = or_world(comm)
     with same_on_all(comm, "broadcast_optimizer_state") as same:
         same["root"] = whole_number("root", root, 0, comm.size - 1)
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..communicator import Communicator
+from ..communicator import Communicator, or_world
 from ..gpu import accelerator, arrays
 from ..gpu.device import Device, Event
 from ..gpus import take_turns
@@ -101,7 +101,7 @@ def _idle_stream(gpu: torch.device) -> torch.Stream:
     return torch.Stream(gpu)
 
 
-def device_for(comm: Communicator) -> torch.device:
+def device_for(comm: Communicator | None = None) -> torch.device:
     """Return this rank's GPU, and make it PyTorch's current one.
 
     The ranks of a node use the GPUs that they can see in turn. Rank 0 warns if ranks share a GPU.
@@ -116,7 +116,7 @@ def device_for(comm: Communicator) -> torch.device:
     """
     kind = accelerator.available().type
     gpus = torch.get_device_module(kind)
-    index = take_turns(comm, torch.accelerator.device_count(),
+    index = take_turns(or_world(comm), torch.accelerator.device_count(),
                        lambda index: str(gpus.get_device_properties(index).uuid))
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Set
 import numpy as np
 import torch
 
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..engine.group import Build
 from ..launch.environment import threads_are_set
 from ..launch.host import all_processors, count_cores, usable_processors
@@ -16,7 +16,7 @@ from ..operations.agreement import Call
 _shares: set[int] = set()
 
 
-def share_cores(comm: Communicator) -> int:
+def share_cores(comm: Communicator | None = None) -> int:
     """Limit PyTorch to this rank's share of its cores; return the number of threads.
 
     By default, the threads of each rank would use all cores of the node. Nothing changes if
@@ -31,7 +31,7 @@ def share_cores(comm: Communicator) -> int:
 
     Collective: yes. Blocking: yes.
     """
-    refuse_other_than_communicators(comm)
+    comm = or_world(comm)
     share = own_share(comm.run, comm.node_rank)
     defaults = _defaults(usable_processors())
     if not threads_are_set() and torch.get_num_threads() in _shares | defaults:

@@ -17,8 +17,11 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
+from mpiring import communicator
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
+from mpiring.data import TokenBatches
+from mpiring.numpy import DataParallel
 from mpiring.operations.agreement import Call
 from mpiring.memory.arrays import bounds_of
 from mpiring.transport import waiting
@@ -372,6 +375,19 @@ def test_use_after_close():
     with pytest.raises(mpiring.ClosedError, match="is closed"):
         comm.allreduce(x)
     assert "closed" in repr(comm)
+
+
+def test_the_default_is_what_init_returned_first_until_that_is_closed(monkeypatch):
+    monkeypatch.setattr(communicator, "_world", None)
+    params = {"w": np.full(3, float(MPI.COMM_WORLD.rank))}
+    with DataParallel(params).comm as first, mpiring.init() as second:
+        assert TokenBatches([1, 2], tokens=4)._comm is first is not second
+        assert first.size == MPI.COMM_WORLD.size and (params["w"] == 0).all()
+    with mpiring.init() as third:
+        assert DataParallel(params).comm is third
+    with DataParallel(params).comm as fourth, fourth.split(0) as part:
+        communicator.make_default(part)
+        assert DataParallel(params).comm is part
 
 
 def test_only_intracommunicators():

@@ -107,7 +107,9 @@ def train(state):
     comm = state.comm
     (FOLDER / f"pid{MINE}").write_text(str(os.getpid()))
     log(f"begins {state.step} {comm.size}")
-    dp = DataParallel(state.params, comm, bucket_bytes=40_000)
+    # By default of the survivors.
+    dp = DataParallel(state.params, bucket_bytes=40_000)
+    assert dp.comm is comm
     first = state.step
     while state.step < STEPS:
         die("compute", state.step)

@@ -830,7 +830,7 @@ def what_cannot_be_wrapped_is_refused():
             (nn.Sequential(net()[0], net()[2].to("meta")),
              f"parameter 1.weight is on meta, but 0.weight on {WHERE}")):
         fails(lambda module=module: DataParallel(module, comm), mpiring.ConfigError, words)
-    fails(lambda: DataParallel(net(), None), mpiring.ConfigError, "pass mpiring.init()")
+    fails(lambda: DataParallel(net(), MPI.COMM_WORLD), mpiring.ConfigError, "pass mpiring.init()")
 
 
 @contextlib.contextmanager
