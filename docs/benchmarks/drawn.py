@@ -105,7 +105,7 @@ def models(path, result):
 
 
 def speed(path, training, calls):
-    """Draw README's picture: a training step, and an allreduce, compared with MPI, Gloo and Horovod."""
+    """Draw README's picture: a training step and an allreduce, of mpiring, MPI, Gloo and Horovod."""
     about, parameters = training.about, training.rows[0]["parameters"] / 1e6
     caption = (f"{about['cpu']}, {about['cores']} cores, {about['ranks']} ranks; transformer "
                f"of {parameters:.1f} M parameters")
