@@ -24,6 +24,7 @@ def test_a_figure_shows_its_data(figure):
     if figure.page:
         page = (HERE / figure.page).read_text()
         assert draw.written(page, figure) == page, AGAIN
+        assert not re.search(r"\bnan\b", draw.text_of(figure))
 
 
 def test_every_file_is_shown():

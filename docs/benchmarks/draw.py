@@ -1,8 +1,8 @@
 """Draws all figures of docs/benchmarks, and the one of README, from the results in its folder data.
 
-`python docs/benchmarks/draw.py` writes them anew: pictures, and in each page what stands between
-the two comments of a figure, that is its picture, its table, its commands, machine and date.
-`python docs/benchmarks/draw.py NAME ...` writes some figures. Figures are listed in figures.py.
+`python docs/benchmarks/draw.py` writes the pictures, and the text between the two comments of each
+figure on a page: its picture, table, commands, machine, and date.
+`python docs/benchmarks/draw.py NAME ...` writes some figures. The file figures.py lists them.
 """
 
 import hashlib
@@ -119,7 +119,7 @@ def between(name):
 
 
 def written(page, figure):
-    """Return the text of a page with a figure written anew."""
+    """Return the text of a page with the current text of a figure."""
     text, count = between(figure.name).subn(
         lambda match: f"{match[1]}{text_of(figure)}\n{match[2]}", page)
     if count != 1:

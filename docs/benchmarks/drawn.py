@@ -47,10 +47,10 @@ def barred(entries, title, label, limit=None):
     """Return a `draw` of horizontal bars.
 
     Args:
-        entries: Returns what `bars` draws, given the results.
-        title: Stands above.
-        label: Says what the values are.
-        limit: Where a dashed line stands.
+        entries: Function of the results that returns the entries for `bars`.
+        title: Title of the picture.
+        label: Label of the values.
+        limit: Value of a dashed line; None for no line.
     """
     def draw(path, *results):
         found = entries(*results)
@@ -105,7 +105,7 @@ def models(path, result):
 
 
 def speed(path, training, calls):
-    """Draw README's picture: a training step and an allreduce, of mpiring, MPI, Gloo and Horovod."""
+    """Draw the picture of README: a training step and an allreduce, with MPI, Gloo and Horovod."""
     about, parameters = training.about, training.rows[0]["parameters"] / 1e6
     caption = (f"{about['cpu']}, {about['cores']} cores, {about['ranks']} ranks; transformer "
                f"of {parameters:.1f} M parameters")

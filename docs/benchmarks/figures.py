@@ -1,4 +1,4 @@
-"""Says which results each figure shows, how it is drawn, and what stands in its table."""
+"""Lists the figures: the results that each shows, its picture, and its table."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ class Figure:
     """A picture and a table.
 
     Attributes:
-        name: Of the picture, and in the comments of the page.
-        page: Where it stands; "" for a picture alone.
+        name: Name of the picture, and of the comments on the page.
+        page: File name of the page; "" for a picture alone.
         results: Names of files in the folder data, without .json.
-        alt: What the picture shows, in words.
-        table: Returns the lines of the table, given the results.
-        draw: Writes the picture, given its path and the results; None: a table alone.
-        folder: Of the picture.
+        alt: Description of the picture.
+        table: Function of the results that returns the lines of the table.
+        draw: Function of a path and the results that writes the picture; None for a table alone.
+        folder: Folder of the picture.
         commands: If true, commands, machine and data are named below the table.
     """
 

@@ -21,7 +21,7 @@ STEP_NAMES = {ALONE: "compute alone", PARALLEL: "mpiring `DataParallel`",
 
 @dataclass(frozen=True)
 class Result:
-    """What `bench ... --json` has written."""
+    """The contents of a file of `bench ... --json`."""
 
     benchmark: str
     about: dict

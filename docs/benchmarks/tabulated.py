@@ -11,7 +11,7 @@ from measured import (
 from mpiring.tools.table import significant
 from mpiring.tools.units import size_text
 
-# Where they are not OSU's.
+# Names that differ from those of the OSU benchmarks.
 OUR_NAMES = {"bcast": "broadcast"}
 
 
@@ -155,7 +155,7 @@ def sixteen_bits(result):
 
 
 def sharded(result):
-    """Return a table of steps, and memory beside its formula."""
+    """Return a table of steps, and of memory with its formula."""
     bound = any(row["over_bound"] == row["over_bound"] for row in result.rows)
     return step_table("step, ms (median)", "/ compute (median of ratios)", *["/ bound"] * bound,
                       "/ Gloo (median of ratios)", "bytes per parameter", "formula")(result)
@@ -274,7 +274,7 @@ LOADERS = {"sleep": "sleeps", "zlib": "decompresses (zlib)", "numpy": "sorts (Nu
 
 
 def scaling(result):
-    """Return a table of predicted times: what `auto` takes, and MPI's."""
+    """Return a table of the predicted times of each algorithm."""
     by_nodes = {}
     for row in result.rows:
         by_nodes.setdefault(row["nodes"], {})[row["algorithm"]] = row
