@@ -67,7 +67,7 @@ def rules():
 
 def sentences(text):
     """Split a paragraph."""
-    return re.split(r"(?<=[.?!])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9])", text)
+    return re.split(r"(?<=[.?!])[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9]|\*+\w|mpiring\b)", text)
 
 
 def plain(text):
