@@ -106,7 +106,10 @@ class SliceStore:
             for name, vectors in saved["tensors"].items()}}
 
     def whole(self) -> dict[str, Any]:
-        """Return a copy of weights and state of the complete model, on all ranks."""
+        """Return a copy of weights and state of the complete model, on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
         state_of_slice = self.sliced()
         return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
 
@@ -115,6 +118,8 @@ class SliceStore:
 
         Raises:
             ConfigError: It is the state of another model or optimizer; raised on all ranks.
+
+        Collective: yes. Blocking: yes.
         """
         loaded = self._saved()
         with same_on_all(self._comm, "the state of a ParameterServer",

@@ -271,6 +271,7 @@ class Engine:
         """Remember an error that is about to be raised.
 
         Args:
+            error: Error of an operation.
             task: Schedule that raised it, if the engine does not know it.
         """
         if self.failure is None:

@@ -1,1 +1,1 @@
-"""Vectors in the memory of GPUs, and what copies and combines them."""
+"""Vectors in the memory of GPUs, with functions to copy and combine them."""

@@ -1,8 +1,8 @@
-"""Uses any of PyTorch's accelerators by PyTorch alone: without CuPy, and not only NVIDIA's GPUs.
+"""Uses any PyTorch accelerator, also GPUs of other makers than NVIDIA, without CuPy.
 
-Copies and sums are PyTorch's own operations, on streams of mpiring's. There are no kernels beside
-them, and processes do not open each other's memory: data goes through pinned host memory. NVIDIA's
-GPUs appear as "cuda", AMD's, too, and Intel's as "xpu".
+Copies and sums are PyTorch operations on separate streams. There are no other kernels, and
+processes do not open each other's memory: data goes through pinned host memory. GPUs of NVIDIA and
+AMD appear as "cuda", GPUs of Intel as "xpu".
 
 Any thread may call these functions, which leave its current device and stream unchanged.
 """
@@ -21,13 +21,13 @@ from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from .device import Device, DeviceVector, Event, Gpu, Mark
 
-# cudaHostRegisterPortable; HIP has the same.
+# cudaHostRegisterPortable; HIP uses the same value.
 _PORTABLE = 1
 _OPS = {"sum": torch.add, "mean": torch.add, "prod": torch.mul,
         "max": torch.maximum, "min": torch.minimum,
         "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
-# PyTorch calculates with these as with signed ones: sums, products and bits are the same, and the
-# order is once the sign bits are swapped.
+# PyTorch computes these as signed integers: sums, products and bits are the same, and the order is
+# the same once the sign bits are swapped.
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _devices: dict[torch.device, Device] = {}
@@ -35,13 +35,13 @@ _opening = threading.Lock()
 
 
 def available(kind: str = "") -> torch.device:
-    """Return the kind of accelerator that PyTorch has.
+    """Return the kind of accelerator that PyTorch finds.
 
     Args:
-        kind: "cuda" or "xpu"; either by default.
+        kind: Kind "cuda" or "xpu"; either by default.
 
     Raises:
-        MissingDependencyError: It finds none of that kind.
+        MissingDependencyError: PyTorch finds none of that kind.
     """
     where = torch.accelerator.current_accelerator(check_available=True)
     if where is None or where.type not in ((kind,) if kind else GPU_TYPES):
@@ -54,18 +54,18 @@ def available(kind: str = "") -> torch.device:
 
 def in_use(stream: torch.Stream) -> AbstractContextManager[Any]:
     """Make a stream the current one of this thread, in a `with` block."""
-    # It keeps what was current before: each use, of any thread, needs an object of its own.
+    # It remembers the previous stream, so each use, in any thread, needs a separate object.
     same: AbstractContextManager[Any] = torch.Stream(
         stream.stream_id, stream.device_index, stream.device_type)
     return same
 
 
 def device(where: torch.device, unshared: str) -> Device:
-    """Return a device of PyTorch's; the same object each time.
+    """Return a PyTorch device as a Device; the same object each time.
 
     Args:
-        where: The device.
-        unshared: Why processes cannot share its memory, for messages.
+        where: PyTorch device.
+        unshared: Reason why processes cannot share its memory, for messages.
     """
     with _opening:
         if where not in _devices:
@@ -77,27 +77,29 @@ class AcceleratorEvent(Mark):
     """A mark in a stream.
 
     Args:
-        stream: PyTorch's; behind what is queued on it now.
+        stream: PyTorch stream; the mark follows what is queued on it now.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
-        # Of a stream of torch.cuda's, `record_event` would return what only such streams know.
+        # `record_event` of a torch.cuda stream would return an event that only such streams know.
         self.event = torch.Event(stream.device)
         with torch.accelerator.device_index(self._index):
             self.event.record(stream)
 
     def _query(self) -> bool:
-        # In a new thread CUDA would open the first GPU otherwise.
+        # Otherwise CUDA would open the first GPU in a new thread.
         with torch.accelerator.device_index(self._index):
             return bool(self.event.query())
 
 
 class AcceleratorStream:
-    """A queue of work, beside PyTorch's default stream; see gpu.Stream. One thread at a time calls.
+    """A queue of work, separate from PyTorch's default stream; see gpu.Stream.
+
+    Only one thread may call it at a time.
 
     Args:
-        stream: PyTorch's.
+        stream: PyTorch stream.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -107,8 +109,8 @@ class AcceleratorStream:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Make it the current stream of its GPU, and that the current GPU, in a `with` block."""
-        # A stream of another GPU's would leave this thread with a context on both.
+        """Make the stream and its GPU the current ones in a `with` block."""
+        # A stream of another GPU alone would leave this thread with a context on both GPUs.
         with torch.accelerator.device_index(self._index), self._stream:
             yield
 
@@ -124,7 +126,7 @@ class AcceleratorStream:
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
-        """Queue to combine vectors elementwise; see gpu.Stream."""
+        """Queue an elementwise combination of vectors; see gpu.Stream."""
         dtype = torch_dtype(outs[0].dtype)
         xs, results = [[_elements_of(x, _UNSIGNED.get(dtype, dtype)) for x in vectors]
                        for vectors in (sources, outs)]
@@ -132,7 +134,7 @@ class AcceleratorStream:
         if op in ("max", "min") and dtype in _UNSIGNED:
             function = functools.partial(_with_signs_swapped, function)
         wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
-        # The first result is written before the sources from the third on are read.
+        # The first result is written before sources after the second are read.
         overwrites = any(results[0].data_ptr() == x.data_ptr() for x in xs[2:])
         with self._used():
             total = torch.empty_like(results[0], dtype=torch.float32 if wide else None) if (
@@ -149,38 +151,38 @@ class AcceleratorStream:
                 _copy(result, total)
 
     def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return a number in the GPU's memory: by one of the host PyTorch multiplies with 1 / x."""
+        """Return a number on the GPU; for one on the host, PyTorch would multiply by 1 / x."""
         if (dtype, value) not in self._divisors:
             self._divisors[dtype, value] = torch.full(
                 (), value, dtype=dtype, device=self._stream.device)
         return self._divisors[dtype, value]
 
     def clear(self, x: DeviceVector) -> None:
-        """Queue to fill a vector with zeros."""
+        """Queue filling a vector with zeros."""
         with self._used():
             _bytes_of(x).zero_()
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Raise MissingDependencyError: array operations are CuPy's."""
+        """Raise MissingDependencyError, because array operations need CuPy."""
         raise MissingDependencyError(
             f"{function.__qualname__} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
 
     def record(self) -> AcceleratorEvent:
-        """Return a mark behind all that is queued."""
+        """Return a mark behind all queued work."""
         return AcceleratorEvent(self._stream)
 
     def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for an event, of PyTorch's."""
+        """Make work that is queued from now on wait for a PyTorch event."""
         with torch.accelerator.device_index(self._index):
             self._stream.wait_event(_of_pytorch(event))
 
 
 class Accelerator(Gpu):
-    """One of PyTorch's accelerators; see gpu.Gpu.
+    """A PyTorch accelerator; see gpu.Gpu.
 
     Args:
-        where: Its device.
-        unshared: Why processes cannot share its memory, for messages.
+        where: PyTorch device.
+        unshared: Reason why processes cannot share its memory, for messages.
     """
 
     programmable = False
@@ -189,7 +191,7 @@ class Accelerator(Gpu):
         self._where, self.unshared = where, unshared
         self.index = where.index
         self.name = f"GPU {where} ({torch.get_device_module(where).get_device_name(where)})"
-        # Blocks of PyTorch's allocator go round among those who allocate on one stream.
+        # PyTorch's allocator reuses blocks among callers that allocate on one stream.
         self._home = torch.Stream(where)
         self._streams: list[torch.Stream] = []
         self._lock = threading.Lock()
@@ -201,41 +203,46 @@ class Accelerator(Gpu):
         return AcceleratorStream(stream)
 
     def mark(self, stream: Any = None) -> AcceleratorEvent:
-        """Return a mark on a stream of PyTorch's; by default its current one."""
+        """Return a mark on a PyTorch stream; by default its current one."""
         return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
 
     def follow(self, event: Event) -> None:
-        """Make work that PyTorch queues from now on, on its current stream, wait for an event."""
+        """Make work that PyTorch queues on its current stream from now on wait for an event."""
         torch.accelerator.current_stream(self._where).wait_event(_of_pytorch(event))
 
     def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of this shape that shares a vector's memory, for the current stream.
 
         Args:
-            x: The caller has waited for it.
+            x: Vector, for whose event the caller has waited.
+            shape: Shape of the tensor.
         """
         x.owner.record_stream(torch.accelerator.current_stream(self._where))
         return _elements_of(x, torch_dtype(x.dtype)).view(shape)
 
     def is_finite(self, x: torch.Tensor) -> bool:
-        """Return whether a tensor is finite, when the work on its user's stream is done."""
+        """Return whether a tensor is finite; wait for the work on its user's stream."""
         return bool(torch.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
         """Return memory of the GPU, as bytes of undefined content.
 
+        Args:
+            nbytes: Number of bytes.
+            device: Device that owns the memory.
+
         Raises:
-            MemoryError: Too little is left.
+            MemoryError: Too little memory is left.
         """
         try:
             with (torch.inference_mode(False), torch.accelerator.device_index(self.index),
                   self._lock, self._home):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._where)
-                # Deterministic algorithms have it filled.
+                # With deterministic algorithms, PyTorch fills the memory asynchronously.
                 self._home.synchronize()
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{nbytes} bytes on {self.name}: {error}") from error
-        # Once it has died, its block is free when what is queued on these by then is done.
+        # When it dies, PyTorch reuses its block only after the work queued on these streams.
         for stream in self._streams:
             memory.record_stream(stream)
         return DeviceVector(device, memory.data_ptr(), nbytes, np.dtype(np.uint8), memory)
@@ -253,13 +260,13 @@ class Accelerator(Gpu):
         with torch.accelerator.device_index(self.index):
             status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if status:
-                # CUDA keeps an error until somebody asks: now, not the user's next kernel.
+                # CUDA keeps an error until the next query, which must not be the user's kernel.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=self._where)
         return status, f"cudaHostRegister's status {status}"
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may be gone first.
+        # At the end of the process CUDA may already be gone.
         with suppress(RuntimeError), torch.accelerator.device_index(self.index):
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -278,10 +285,10 @@ def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
     """Return a vector's memory as a tensor.
 
     Args:
-        x: Of a tensor's memory.
-        dtype: Of the same length as the vector's.
+        x: Vector in a tensor's memory.
+        dtype: PyTorch dtype with the vector's item size.
     """
-    # Not by views of the owner, which may have any shape and dtype, and a gradient.
+    # Views of the owner would not do: it may have any shape and dtype, and a gradient.
     storage = x.owner.untyped_storage()
     start = (x.address - storage.data_ptr()) // x.itemsize
     return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (x.size,), (1,))

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def device_named(wish: "str | Device", local_rank: int) -> Device:
-    """Return the GPU that a text names.
+    """Return the GPU of a name.
 
     Args:
-        wish: "cuda", or "cuda:" and a number; or the device itself.
-        local_rank: Of this rank on its node, whose ranks take GPUs in turn.
+        wish: Name "cuda", or "cuda:" and a number; or the device itself.
+        local_rank: Number of this rank on its node, whose ranks use the GPUs in turn.
 
     Raises:
         ConfigError: There is no such GPU.
@@ -43,10 +43,13 @@ def device_named(wish: "str | Device", local_rank: int) -> Device:
 
 
 def gpu_named(wish: object) -> tuple[str, int | None]:
-    """Return kind and number of "cuda:1", or of what prints so; no number for "cuda".
+    """Return kind and number of a name like "cuda:1"; None as the number of "cuda".
+
+    Args:
+        wish: Name, or an object that prints as one.
 
     Raises:
-        ConfigError: No kind of GPU.
+        ConfigError: It names no kind of GPU.
     """
     match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(wish), re.ASCII)
     if match is None:
@@ -59,19 +62,19 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     """Return the elements of an array as a vector that shares its memory, on any device.
 
     Args:
-        x: A NumPy array, a tensor of PyTorch, an array on a GPU (of CuPy, or any with
-            `__cuda_array_interface__`), or a DeviceVector; of any shape, contiguous.
-        writeable: Refuse arrays that cannot be written to.
+        x: Contiguous array of any shape: a NumPy array, a PyTorch tensor, a CuPy array, an object
+            with `__cuda_array_interface__`, or a DeviceVector.
+        writeable: If true, refuse arrays that cannot be written to.
 
     Returns:
-        A NumPy vector; or a DeviceVector, ready when what is now queued on the user's stream is
-        done.
+        A NumPy vector; or a DeviceVector, which is ready after the work that is now queued on the
+        user's stream.
 
     Raises:
-        ConfigError: As `memory.arrays.flat`.
+        ConfigError: As for `memory.arrays.flat`.
         MissingDependencyError: It is on a GPU, and CuPy is not installed.
     """
-    # First, since on a node an allreduce takes 10 µs.
+    # NumPy arrays first, since on a node an allreduce takes only 10 µs.
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
@@ -87,28 +90,28 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
 
 def is_on_gpu(x: Any) -> bool:
-    """Return whether `x` is an array on a GPU: of CuPy, or with `__cuda_array_interface__`."""
+    """Return whether `x` is on a GPU: a CuPy array, or one with `__cuda_array_interface__`."""
     try:
         return hasattr(x, "__cuda_array_interface__")
     except RuntimeError:
-        # From a tensor of PyTorch on a GPU that must be detached first.
+        # Raised by a PyTorch tensor on a GPU that must be detached first.
         return True
 
 
 def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
 
-    The vector is ready when what is now queued on the producer's stream is done: CuPy's current
-    stream, or the one that the array's interface names.
+    The vector is ready after the work that is now queued on the producer's stream: CuPy's current
+    stream, or the stream that the array's interface names.
 
     Args:
-        x: A CuPy array, C- or Fortran-contiguous; or an object with `__cuda_array_interface__`,
+        x: CuPy array, C- or Fortran-contiguous; or an object with `__cuda_array_interface__`,
             C-contiguous.
-        writeable: Refuse arrays that cannot be written to.
+        writeable: If true, refuse arrays that cannot be written to.
 
     Raises:
-        ConfigError: Not such an array, masked, not contiguous, or read-only.
-        MissingDependencyError: There is no CuPy or no GPU.
+        ConfigError: It is no such array, or it is masked, not contiguous, or read-only.
+        MissingDependencyError: CuPy or a GPU is missing.
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
     """
@@ -138,7 +141,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
 
 
 def _interface_of(x: Any) -> Any:
-    """Return how an array on a GPU describes itself; None for other objects."""
+    """Return the CUDA interface of an array on a GPU; None for other objects."""
     try:
         interface = getattr(x, "__cuda_array_interface__", None)
     except RuntimeError as error:
@@ -152,12 +155,16 @@ def _interface_of(x: Any) -> Any:
 
 def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
                     owner: object) -> DeviceVector:
-    """Return memory of one of CUDA's GPUs as a vector.
+    """Return memory of an NVIDIA GPU as a vector.
 
     Args:
-        index: Of the GPU.
-        stream: CUDA's pointer to the stream on which it was written last, as in the CUDA Array
-            Interface: 1 is the default stream; None where the memory is ready.
+        address: Address of the first element.
+        n: Number of elements.
+        dtype: Dtype of the elements.
+        index: Number of the GPU.
+        stream: CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is the
+            default stream; None means that the memory is ready.
+        owner: Object that keeps the memory alive.
     """
     from . import cuda
     vector = cuda.device(index).vector_at(address, n, dtype, owner)
@@ -166,13 +173,13 @@ def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: 
 
 
 def is_gpu_tensor(x: "torch.Tensor") -> bool:
-    """Return whether a tensor lies in a GPU's memory."""
+    """Return whether a tensor is in a GPU's memory."""
     return x.device.type in OPENERS
 
 
 @functools.cache
 def device_of(where: "torch.device") -> Device:
-    """Return one of PyTorch's devices as a GPU; the same object each time."""
+    """Return a PyTorch device as a Device; the same object each time."""
     return OPENERS[where.type](where)
 
 
@@ -183,7 +190,7 @@ def _by_pytorch(where: "torch.device", unshared: str = "by CuPy, and on NVIDIA's
 
 
 def _by_cupy(where: "torch.device") -> Device:
-    """Open a GPU by CuPy if it is NVIDIA's, and CuPy is there; else by PyTorch alone."""
+    """Open a GPU through CuPy if it is from NVIDIA and CuPy is installed; else through PyTorch."""
     if sys.modules["torch"].version.hip is not None:
         return _by_pytorch(where)
     from . import cuda
@@ -193,15 +200,15 @@ def _by_cupy(where: "torch.device") -> Device:
         return _by_pytorch(where, str(error))
 
 
-# What opens a GPU, by the type of PyTorch's device.
+# Functions that open a GPU, by the type of the PyTorch device.
 OPENERS: "dict[str, Callable[[torch.device], Device]]" = {"cuda": _by_cupy, "xpu": _by_pytorch}
 
 
 class UserStream:
-    """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's own.
+    """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's stream.
 
     Args:
-        where: The GPU.
+        where: PyTorch device.
     """
 
     def __init__(self, where: "torch.device") -> None:
@@ -213,21 +220,21 @@ class UserStream:
         return device_of(self._where)
 
     def vector(self, x: "torch.Tensor") -> DeviceVector:
-        """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
+        """Return a contiguous tensor's elements, which are ready once a `mark` is done."""
         return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
     def mark(self) -> Event:
-        """Return a mark behind all that is queued on it."""
+        """Return a mark behind all work queued on it."""
         return self.device().gpu.mark(self._stream)
 
     def in_use(self) -> AbstractContextManager[Any]:
-        """Make it the stream of this thread, in a `with` block."""
+        """Make it the current stream of this thread in a `with` block."""
         context: AbstractContextManager[Any] = self._stream
         return context
 
 
 def stream_of(x: "torch.Tensor") -> UserStream | None:
-    """Return the stream in use on a tensor's GPU; None for a tensor in host memory."""
+    """Return the current stream of a tensor's GPU; None for a tensor in host memory."""
     return UserStream(x.device) if is_gpu_tensor(x) else None
 
 
@@ -240,7 +247,7 @@ def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements lie without gaps in C's order."""
+    """Return whether elements are contiguous in C order."""
     expected = [itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     return not all(shape) or all(
         length == 1 or stride == right for length, stride, right in zip(shape, strides, expected))

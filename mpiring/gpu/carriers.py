@@ -1,4 +1,4 @@
-"""Brings the arrays and tensors of a batch to a GPU, in one piece, on a stream of its own."""
+"""Copies the arrays and tensors of a batch to a GPU, in one piece, on a separate stream."""
 
 import sys
 import threading
@@ -14,41 +14,41 @@ from .device import Device, DeviceVector, Event, Staging
 if TYPE_CHECKING:
     import torch
 
-# As CUDA aligns its own allocations, which suits every dtype and vector load.
+# CUDA aligns its own allocations like this; it suits every dtype and vector load.
 _ALIGNMENT = 256
 
 Arrive = Callable[[], Sequence[Any]]
 
 
 class Carrier(Protocol):
-    """Brings arrays of one framework to one GPU."""
+    """Copies arrays of one framework to one GPU."""
 
     def send(self, xs: Sequence[Any]) -> Arrive:
-        """Queue copies of arrays; called by the thread that loads.
+        """Queue copies of arrays; called by the loading thread.
 
         Returns:
-            A function for the thread that asks for batches: it returns the copies, and has the
-            current stream of that thread wait for them.
+            A function for the consuming thread. It returns the copies, and makes the current
+            stream of that thread wait for them.
         """
 
 
 class ArrayCarrier:
-    """Brings NumPy arrays to a GPU, as CuPy arrays; see Carrier.
+    """Copies NumPy arrays to a GPU, as CuPy arrays; see Carrier.
 
-    The memory of a batch whose arrays have died is written to again behind what its user had
-    queued by the next time that a batch was asked for.
+    Once a batch's arrays have died, their memory is reused behind the work that its user has queued
+    by the next request for a batch.
 
     Args:
-        device: The GPU.
+        device: GPU that receives the arrays.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = device.gpu.stream()
         self._staging = Staging(device.gpu)
-        # Between the threads that load and those that ask.
+        # Shared by loading and consuming threads.
         self._lock = threading.Lock()
-        # The memory of batches that have died; and, once a mark is set behind them, with it.
+        # Memory of dead batches; once a mark is set behind them, `_idle` holds it with the mark.
         self._dead: deque[DeviceVector] = deque()
         self._idle: list[tuple[DeviceVector, Event]] = []
 
@@ -64,7 +64,7 @@ class ArrayCarrier:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
         self._staging.give(slot, copied)
-        # Not the arrays themselves: whoever loads may reuse them.
+        # The layout without the arrays, which the loader may reuse.
         layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, layout)
 
@@ -75,7 +75,7 @@ class ArrayCarrier:
             memory, until = self._idle.pop(min(fitting, key=lambda i: self._idle[i][0].size))
             self._stream.wait(until)
             return memory
-        # Batches have grown; memory for smaller ones is given back.
+        # Batches have grown: free the smaller memory.
         self._idle.clear()
         return self._device.allocate(1 << max(nbytes - 1, 4095).bit_length())
 
@@ -84,8 +84,8 @@ class ArrayCarrier:
         gpu = self._device.gpu
         with self._lock:
             if self._dead:
-                # All that was queued with them is before this mark, on the current stream of the
-                # thread that asks: another thread may have seen them die.
+                # Work queued with them precedes this mark on the current stream of the consuming
+                # thread, even if the arrays died in another thread.
                 until = gpu.mark()
                 while self._dead:
                     self._idle.append((self._dead.popleft(), until))
@@ -96,7 +96,7 @@ class ArrayCarrier:
 
 
 class _BatchMemory:
-    """Owner of a batch's arrays, which gives their memory back when all of them have died."""
+    """Owner of a batch's arrays, which returns their memory when all of them have died."""
 
     def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
         self._memory, self._dead = memory, dead
@@ -106,14 +106,14 @@ class _BatchMemory:
 
 
 class TensorCarrier:
-    """Brings PyTorch's dense CPU tensors to a GPU; see Carrier.
+    """Copies PyTorch's dense CPU tensors to a GPU; see Carrier.
 
-    PyTorch keeps pinned memory until copies from it are done, and memory of the GPU until the
-    streams that it was recorded on are through.
+    PyTorch keeps pinned memory until copies from it are done, and GPU memory until the streams on
+    which it was recorded have finished.
 
     Args:
-        kind: "cuda" or "xpu".
-        index: Of the GPU.
+        kind: Kind of GPU: "cuda" or "xpu".
+        index: Number of the GPU.
 
     Raises:
         MissingDependencyError: PyTorch finds no such GPU.
@@ -130,7 +130,7 @@ class TensorCarrier:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
         starts, nbytes = laid_out([x.nbytes for x in xs])
-        # Makes its GPU this thread's, too: to pin memory takes one, and would open the first.
+        # This also makes the GPU current: pinning memory opens the current GPU.
         with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             for part, x in zip(tensors_at(pinned, starts, xs), xs):
@@ -148,13 +148,13 @@ class TensorCarrier:
 
 
 def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any]) -> list[Any]:
-    """Return tensors in a tensor of bytes, of the shapes and dtypes of others."""
+    """Return tensors in a tensor of bytes, with the shapes and dtypes of other tensors."""
     return [memory[start:start + x.nbytes].view(x.dtype).view(x.shape)
             for start, x in zip(starts, like)]
 
 
 def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where arrays of so many bytes begin, one behind the other, and all their bytes."""
+    """Return the aligned offsets of arrays of these lengths in one memory, and its length."""
     starts, end = [], 0
     for nbytes in sizes:
         starts.append(end)

@@ -1,8 +1,8 @@
-"""Uses NVIDIA's GPUs through CuPy, which only this file imports, when a GPU is first needed.
+"""Uses NVIDIA GPUs through CuPy, which only this file imports, when a GPU is first needed.
 
-Any thread may call these functions, which leave its current device unchanged. One exception: a
-thread that has used no GPU yet stays at the one that it used here, since going back would open a
-context of some hundred MB on a GPU that may never be used.
+Any thread may call these functions, which leave its current device unchanged. One exception: if a
+thread has used no GPU yet, the GPU used here stays current. Switching back would open a context of
+some hundred MB on a GPU that may never be used.
 """
 
 import functools
@@ -21,12 +21,12 @@ from . import kernels
 from .device import Device, DeviceVector, Event, Gpu, Mark
 from .kernels import Kernel
 
-# cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, for which CuPy has no names.
+# cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
 _NOT_READY, _PORTABLE = 600, 1
-# cudaMalloc cuts smaller allocations out of blocks of this size. Processes open whole blocks of
-# each other, so each allocation has its own.
+# cudaMalloc cuts smaller allocations out of blocks of this size. Processes can only open complete
+# blocks of each other, so each allocation has its own block.
 _BLOCK_BYTES = 2 << 20
-# Blocks of threads that keep each multiprocessor busy; the kernels' loops do the rest.
+# Blocks of threads that keep each multiprocessor busy; loops in the kernels cover the rest.
 _BLOCKS_EACH = 8
 
 _devices: dict[int, Device] = {}
@@ -35,7 +35,7 @@ _opening = threading.Lock()
 
 @functools.cache
 def cupy() -> Any:
-    """Return CuPy, once it has found a GPU and a compiler.
+    """Return CuPy after checking that it finds a GPU and a compiler.
 
     Raises:
         MissingDependencyError: CuPy, a GPU or the compiler is missing.
@@ -65,7 +65,7 @@ def versions() -> str:
     """Return the versions of CuPy, CUDA and the driver.
 
     Raises:
-        MissingDependencyError: There is no CuPy or no GPU.
+        MissingDependencyError: CuPy or a GPU is missing.
     """
     package = cupy()
     runtime = package.cuda.runtime
@@ -74,10 +74,10 @@ def versions() -> str:
 
 
 def count() -> int:
-    """Return how many GPUs this process sees.
+    """Return the number of GPUs that this process sees.
 
     Raises:
-        MissingDependencyError: There is no CuPy or no GPU.
+        MissingDependencyError: CuPy or a GPU is missing.
     """
     return int(cupy().cuda.runtime.getDeviceCount())
 
@@ -86,11 +86,11 @@ def device(index: int) -> Device:
     """Return a GPU; the same object each time.
 
     Args:
-        index: As CUDA counts those that this process sees.
+        index: Number of the GPU among those that this process sees, as CUDA counts.
 
     Raises:
-        MissingDependencyError: There is no CuPy or no GPU.
-        ConfigError: There is no GPU of this index.
+        MissingDependencyError: CuPy or a GPU is missing.
+        ConfigError: There is no GPU with this index.
     """
     with _opening:
         if index not in _devices:
@@ -102,20 +102,20 @@ class CudaEvent(Mark):
     """A mark in a stream.
 
     Args:
-        cuda: The GPU; current.
+        cuda: GPU, which must be current.
         stream: Pointer of one of its streams.
     """
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
         self._cuda = cuda
-        # CuPy destroys the event with this object; CUDA allows that before it is reached.
+        # CuPy destroys the event with this object; CUDA allows that before the GPU reaches it.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
 
     def _query(self) -> bool:
         runtime = self._cuda.runtime
-        # In a new thread CUDA would open the first GPU otherwise.
+        # Otherwise CUDA would open the first GPU in a new thread.
         with self._cuda.current():
             status = runtime.eventQuery(self.pointer)
         if status not in (0, _NOT_READY):
@@ -130,10 +130,10 @@ def _pointer_of(event: Event) -> Any:
 
 
 class CudaStream:
-    """A queue of a GPU's work, beside the default stream; see gpu.Stream.
+    """A queue of a GPU's work, separate from the default stream; see gpu.Stream.
 
     Args:
-        cuda: The GPU.
+        cuda: GPU of the stream.
     """
 
     def __init__(self, cuda: "Cuda") -> None:
@@ -151,7 +151,7 @@ class CudaStream:
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
-        """Queue to combine vectors elementwise; see gpu.Stream."""
+        """Queue an elementwise combination of vectors; see gpu.Stream."""
         x = outs[0]
         divides, number = kernels.division(x.dtype, divisor)
         if len(sources) == 1 and divides == "none":
@@ -167,7 +167,7 @@ class CudaStream:
                      packs=cut.packs, divisor=number)
 
     def clear(self, x: DeviceVector) -> None:
-        """Queue to fill a vector with zeros."""
+        """Queue filling a vector with zeros."""
         with self._cuda.current():
             self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
 
@@ -182,9 +182,9 @@ class CudaStream:
         """Queue a kernel.
 
         Args:
-            kernel: Its threads share the work in loops.
-            work: The most threads that have work.
-            values: Of its struct.
+            kernel: Kernel whose threads share the work in loops.
+            work: Largest useful number of threads.
+            values: Values of the fields of its struct.
         """
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
@@ -192,25 +192,25 @@ class CudaStream:
                 (blocks,), (kernels.THREADS,), (kernel.arguments(**values),), stream=self._stream)
 
     def record(self) -> CudaEvent:
-        """Return a mark behind all that is queued."""
+        """Return a mark behind all queued work."""
         with self._cuda.current():
             return CudaEvent(self._cuda, self._stream.ptr)
 
     def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for an event, of CUDA's."""
+        """Make work that is queued from now on wait for a CUDA event."""
         self._cuda.runtime.streamWaitEvent(self._stream.ptr, _pointer_of(event))
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
-            # CUDA recognises from the addresses which of them are on a GPU.
+            # CUDA recognizes from the addresses which of them are on a GPU.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
 
 class _Memory:
     """A plain allocation, which other processes can open.
 
-    Freeing it waits for all work queued on the GPU: it is meant to live long.
+    Freeing it waits for all work queued on the GPU, so it should live long.
     """
 
     def __init__(self, cuda: "Cuda", nbytes: int) -> None:
@@ -218,7 +218,7 @@ class _Memory:
         try:
             self.address = cuda.runtime.malloc(nbytes)
         except RuntimeError:
-            # CuPy caches the memory of dead arrays.
+            # CuPy may cache memory of dead arrays.
             cuda.cupy.get_default_memory_pool().free_all_blocks()
             try:
                 self.address = cuda.runtime.malloc(nbytes)
@@ -228,18 +228,18 @@ class _Memory:
 
 
 class Cuda(Gpu):
-    """One of NVIDIA's GPUs; see gpu.Gpu.
+    """An NVIDIA GPU; see gpu.Gpu.
 
     Args:
-        index: As CUDA counts those that this process sees.
+        index: Number of the GPU among those that this process sees, as CUDA counts.
 
     Attributes:
         cupy, runtime: CuPy, and its module for CUDA's runtime.
-        most_blocks: Blocks of threads in one launch.
+        most_blocks: Number of blocks of threads in one launch.
 
     Raises:
-        MissingDependencyError: There is no CuPy or no GPU.
-        ConfigError: There is no GPU of this index.
+        MissingDependencyError: CuPy or a GPU is missing.
+        ConfigError: There is no GPU with this index.
     """
 
     def __init__(self, index: int) -> None:
@@ -255,7 +255,7 @@ class Cuda(Gpu):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the thread's current device, in a `with` block."""
+        """Make it the thread's current device in a `with` block."""
         before = self.runtime.getDevice()
         if before == self.index:
             yield
@@ -273,15 +273,15 @@ class Cuda(Gpu):
         return CudaStream(self)
 
     def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a stream of PyTorch's, or at a pointer; by default on CuPy's current."""
+        """Return a mark on a stream: PyTorch's, one at a pointer, or by default CuPy's current."""
         with self.current():
             if stream is None:
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
             return CudaEvent(self, getattr(stream, "cuda_stream", stream))
 
     def follow(self, event: Event) -> None:
-        """Make work that CuPy queues from now on, on its current stream, wait for an event."""
-        # The default stream is the current device's.
+        """Make work that CuPy queues on its current stream from now on wait for an event."""
+        # CuPy's default stream belongs to the current device.
         with self.current():
             stream = self.cupy.cuda.get_current_stream(self.index)
             self.runtime.streamWaitEvent(stream.ptr, _pointer_of(event))
@@ -290,7 +290,8 @@ class Cuda(Gpu):
         """Return a CuPy array of this shape that shares a vector's memory.
 
         Args:
-            x: The caller has waited for it.
+            x: Vector, for whose event the caller has waited.
+            shape: Shape of the array.
 
         Raises:
             ConfigError: CuPy does not have the dtype.
@@ -303,15 +304,19 @@ class Cuda(Gpu):
         return self.cupy.ndarray(tuple(shape), x.dtype, pointer)
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether a CuPy array is finite, when the work on CuPy's stream is done."""
+        """Return whether a CuPy array is finite; wait for the work on CuPy's stream."""
         with self.current():
             return bool(self.cupy.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
         """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
+        Args:
+            nbytes: Number of bytes.
+            device: Device that owns the memory.
+
         Raises:
-            MemoryError: Too little is left.
+            MemoryError: Too little memory is left.
         """
         with self.current():
             memory = _Memory(self, nbytes)
@@ -319,7 +324,7 @@ class Cuda(Gpu):
 
     def free(self, address: int) -> None:
         """Free an allocation."""
-        # At the end of the process CUDA may be gone first.
+        # At the end of the process CUDA may already be gone.
         with suppress(RuntimeError), self.current():
             self.runtime.free(address)
 
@@ -327,7 +332,7 @@ class Cuda(Gpu):
         """Return page-locked host memory, as bytes."""
         pinned_memory = self.cupy.cuda.pinned_memory
         with self.current():
-            # CuPy's pool would lend it out again while a copy is under way.
+            # CuPy's pool might lend it out again while a copy is in flight.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 
@@ -340,7 +345,7 @@ class Cuda(Gpu):
         return 0, ""
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may be gone first.
+        # At the end of the process CUDA may already be gone.
         with suppress(RuntimeError), self.current():
             self.runtime.hostUnregister(address)
 
@@ -348,7 +353,7 @@ class Cuda(Gpu):
         """Return eight numbers by which processes of this node open memory from `allocate`.
 
         Raises:
-            OSError: It cannot be shared.
+            OSError: The memory cannot be shared.
         """
         try:
             with self.current():
@@ -360,7 +365,7 @@ class Cuda(Gpu):
         """Return the memory that another process has exported, as bytes.
 
         Raises:
-            OSError: It cannot be reached from this GPU.
+            OSError: This GPU cannot reach the memory.
         """
         try:
             with self.current():

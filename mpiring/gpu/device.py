@@ -1,4 +1,4 @@
-"""GPUs: their vectors and streams, and what copies and combines vectors in the right order."""
+"""GPUs: their vectors and streams, and copies and sums of vectors in the right order."""
 
 import logging
 import threading
@@ -17,18 +17,18 @@ from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.scratch import Scratch
 from ..memory.window import PAGE_BYTES
 
-# Between two tests of an event that a caller waits for.
+# Pause between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
-# Idle scratch vectors, of few lengths: enough for all operations under way. Giving one back to
-# CUDA would wait for all queued work.
+# Number of idle scratch vectors, of few lengths: enough for all operations in flight. Returning one
+# to CUDA would wait for all queued work.
 _MOST_IDLE = 64
 _UNIT_BYTES = 2 << 20
-# Idle memory beyond both is freed, the oldest first: pinning a page again costs ten times as much
-# as copying it, but pinned memory is lost to all other programs.
+# Idle memory beyond both limits is freed, the oldest first. Pinning a page again costs ten times as
+# much as copying it, but no other program can use pinned memory.
 _KEEP, _KEEP_BYTES = 16, 256 << 20
-# How many slots, the oldest, are tested for whether the GPU has done with them.
+# Number of slots, the oldest ones, that are tested for whether the GPU still uses them.
 _LOOKS = 4
-# cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP has the same.
+# cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP uses the same values.
 _SUCCESS, _ALREADY = 0, 712
 
 _log = logging.getLogger("mpiring")
@@ -41,13 +41,13 @@ class Event(Protocol):
     """A mark in a GPU's stream; schedules may yield it as a request."""
 
     def test(self) -> bool:
-        """Return whether all work queued before it is done; once True, always True."""
+        """Return whether all work queued before it is done; once True, it stays True."""
 
 
 class Stream(Protocol):
     """A queue of a GPU's work, done in order, asynchronously, and concurrently with other streams.
 
-    Host memory is read and written when a copy is done, not when it is queued.
+    Host memory is read and written when a copy runs, not when it is queued.
     """
 
     def download(self, x: "DeviceVector", out: Array) -> None:
@@ -58,24 +58,25 @@ class Stream(Protocol):
 
     def combine(self, op: str, sources: "Sequence[DeviceVector]", divisor: float,
                 outs: "Sequence[DeviceVector]") -> None:
-        """Queue to combine vectors elementwise, divide, and store the result several times.
+        """Queue an elementwise combination of vectors, a division, and stores of the result.
 
         Args:
-            op: As in Reduction; 16-bit sums and products are made in float32.
-            sources: At least one, of one dtype and length.
-            divisor: 1 for none.
-            outs: At least one; each may be one of the sources.
+            op: Name of the op, see Reduction; 16-bit sums and products are computed in float32.
+            sources: One or more vectors, all of one dtype and length.
+            divisor: Divisor of the result; 1 for none.
+            outs: One or more vectors; each may be one of the sources.
         """
 
     def clear(self, x: "DeviceVector") -> None:
-        """Queue to fill a vector with zeros."""
+        """Queue filling a vector with zeros."""
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Queue array operations; only where the GPU is programmable.
+        """Queue array operations, if the GPU is programmable.
 
         Args:
-            function: Called at once, with CuPy, whose operations are queued, and the arguments.
-            arguments: Vectors become CuPy arrays of the same memory; all others stay as they are.
+            function: Function to call at once, with CuPy (whose operations are queued) and the
+                arguments.
+            arguments: Arguments; vectors are passed as CuPy arrays of the same memory.
         """
 
     def record(self) -> Event:
@@ -94,7 +95,7 @@ class Mark(Event, Protocol):
         return "work queued on a GPU"
 
     def test(self) -> bool:
-        """Return whether all that was queued before it is done.
+        """Return whether all work queued before it is done.
 
         Raises:
             TransportError: The GPU has failed.
@@ -107,17 +108,17 @@ class Mark(Event, Protocol):
         return self._done
 
     def _query(self) -> bool:
-        """Ask the package; raises RuntimeError if the GPU has failed."""
+        """Query the event; raise RuntimeError if the GPU has failed."""
 
 
 class Gpu(Protocol):
-    """A GPU, by CuPy or by PyTorch.
+    """A GPU, used through CuPy or PyTorch.
 
     Attributes:
-        index: Its number among those that this process sees.
-        name: For messages.
-        programmable: Its streams take array operations.
-        unshared: Why processes cannot share its memory, for messages.
+        index: Number of the GPU among those that this process sees.
+        name: Name for messages.
+        programmable: If true, its streams accept array operations.
+        unshared: Reason why processes cannot share its memory, for messages.
     """
 
     index: int
@@ -131,19 +132,23 @@ class Gpu(Protocol):
     def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
         """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
+        Args:
+            nbytes: Number of bytes.
+            device: Device that owns the memory.
+
         Raises:
-            MemoryError: Too little is left.
+            MemoryError: Too little memory is left.
         """
 
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory, as bytes."""
 
     def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; idempotent.
+        """Lock the pages of host memory for as long as its array lives; idempotent.
 
-        If that is refused, copies take longer, and a warning is logged. Memory that does not begin
-        at a page is left alone: other memory may lie in its pages, and CUDA refuses copies of
-        memory that is locked in part.
+        If this fails, copies take longer, and a warning is logged. Memory that does not begin at
+        a page is ignored: other memory may be in its pages, and CUDA refuses copies of memory that
+        is partly locked.
         """
         root, address = memory, memory.ctypes.data
         while isinstance(root.base, np.ndarray):
@@ -157,19 +162,19 @@ class Gpu(Protocol):
             if status == _SUCCESS:
                 _pinned.add(address)
         if status == _SUCCESS:
-            # New memory may be mapped at the same address later.
+            # Unlock it later, because new memory may be mapped at the same address.
             weakref.finalize(root, self._unpin, address).atexit = False
         elif status != _ALREADY:
             _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait for "
                          "each other", memory.nbytes, self.name, text)
 
     def _unpin(self, address: int) -> None:
-        # Without the lock, which the thread may have in which memory is collected.
+        # Without the lock: the garbage collector may call this in a thread that holds it.
         self._unregister(address)
         _pinned.discard(address)
 
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
-        """Lock pages; return CUDA's status, and a text of it."""
+        """Lock pages; return CUDA's status, and a description of it."""
 
     def _unregister(self, address: int) -> None:
         """Unlock pages."""
@@ -178,7 +183,7 @@ class Gpu(Protocol):
         """Return eight numbers by which processes of this node open memory from `allocate`.
 
         Raises:
-            OSError: It cannot be shared.
+            OSError: The memory cannot be shared.
         """
         raise OSError(self.unshared)
 
@@ -186,7 +191,7 @@ class Gpu(Protocol):
         """Return the memory that another process has exported, as bytes.
 
         Raises:
-            OSError: It cannot be reached from this GPU.
+            OSError: This GPU cannot reach the memory.
         """
         raise OSError(self.unshared)
 
@@ -198,36 +203,38 @@ class Gpu(Protocol):
         """Return a mark on a user's stream.
 
         Args:
-            stream: PyTorch's, or CUDA's pointer to it; by default the current one of its package.
+            stream: PyTorch stream, or CUDA pointer of a stream; by default the package's current
+                one.
         """
 
     def follow(self, event: Event) -> None:
         """Make work that the user's package queues from now on wait for an event."""
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
-        """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory.
+        """Return a vector as a CuPy array, or a PyTorch tensor, of the same memory.
 
         Args:
-            x: The caller has waited for it.
+            x: Vector, for whose event the caller has waited.
+            shape: Shape of the array.
         """
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether such an array is finite, when the work queued on it is done."""
+        """Return whether such an array is finite; wait for the work queued on it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceVector:
-    """A contiguous vector in a GPU's memory; schedules cut it as they do a NumPy vector.
+    """A contiguous vector in a GPU's memory; schedules cut it like a NumPy vector.
 
-    Only `Device`, and MPI where it can, touch its elements.
+    Only `Device`, and GPU-aware MPI, access its elements.
 
     Attributes:
-        device: Copies and combines it.
-        address: Of its first element.
+        device: Device that copies and combines it.
+        address: Address of its first element.
         size: Number of elements.
-        dtype: Of NumPy, or bfloat16 of ml_dtypes.
-        owner: Keeps the memory alive.
-        ready: Event of the last write; None where the vector is ready now.
+        dtype: NumPy dtype, or bfloat16 of ml_dtypes.
+        owner: Object that keeps the memory alive.
+        ready: Event of the last write; None if the vector is ready now.
     """
 
     device: "Device"
@@ -251,22 +258,22 @@ class DeviceVector:
 
     @property
     def shape(self) -> tuple[int]:
-        """As of a NumPy array."""
+        """The shape, like that of a NumPy array."""
         return (self.size,)
 
     @property
     def base(self) -> object:
-        """The owner of the memory, as of a NumPy array."""
+        """The owner of the memory, like `base` of a NumPy array."""
         return self.owner
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes of an element."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements."""
         return self.size * self.itemsize
 
     def view(self, dtype: DTypeLike) -> "DeviceVector":
@@ -276,13 +283,13 @@ class DeviceVector:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """For mpi4py, which sends bytes that are ready."""
+        """The interface that mpi4py uses to send bytes, which must be ready."""
         return {"shape": (self.size,), "typestr": self.dtype.str, "version": 3, "strides": None,
                 "data": (self.address if self.size else 0, False), "stream": None}
 
 
 def address_of(x: Any) -> int:
-    """Return the address of a vector's first element; none is both of a GPU and of the host."""
+    """Return the address of a vector's first element; GPU and host addresses never coincide."""
     return x.address if isinstance(x, DeviceVector) else data_address(x)
 
 
@@ -296,21 +303,21 @@ _Slot = tuple[Array, Event | None]
 
 
 class Staging:
-    """Pinned host memory, lent for one copy at a time; any thread may call.
+    """Pinned host memory, lent for one copy at a time; any thread may call it.
 
     Args:
-        gpu: Whose copies it is for.
+        gpu: GPU whose copies it serves.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        # In the order in which they were given back.
+        # In the order in which they were returned.
         self._idle: list[_Slot] = []
         self._idle_bytes = 0
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Array:
-        """Return memory of at least `nbytes`, which nothing uses."""
+        """Return memory of at least `nbytes` that nothing uses."""
         # Few lengths, so that slots of one operation fit the next.
         size = 1 << max(nbytes - 1, 4095).bit_length()
         busy: list[_Slot] = []
@@ -325,7 +332,7 @@ class Staging:
         return self._gpu.pinned(size) if slot is None else slot[0]
 
     def give(self, slot: Array, until: Event | None = None) -> None:
-        """Take memory back; a copy may use it until an event."""
+        """Return memory to the pool; a copy may use it until an event."""
         self._add((slot, until))
         for _ in range(_LOOKS):
             if len(self._idle) <= _KEEP or self._idle_bytes <= _KEEP_BYTES:
@@ -340,7 +347,7 @@ class Staging:
             self._idle_bytes += slot[0].size
 
     def _removed(self, size: int | None = None) -> _Slot | None:
-        """Remove the oldest slot, of a size if one is given, and return it; None if none is."""
+        """Remove and return the oldest slot, of this size if given; None if there is none."""
         with self._lock:
             for index, (slot, _) in enumerate(self._idle):
                 if size is None or slot.size == size:
@@ -350,18 +357,18 @@ class Staging:
 
 
 def _is_free(slot: _Slot) -> bool:
-    """Return whether no copy uses a slot; not under the lock, since it calls CUDA."""
+    """Return whether no copy uses a slot. It calls CUDA, so do not hold the lock."""
     until = slot[1]
     return until is None or until.test()
 
 
 class _Queue:
-    """A stream that is marked, and waits for others, only where new work was queued.
+    """A stream that is marked, and that waits for others, only if new work was queued.
 
-    A call of CUDA costs a microsecond or two, and a piece of 2 MiB travels for 40.
+    A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40.
 
     Args:
-        stream: The stream; call `changes` before queueing on it.
+        stream: Stream; call `changes` before queueing work on it.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -376,7 +383,7 @@ class _Queue:
         return self._mark
 
     def follow(self, *others: "_Queue") -> None:
-        """Make work that is queued from now on wait for what others have queued."""
+        """Make work that is queued from now on wait for what the others have queued."""
         for other in others:
             mark = other.mark()
             if self._known.get(other) is not mark:
@@ -385,26 +392,26 @@ class _Queue:
                 self._mark = None
 
     def changes(self) -> Stream:
-        """Return the stream, to queue work on."""
+        """Return the stream, to queue work on it."""
         self._mark = None
         return self._stream
 
 
 @dataclass
 class Device:
-    """A GPU with mpiring's streams: one inwards, one outwards, one for work.
+    """A GPU with separate streams for uploads, downloads and work.
 
-    Queued work finds the work queued before it done, with one exception, as for a message that is
-    being sent: wait for a copy to the host before its source is overwritten. Copies in both
-    directions overlap. Nothing waits for the user's streams: operations begin when vectors are
-    `ready`. Any thread may call.
+    Queued work sees the results of the work queued before it. One exception: as for a message that
+    is being sent, wait for a copy to the host before you overwrite its source. Copies in both
+    directions overlap. Nothing waits for the user's streams, because operations begin only when
+    vectors are `ready`. Any thread may call it.
 
     Args:
-        gpu: The GPU.
+        gpu: GPU to use.
 
     Attributes:
-        scratch: Memory on the GPU, for schedules. What is given back may still be in use by queued
-            work, and is free for work that is queued later.
+        scratch: Memory on the GPU, for schedules. Queued work may still use returned memory, which
+            is free for work that is queued later.
         staging: Pinned host memory, for single copies.
     """
 
@@ -428,12 +435,13 @@ class Device:
         return self.gpu.allocate(nbytes, self)
 
     def vector_at(self, address: int, n: int, dtype: DTypeLike, owner: object) -> DeviceVector:
-        """Return memory of the GPU that is not mpiring's as a vector.
+        """Return memory of the GPU that a user owns as a vector.
 
         Args:
-            address: Of the first of `n` elements; 0 where there are none.
-            dtype: Of NumPy's, or bfloat16 of ml_dtypes.
-            owner: Keeps the memory alive; a tensor, if the GPU is PyTorch's.
+            address: Address of the first element; 0 if there is none.
+            n: Number of elements.
+            dtype: NumPy dtype, or bfloat16 of ml_dtypes.
+            owner: Object that keeps the memory alive; a tensor for a PyTorch GPU.
 
         Raises:
             ConfigError: The dtype cannot be sent.
@@ -458,10 +466,11 @@ class Device:
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
-        """Queue to combine vectors; see Stream.combine.
+        """Queue a combination of vectors; see Stream.combine.
 
         Args:
-            sources: Also in pinned host memory.
+            op, divisor, outs: Arguments of Stream.combine.
+            sources: Vectors on the GPU or in pinned host memory.
         """
         if not outs[0].size:
             return
@@ -469,7 +478,7 @@ class Device:
             stream.combine(op, vectors, divisor, outs)
 
     def clear(self, x: DeviceVector) -> None:
-        """Queue to fill a vector with zeros."""
+        """Queue filling a vector with zeros."""
         if x.size:
             with self._at_work() as stream:
                 stream.clear(x)
@@ -508,12 +517,12 @@ class Device:
     def event(self) -> Event:
         """Return an event of all queued work."""
         with self._lock:
-            # On a stream of its own, so that none of the others waits.
+            # On a separate stream, so that none of the others waits.
             self._marks.follow(self._inwards, self._outwards, self._work)
             return self._marks.mark()
 
 
 def _rounded(nbytes: int) -> int:
-    """Return one of few lengths: at least as long, and if not short, at most a quarter longer."""
+    """Round up to one of few lengths, which is at most a quarter longer unless short."""
     unit = max(_UNIT_BYTES, 1 << max(nbytes.bit_length() - 3, 0))
     return max(1, -(-nbytes // unit)) * unit

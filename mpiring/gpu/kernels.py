@@ -1,9 +1,9 @@
-"""Writes the CUDA C++ that combines vectors: a kernel per op, dtype and count.
+"""Generates the CUDA C++ code that combines vectors: a kernel per op, dtype and count.
 
-Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
-results have the bits of the host's `Reduction`. Three things may differ: the payload of a NaN; the
-sign of zero where max or min choose between both; and the last bit of complex products, which
-NumPy contracts on some processors.
+Sums and products are computed in the order of the sources, and never contracted (`OPTIONS`), so
+that results are bitwise identical to the host's `Reduction`. Three things may differ: the payload
+of a NaN, the sign of zero if max or min chooses between both, and the last bit of complex products.
+NumPy contracts the latter on some processors.
 """
 
 import functools
@@ -21,14 +21,14 @@ from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
 PACK_BYTES = 16
-# Loops over more sources are unrolled in part only, since compiling would take too long.
+# Loops over more sources are unrolled only partly, since compiling would take too long.
 _UNROLLED = 16
 
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
 
-# Conversions between the types T (in memory) and W (in arithmetic). The GPU's instructions are
-# missing where tests run this on the host.
+# Conversions between the types T (in memory) and W (in arithmetic). Tests on the host lack the
+# GPU's instructions.
 _HALVES = """
 #ifdef __CUDA_ARCH__
 __device__ inline float widened(unsigned short x) {
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
     }
 }
 """
-# Without it, parameters that are indexed dynamically are copied to each thread's own memory.
+# Without it, dynamically indexed parameters are copied to each thread's private memory.
 _CONSTANT = """
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
 #define MPIRING_CONSTANT __grid_constant__
@@ -117,12 +117,12 @@ _building = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel that takes one struct by value.
+    """A kernel that is given one struct by value.
 
     Attributes:
-        name: Of the function; unique to the source.
-        source: CUDA C++, which includes nothing.
-        parameters: The struct's fields.
+        name: Name of the function; unique to the source.
+        source: CUDA C++ code, which includes nothing.
+        parameters: Fields of the struct.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Kernel:
         return np.dtype(f"V{self.parameters.itemsize}")
 
     def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
-        """Return the struct with these values, as an array without dimensions."""
+        """Return the struct with these values, as a zero-dimensional array."""
         filled = np.zeros((), self.parameters)
         for name, value in values.items():
             filled[name] = value
@@ -146,16 +146,16 @@ _built: dict[tuple[Kernel, int], Any] = {}
 
 
 def built(kernel: Kernel, cuda: Any, index: int) -> Any:
-    """Return the function that launches a kernel on a GPU; compiled the first time.
+    """Return the function that launches a kernel on a GPU; compile it the first time.
 
     CuPy's RawKernel would cache it on disk, but flushes subnormal numbers to zero.
 
     Args:
-        kernel: The same object each time.
-        cuda: The module `cupy.cuda`.
-        index: Of the GPU, which is current.
+        kernel: Kernel; pass the same object each time.
+        cuda: Module `cupy.cuda`.
+        index: Number of the GPU, which must be current.
     """
-    # Of two, the one that is dropped would be unloaded, perhaps while it runs.
+    # If two threads compiled it, one result would be dropped and unloaded, perhaps while it runs.
     with _building:
         if (kernel, index) not in _built:
             code, _ = cuda.compiler.compile_using_nvrtc(
@@ -168,12 +168,12 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
 
 @dataclass(frozen=True)
 class Packing:
-    """How vectors of n elements are cut into packs of 16 bytes; see Job in the source.
+    """Cut of vectors of n elements into packs of 16 bytes; see Job in the source.
 
     Attributes:
-        head: Elements before the first pack.
-        packs: Number of packs; the rest goes element by element.
-        work: The most threads that have work.
+        head: Number of elements before the first pack.
+        packs: Number of packs; other elements are processed one by one.
+        work: Largest useful number of threads.
     """
 
     head: int
@@ -182,7 +182,7 @@ class Packing:
 
 
 def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
-    """Return how vectors at these addresses are cut: not at all unless all are aligned alike."""
+    """Return the packing of vectors at these addresses; no packs unless alignments are equal."""
     offset = addresses[0] % PACK_BYTES
     if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
         return Packing(0, 0, n)
@@ -192,9 +192,9 @@ def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
 
 
 def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
-    """Return how to divide: "none", "over" a divisor or "times" a factor, and that number.
+    """Return how to divide ("none", "over" a divisor or "times" a factor), and the number.
 
-    A division by a power of two equals a multiplication, which takes fewer instructions.
+    Division by a power of two equals a multiplication, which takes fewer instructions.
     """
     if divisor == 1:
         return "none", 1.0
@@ -208,10 +208,10 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
     """Return the kernel that combines vectors elementwise, and stores the result in others.
 
     Args:
-        op: As in Reduction; a mean is a sum that is divided.
-        dtype: Any but long doubles.
-        sources, outs: How many vectors; a kernel takes some 500.
-        divides: From `division`.
+        op: Name of the op, see Reduction; a mean is a sum with a division.
+        dtype: Any dtype but long doubles.
+        sources, outs: Number of vectors; a kernel accepts about 500.
+        divides: Kind of division, from `division`.
     """
     of = dtype_name(dtype)
     name = f"mpiring_{op}_{of}_{sources}_to_{outs}_{divides}"
@@ -239,7 +239,7 @@ def _types(op: str, dtype: np.dtype[Any]) -> str:
     if of in FLOATING:
         kind = wide = "float" if size == 4 else "double"
     elif op in ("sum", "prod"):
-        # Without signs, and no narrower than int: so overflow wraps, and is no error in C++.
+        # Unsigned, and no narrower than int, so that overflow wraps and is no error in C++.
         kind, wide = _UNSIGNED[size], _UNSIGNED[max(size, 4)]
     else:
         kind = wide = (_SIGNED if dtype.kind == "i" else _UNSIGNED)[size]
@@ -254,7 +254,7 @@ def _both(op: str, of: str) -> str:
         value = {"sum": "{ a.re + b.re, a.im + b.im }",
                  "prod": "{ a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re }"}[op]
     else:
-        # A NaN as `b` is taken since comparisons with it are false, as `a` by the second test.
+        # If b is NaN, the comparison is false; the second test handles a.
         nan = " || a != a" if of in FLOATING else ""
         value = {"sum": "a + b", "prod": "a * b", "band": "a & b", "bor": "a | b",
                  "bxor": "a ^ b", "max": f"a >= b{nan} ? a : b",
@@ -267,7 +267,7 @@ def _divided(of: str, divides: str) -> str:
     if divides == "none":
         text = "return x;"
     elif of in COMPLEX:
-        # As NumPy divides by a complex number, whose imaginary part here is zero.
+        # NumPy divides by a complex number, whose imaginary part is zero in a mean.
         text = ("const D ratio = 0 / by, scale = 1 / (by + 0 * ratio); "
                 "return { (x.re + x.im * ratio) * scale, (x.im - x.re * ratio) * scale };")
     else:

@@ -18,8 +18,9 @@ def copy_to(out: Any, x: Any) -> None:
     """Copy a vector.
 
     Args:
-        out: Overwritten.
-        x: Of the same length and dtype. If only one of the two is on a GPU, the other is pinned.
+        out: Vector to overwrite.
+        x: Vector of the same length and dtype. If only one of the two is on a GPU, the other must
+            be in pinned memory.
     """
     if type(out) is np.ndarray and type(x) is np.ndarray:
         np.copyto(out, x)
@@ -54,7 +55,8 @@ def moved(x: Array, device: Device | None) -> Any:
     """Return a vector's elements on a GPU; without one, the vector itself.
 
     Args:
-        x: In any host memory.
+        x: Vector in any host memory.
+        device: GPU; None for none.
     """
     if device is None:
         return x
@@ -67,7 +69,7 @@ def moved(x: Array, device: Device | None) -> Any:
 
 
 def on_host(x: Any) -> Array:
-    """Return a copy in host memory, when it is complete."""
+    """Return a copy in host memory; wait until it is complete."""
     if not isinstance(x, DeviceVector):
         copy: Array = x.copy()
         return copy
@@ -116,8 +118,8 @@ def convert(out: Any, x: Any) -> None:
     """Convert a floating vector to float32, or from it, rounding to nearest.
 
     Args:
-        out: Overwritten; uint16 stands for bfloat16, in host memory.
-        x: Of the same length; one of the two is float32.
+        out: Vector to overwrite; uint16 stands for bfloat16, in host memory.
+        x: Vector of the same length; one of the two is float32.
     """
     if isinstance(x, DeviceVector):
         x.device.compute(_convert, bits_of(out), bits_of(x))
@@ -126,7 +128,7 @@ def convert(out: Any, x: Any) -> None:
 
 
 def bits_of(x: DeviceVector) -> DeviceVector:
-    """Return a vector, or uint16 of the same bits instead of bfloat16: CuPy has it since 14."""
+    """Return a vector; for bfloat16, its bits as uint16, since CuPy before 14 has no bfloat16."""
     return x.view(np.uint16) if dtype_name(x.dtype) == "bfloat16" else x
 
 

@@ -1,1 +1,1 @@
-"""Machine code: loops that numba compiles, made once for a kind of processor and kept on disk."""
+"""Machine code: loops that numba compiles once per kind of processor and keeps on disk."""

@@ -1,17 +1,17 @@
-"""Makes machine code of functions with numba, saves it, and loads it without numba.
+"""Compiles functions to machine code with numba, saves it, and loads it without numba.
 
-To load the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB, 45 of them llvmlite's
-files, which a node has once. To find that none is saved takes neither.
+To load the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB. Of these, 45 MiB are
+llvmlite's files, which a node has once. A check that finds no saved code costs neither.
 
-numba's own cache cannot replace this one: it never finds a function that another function has made.
-It compares pickled closures, in which numba gives compiled functions and intrinsics random names,
-new ones in each process. So each start compiled again, for 20 s, and added files. Even if it found
-them, each process would import numba, which takes 0.2 s and 65 MiB before anything is loaded:
+numba's own cache cannot replace this one, because it never finds a function that another function
+has made. It compares pickled closures, in which numba gives random names to compiled functions and
+intrinsics, new ones in each process. Each start would compile again, for 20 s, and add files. Even
+with a hit, each process would import numba, which takes 0.2 s and 65 MiB before anything is loaded:
 
     python -X importtime -c "import numpy, numba"
 
-A saved file is code that will run. It is used only if it belongs to this user, nobody else may
-write to it, and its checksum shows that it is complete and was made from the same functions, by the
+A saved file is code that will run. It is used only if it belongs to this user and nobody else may
+write to it. Its checksum must show that it is complete and was made from the same functions, by the
 same versions, for the same processor. Otherwise the code is compiled again.
 """
 
@@ -34,7 +34,7 @@ import numpy as np
 from ..files import read, save
 
 Make = Callable[..., Callable[..., Any]]
-# The address of a function, and what owns its memory.
+# The address of a function, and the object that owns its memory.
 _Loaded = tuple[int, Any]
 
 _log = logging.getLogger("mpiring")
@@ -44,7 +44,7 @@ _codes: dict[Any, "Code | None"] = {}
 _missing: set[Any] = set()
 _folder: Path | None = None
 _enabled = True
-# Whether this process warns for its job; what it has warned of; why it makes no code any more.
+# Whether this process warns for its job, problems it has warned of, and why it makes no more code.
 _warns = True
 _warned: set[str] = set()
 _problem = ""
@@ -59,14 +59,14 @@ class Code:
     """A function in machine code.
 
     Args:
-        signature: That it was compiled for.
-        address: Of the function.
-        owner: Owns its memory.
+        signature: Signature for which it was compiled.
+        address: Address of the function.
+        owner: Object that owns its memory.
 
     Attributes:
-        call: The function; other threads run during a call.
-        call_with_lock: The function, called with Python's lock held, which saves 0.1 µs: for what
-            takes a few microseconds at most.
+        call: The function, called without Python's lock, so that other threads run.
+        call_with_lock: The function, called with Python's lock, which saves 0.1 µs; for calls of
+            at most a few microseconds.
     """
 
     def __init__(self, signature: str, address: int, owner: Any) -> None:
@@ -74,17 +74,17 @@ class Code:
         types = [result and _c_type(result), *map(_c_type, arguments)]
         self.call = ctypes.CFUNCTYPE(*types)(address)
         self.call_with_lock = ctypes.PYFUNCTYPE(*types)(address)
-        # Functions live as long as what owns their code.
+        # Keep the code's memory alive as long as the functions.
         self.call.owner = self.call_with_lock.owner = owner  # type: ignore[attr-defined]
 
 
 def configure(folder: Path | None, *, enabled: bool = True, warns: bool = True) -> None:
-    """Say what this process does with machine code from now on.
+    """Set what this process does with machine code from now on.
 
     Args:
-        folder: Where it is saved and looked for; None for nowhere.
-        enabled: Otherwise there is none.
-        warns: Log problems as warnings: for one process of a job.
+        folder: Folder of saved code; None for none.
+        enabled: If false, use no machine code.
+        warns: If true, log problems as warnings; for one process of a job.
     """
     global _folder, _enabled, _warns
     _folder, _enabled, _warns = folder, enabled, warns
@@ -95,14 +95,14 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
     """Return machine code, loaded or made by the first thread that needs it; None without numba.
 
     Args:
-        label: What it does, for the log: a plural.
-        make: `make(intrinsics, *arguments)` returns the function to compile, of pointers and
-            numbers, in the Python that numba compiles; `intrinsics` is the module of that name.
-        signature: The function's types, separated by spaces, such as "float32* int8* intp", then
-            "-> int64" where it returns something.
-        arguments: Functions, dtypes, numbers, texts.
-        compiles: If false, return None for code that is neither made nor saved. It is not looked
-            for again.
+        label: Description for the log, in the plural.
+        make: Function of the module `intrinsics` and of `arguments` that returns the function to
+            compile, of pointers and numbers, in numba's subset of Python.
+        signature: Types of the function's arguments, separated by spaces, then "-> int64" if it
+            returns a value. An example is "float32* int8* intp".
+        arguments: Functions, dtypes, numbers and strings for `make`.
+        compiles: If false, return None for code that is neither made nor saved; later calls do
+            not search for it again.
     """
     if not _enabled:
         return None
@@ -122,7 +122,7 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
 
 def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
                     compiles: bool) -> _Loaded | None:
-    """Return code, if it can be had: whatever it makes, NumPy makes, too."""
+    """Load or compile code if possible; NumPy gives the same results without it."""
     global _problem
     if _problem:
         return None
@@ -131,7 +131,7 @@ def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any
         loaded = _read(about) if about else None
         return loaded or (_made(label, make, signature, arguments, about) if compiles else None)
     except (ImportError, OSError, MemoryError, RuntimeError) as error:
-        # So numba and llvmlite fail if memory or descriptors are short.
+        # numba and llvmlite raise these if memory or file descriptors are short.
         _problem = str(error) or type(error).__name__
         _report("use", "numba is installed, but cannot be used (%s): this job runs without "
                        "compiled code, and is slower. Are memory (ulimit -v) or open files "
@@ -140,7 +140,7 @@ def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any
 
 
 def _report(problem: str, text: str, *values: object) -> None:
-    """Log a problem: the first time, by the process that does so for its job, as a warning."""
+    """Log a problem; the job's warning process logs it the first time as a warning."""
     level = logging.WARNING if _warns and problem not in _warned else logging.INFO
     _warned.add(problem)
     _log.log(level, text, *values)
@@ -152,7 +152,7 @@ def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
-        # numba raises it, too, where NumPy is newer than it supports.
+        # numba also raises it if NumPy is newer than it supports.
         _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
     _log.info("compiling %s, which takes about a second", label)
@@ -177,7 +177,7 @@ def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
 
 
 def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
-    """Compile a function of pointers and numbers by numba."""
+    """Compile a function of pointers and numbers with numba."""
     def kind(name: str) -> Any:
         if name.endswith("*"):
             return numba.types.CPointer(kind(name[:-1]))
@@ -185,7 +185,7 @@ def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
 
     arguments, result = _types(signature)
     returned = numba.types.void if result is None else kind(result)
-    # Inlined into what ctypes calls, it is seen not to raise; else numba would be needed to.
+    # Once inlined into the C function it cannot raise; otherwise the code would need numba.
     return numba.cfunc(returned(*map(kind, arguments)), error_model="numpy",
                        forceinline=True)(function)
 
@@ -203,7 +203,7 @@ def _loaded(llvm: Any, image: bytes, symbol: str) -> _Loaded:
     """Load an object file, and find a function in it.
 
     Raises:
-        ValueError: It needs what this process does not have: LLVM would end the process.
+        ValueError: The file needs a symbol that this process lacks; LLVM would end the process.
     """
     sections = {section.name(): section.data()
                 for section in llvm.object_file.ObjectFileRef.from_data(image).sections()}
@@ -237,10 +237,10 @@ def _save(about: str, processor: Sequence[str], symbol: str, image: bytes) -> No
 
 
 def _read(about: str) -> _Loaded | None:
-    """Return saved code; None if there is none, or the file is not as this user has saved it."""
+    """Return saved code; None if there is none, or if the file fails the checks."""
     files = _file(about, "*")
     if not any(files.parent.glob(files.name)):
-        # LLVM is not asked what this processor is.
+        # Without a file, there is no need to load LLVM.
         return None
     llvm = _llvm()
     processor = _processor(llvm)
@@ -274,7 +274,7 @@ def _digest(*texts: str) -> str:
 def _llvm() -> Any:
     llvm = importlib.import_module("llvmlite.binding")
     with contextlib.suppress(RuntimeError):
-        # Later versions have done it, and say so.
+        # Later versions initialize by themselves, and raise.
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -287,7 +287,7 @@ def _processor(llvm: Any) -> tuple[str, str]:
 
 
 def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
-    """Return a digest of all else that machine code depends on; "" if nothing is to be saved."""
+    """Return a digest of everything else that the code depends on; "" if nothing is saved."""
     if _folder is None:
         return ""
     try:
@@ -300,14 +300,14 @@ def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
 
 
 def _described(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
-    """Yield lines that are equal for values, and functions, that do the same.
+    """Yield lines that are equal for values and functions that do the same.
 
     Args:
-        value: A function, or what it depends on.
-        names: Global names of the function that a value belongs to.
+        value: Function, or a value that it depends on.
+        names: Global names of the function that the value belongs to.
 
     Raises:
-        TypeError: Nobody knows what it does.
+        TypeError: The value's behavior is unknown.
     """
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -323,7 +323,7 @@ def _described(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> I
         for part in value:
             yield from _described(part, names)
     elif isinstance(value, ModuleType) and value.__name__ in ("numpy", "math"):
-        # Their attributes do what their names say.
+        # Attributes of these modules do what their names say.
         yield value.__name__
     elif isinstance(value, (type, BuiltinFunctionType, np.ufunc)):
         yield f"{getattr(value, '__module__', 'numpy')}.{value.__name__}"

@@ -1,7 +1,8 @@
-"""Copies past the caches: stores that do not first load what they overwrite, compiled by numba.
+"""Copies around the caches: stores that do not first load what they overwrite, compiled by numba.
 
-An ordinary store loads its cache line, and stores it later: twice the traffic. What is stored so
-is in no cache afterwards, which only pays for what would not stay there anyway.
+An ordinary store loads its cache line, and writes it back later, which doubles the traffic. Data
+stored around the caches is in no cache afterwards, so this pays only for data that would not stay
+there anyway.
 """
 
 import ctypes
@@ -13,16 +14,16 @@ import numpy as np
 from ..memory.arrays import Array, data_address
 from . import cache
 
-# Read once, and stored to all while in the level-1 cache. Measured.
+# A block is read once, and stored to all while it is in the level-1 cache. Measured.
 _BLOCK_BYTES = 16 << 10
 
 
 def stream(x: Array, outs: Sequence[Array]) -> bool:
-    """Copy a vector to others; return whether there is code for it: else nothing was done.
+    """Copy a vector to others; return False, without copying, if there is no code for it.
 
     Args:
-        x: Shape (n,), contiguous.
-        outs: Of the same shape and dtype, contiguous; none overlaps another, or `x`.
+        x: Vector of shape (n,), contiguous.
+        outs: Vectors of the same shape and dtype, contiguous; none overlaps another or `x`.
     """
     machine_code = code()
     if machine_code is None:
@@ -34,17 +35,17 @@ def stream(x: Array, outs: Sequence[Array]) -> bool:
 
 
 def code(*, compiles: bool = False) -> cache.Code | None:
-    """Return the code of `stream`; None where there is none.
+    """Return the code of `stream`; None if there is none.
 
     Args:
-        compiles: Compile it if need be, for a second; else only what is on disk is taken.
+        compiles: If true, compile it if necessary, for a second; otherwise use saved code only.
     """
     return cache.code("long copies", _stream, "int64 int64 int64 int64 -> int64",
                       compiles=compiles)
 
 
 def _stream(intrinsics: Any) -> Callable[..., Any]:
-    """Return what numba compiles, given the addresses of x and of the others' addresses."""
+    """Return the function to compile, of addresses of x and of the other addresses."""
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     inlined, copy_bytes, line_bytes = (
         intrinsics.inlined, intrinsics.copy_bytes, intrinsics.LINE_BYTES)

@@ -1,6 +1,6 @@
-"""What compiled functions need and numba has no name for, in LLVM's terms.
+"""LLVM operations that compiled functions need and numba does not name.
 
-Imported by `cache` alone, when something is compiled: it imports numba. Addresses are int64.
+Only `cache` imports this module, when it compiles, because it imports numba. Addresses are int64.
 """
 
 import platform
@@ -15,7 +15,7 @@ from numba.core import cgutils
 
 
 _WORD = ir.IntType(64)
-# Of a cache.
+# Number of bytes of a cache line.
 LINE_BYTES = 64
 
 # C's functions, which every process has.
@@ -25,12 +25,12 @@ clock_gettime = types.ExternalFunction(
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Return a function that compiled functions call, and which becomes a part of them."""
+    """Return a function for compiled code, which the compiler inlines."""
     return numba.njit(error_model="numpy", forceinline=True)(function)
 
 
 def pointer_to(dtype: "np.dtype[Any]") -> Any:
-    """Return a function that makes a pointer to numbers of an address."""
+    """Return a function that converts an address to a pointer to numbers."""
     kind = types.CPointer(numba.from_dtype(dtype))
 
     def pointer(typing: Any, address: Any) -> Any:
@@ -43,7 +43,7 @@ def pointer_to(dtype: "np.dtype[Any]") -> Any:
 
 @numba.extending.intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Load a word; nothing that follows in this thread is done before."""
+    """Load a word; operations of this thread that follow are not done before."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "acquire", 8)
     return types.int64(types.int64), generate
@@ -51,7 +51,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 @numba.extending.intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
-    """Store a word; all that comes before in this thread is done before."""
+    """Store a word; operations of this thread that precede are done before."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.store_atomic(
             values[1], builder.inttoptr(values[0], _WORD.as_pointer()), "release", 8)
@@ -61,7 +61,7 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
 
 @numba.extending.intrinsic
 def add_atomic(typing: Any, address: Any, value: Any) -> Any:
-    """Add to a word, at once also for other threads; return what it said before."""
+    """Add to a word atomically; return its previous value."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.atomic_rmw(
             "add", builder.inttoptr(values[0], _WORD.as_pointer()), values[1], "monotonic")
@@ -70,7 +70,7 @@ def add_atomic(typing: Any, address: Any, value: Any) -> Any:
 
 @numba.extending.intrinsic
 def relax(typing: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
+    """Tell the processor that this loop waits."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         number = ir.IntType(32)
         if platform.machine() == "x86_64":
@@ -84,7 +84,7 @@ def relax(typing: Any) -> Any:
 
 @numba.extending.intrinsic
 def opaque(typing: Any, value: Any) -> Any:
-    """Return a word as it is, of which the compiler knows nothing any more."""
+    """Return a word unchanged, but make its value unknown to the compiler."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.asm(ir.FunctionType(_WORD, [_WORD]), "", "=r,0", values, True)
     return types.int64(types.int64), generate
@@ -107,7 +107,7 @@ def copy_bytes(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 @numba.extending.intrinsic
 def stream_line(typing: Any, target: Any, source: Any) -> Any:
-    """Copy LINE_BYTES bytes to an address that is a multiple of them, past the caches."""
+    """Copy LINE_BYTES bytes to an address that is a multiple of them, around the caches."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         half = ir.VectorType(_WORD, LINE_BYTES // 16)
         kind = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -122,7 +122,7 @@ def stream_line(typing: Any, target: Any, source: Any) -> Any:
 
 @numba.extending.intrinsic
 def end_stream(typing: Any) -> Any:
-    """Let what was copied past the caches be seen before what this thread stores next."""
+    """Make copies around the caches visible before what this thread stores next."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if platform.machine() == "x86_64":
             _call(builder, "llvm.x86.sse.sfence", ir.FunctionType(ir.VoidType(), []), [])
@@ -134,7 +134,7 @@ def conversions(name: str) -> tuple[Any, Any]:
     """Return functions that convert the bits of a 16-bit number to float32, and back.
 
     Args:
-        name: Of the dtype, "float16" or "bfloat16".
+        name: Name of the dtype, "float16" or "bfloat16".
     """
     return (_widen_half, _narrow_half) if name == "float16" else (_widen_bfloat, _narrow_bfloat)
 
@@ -146,7 +146,7 @@ def _widen_bfloat(bits: Any) -> Any:
 
 @numba.njit
 def _narrow_bfloat(x: Any) -> Any:
-    # Without np.uint32 numba would go on in 64 bits, at half the speed.
+    # Without np.uint32 numba would compute in 64 bits, at half the speed.
     bits = np.float32(x).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> 16) & 1)
     rounded = np.uint32(np.uint32(bits + np.uint32(odd + 0x7fff)) >> 16)
@@ -154,7 +154,7 @@ def _narrow_bfloat(x: Any) -> Any:
     return np.uint16(rounded if x == x else quiet_nan)
 
 
-# Two numbers of bfloat16 in a word of 32 bits, which takes two thirds of the time of one by one.
+# Two bfloat16 numbers in a word of 32 bits, which takes two thirds of the time of one by one.
 
 @inlined
 def first_bfloat(word: Any) -> Any:
@@ -170,9 +170,9 @@ def second_bfloat(word: Any) -> Any:
 
 @inlined
 def two_bfloats(x: Any, y: Any) -> Any:
-    """Return a uint32 of two sums, or means, of bfloat16, each rounded as by `conversions`.
+    """Return a uint32 of two bfloat16 sums or means, each rounded as by `conversions`.
 
-    Their NaNs, unlike others', have nothing in the lower half that a carry could come from.
+    Unlike NaNs in general, the NaNs of such sums have lower bits that cause no carry.
     """
     first, second = _rounded(x), _rounded(y)
     return np.uint32(np.uint32(first >> np.uint32(16)) | np.uint32(second & np.uint32(0xffff0000)))
@@ -188,7 +188,7 @@ def _rounded(x: Any) -> Any:
 
 @numba.extending.intrinsic
 def _widen_half(typing: Any, bits: Any) -> Any:
-    """Convert by the processor's own instruction."""
+    """Convert by the processor's instruction."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _refuse_without_instructions(context)
         return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
@@ -203,7 +203,7 @@ def _narrow_half(typing: Any, x: Any) -> Any:
 
 
 def _refuse_without_instructions(context: Any) -> None:
-    """Raise where LLVM would call a function of a library that may be missing."""
+    """Raise if LLVM would call a function of a library that may be missing."""
     target, _, features = context.codegen().magic_tuple()
     if target.startswith("x86") and "+f16c" not in features.split(","):
         raise numba.errors.UnsupportedError("the processor does not convert float16 (F16C)")

@@ -15,15 +15,15 @@ from . import cache
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
-# Elements that are summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
+# Number of elements summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
 _BLOCK = 4096
 
 
 def combiner(name: str) -> Combine16 | None:
-    """Return a function with the results of `sixteen.combine`; None where numba is missing.
+    """Return a function with the results of `sixteen.combine`; None without numba.
 
     Args:
-        name: Of the dtype, "float16" or "bfloat16".
+        name: Name of the dtype, "float16" or "bfloat16".
     """
     code = cache.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
     return None if code is None else _caller(code.call)
@@ -32,16 +32,16 @@ def combiner(name: str) -> Combine16 | None:
 def loop(
     label: str, function: Callable[..., None], signature: str,
 ) -> Callable[..., None] | None:
-    """Return a compiled loop over vectors; None where numba is missing or cannot compile it.
+    """Return a compiled loop over vectors; None if numba is missing or cannot compile it.
 
-    The loop takes NumPy vectors, or None, for pointers, and checks neither dtypes, nor lengths,
-    nor whether vectors are contiguous. Other threads run meanwhile. Division by zero gives Inf or
-    NaN without a warning. LLVM does not vectorise an inner loop over vectors that may overlap.
+    The loop accepts NumPy vectors, or None, as pointers. It checks neither dtypes, nor lengths, nor
+    contiguity. Other threads run meanwhile. Division by zero gives Inf or NaN without a warning.
+    LLVM does not vectorize an inner loop over vectors that may overlap.
 
     Args:
-        label: What the loop computes, for the log: a plural.
-        function: Of pointers and numbers, in the Python that numba compiles.
-        signature: Their types, separated by spaces, such as "float32* int8* intp".
+        label: Description for the log, in the plural.
+        function: Function of pointers and numbers, in numba's subset of Python.
+        signature: Types of its arguments, separated by spaces, like "float32* int8* intp".
     """
     return _of_vectors(cache.code(label, _alone, signature, function))
 
@@ -49,13 +49,13 @@ def loop(
 def loop_16(
     label: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
 ) -> Callable[..., None] | None:
-    """Return a compiled loop, as `loop` does, of a function that converts 16-bit numbers.
+    """Return a compiled loop, like `loop`, of a function that converts 16-bit numbers.
 
     Args:
-        label, signature: See `loop`.
-        make: Returns the function, given two that convert one number: from the 16 bits of a
-            uint16 to float32, and back.
-        name: Of the dtype, "float16" or "bfloat16".
+        label, signature: Arguments of `loop`.
+        make: Function that returns the function to compile, given two conversions of one number:
+            from the 16 bits of a uint16 to float32, and back.
+        name: Name of the dtype, "float16" or "bfloat16".
     """
     return _of_vectors(cache.code(label, _with_conversions, signature, make, name))
 
@@ -70,7 +70,7 @@ def _with_conversions(intrinsics: Any, make: Callable[..., Callable[..., None]],
 
 
 def _of_vectors(code: cache.Code | None) -> Callable[..., None] | None:
-    """Return a function that takes vectors where the compiled one takes addresses."""
+    """Return a function of vectors for a compiled function of addresses."""
     if code is None:
         return None
     function = code.call
@@ -103,8 +103,8 @@ def _combine_loop(widen: Any, narrow: Any) -> Callable[..., None]:
             if divisor != 1:
                 for i in range(length):
                     total[i] /= divisor
-            # Only here, since `out` may be one of the sources; and no loop has two vectors that
-            # may overlap, or LLVM would not vectorise it.
+            # Store last, since `out` may be one of the sources. No loop has two vectors that may
+            # overlap, because LLVM would not vectorize it.
             for i in range(length):
                 out[start + i] = narrow(total[i])
 

@@ -11,20 +11,22 @@ from ..memory.scratch import thread_scratch
 from . import cache
 
 DTYPES = ("float32", "float64")
-# By their characters: to ask NumPy for a name takes 2 µs.
+# Dtypes by character, because asking NumPy for a name takes 2 µs.
 _NAMES = {np.dtype(name).char: name for name in DTYPES}
-# Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
+# Number of elements added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
 
 
 def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
-    """Add vectors, divide, and store; return whether there is code for it: else nothing was done.
+    """Add vectors, divide, and store; return False, without a result, if there is no code for it.
 
-    The bits are NumPy's, added from left to right, but for payloads of NaN.
+    The result has the bits of NumPy's sum from left to right, except for payloads of NaN.
 
     Args:
-        sources: At least two vectors of a dtype of DTYPES, contiguous, of one length.
-        outs: May be among the sources, but must not overlap them otherwise, nor each other.
+        sources: Two or more contiguous vectors of one length, of a dtype of DTYPES.
+        divisor: Divisor of the sum; 1 for none.
+        outs: Vectors for the result. They may be among the sources, but must not overlap them
+            otherwise, nor each other.
     """
     x = outs[0]
     machine_code = code(_NAMES[x.dtype.char])
@@ -34,7 +36,7 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
     addresses = [data_address(y) for y in (*sources, *outs)]
     for address in addresses:
         if address % x.itemsize:
-            # Of a vector at an odd place only NumPy can make sums.
+            # Only NumPy can add vectors at unaligned addresses.
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
@@ -45,11 +47,11 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
 
 
 def code(name: str, *, compiles: bool = False) -> cache.Code | None:
-    """Return the code of `add`; None where there is none.
+    """Return the code of `add`; None if there is none.
 
     Args:
-        name: Of a dtype of DTYPES.
-        compiles: Compile it if need be, for a second; else only what is on disk is taken.
+        name: Name of a dtype of DTYPES.
+        compiles: If true, compile it if necessary, for a second; otherwise use saved code only.
     """
     return cache.code(f"long sums of {name}", _add,
                       "int64 int64 int64 float64 int64 int64 int64 -> int64", name,
@@ -57,10 +59,10 @@ def code(name: str, *, compiles: bool = False) -> cache.Code | None:
 
 
 def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
-    """Return what numba compiles: a function that adds up p vectors, and stores into q.
+    """Return the function to compile, which adds p vectors, and stores into q.
 
-    It takes the address of the sources' addresses, p, n, the divisor, the address of scratch
-    memory, the address of the results' addresses, and q.
+    Its arguments are the address of the sources' addresses, p, n, the divisor, the address of
+    scratch memory, the address of the results' addresses, and q.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
@@ -78,18 +80,18 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
         divides = np.int64(divisor != 1)
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)
-            # Or all would be compiled once more for each case.
+            # `opaque` keeps the compiler from making a separate copy of the code for each case.
             add(sources, 0, opaque(p), start * itemsize, length, total, number(divisor))
             if opaque(divides):
                 for i in range(length):
                     total[i] /= number(divisor)
-            # Only here, since what is written to may be one of the sources.
+            # Store last, since a result may be one of the sources.
             for s in range(q):
                 out = pointer(outs[s])
                 for i in range(length):
                     out[start + i] = total[i]
 
-    # Two vectors take a third longer without a function between ctypes and the loops. Measured.
+    # Without a function between ctypes and the loops, two vectors take a third longer. Measured.
     def run(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
         add_up(sources, p, n, divisor, total, outs, q)
         return 0
@@ -98,28 +100,29 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
 
 
 def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
-    """Return functions: of two numbers, their sum; of these and a divisor, their mean.
+    """Return two functions: the sum of two numbers, and the mean given also a divisor.
 
     Args:
-        inlined: See intrinsics.
-        widen, narrow: Are given a number, and a sum; return what is added, and what is stored.
+        inlined: Decorator, see intrinsics.
+        widen, narrow: Functions of a number and of a sum; they return the value to add, and the
+            value to store.
     """
     return (inlined(lambda x, y: narrow(widen(x) + widen(y))),
             inlined(lambda x, y, divisor: narrow((widen(x) + widen(y)) / divisor)))
 
 
 def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) -> Any:
-    """Return a function for compiled code that adds up two vectors, and stores into both.
+    """Return a function for compiled code that adds two vectors, and stores into both.
 
-    It takes their addresses, their length, and the divisor, which `finish` is given, too. A line
-    that is loaded and stored at once moves between two cores' caches once; in blocks it takes twice
-    the time, up to some MiB.
+    Its arguments are their addresses, their length, and the divisor. A line that is loaded and
+    stored at once moves between the caches of two cores once. In blocks it takes twice the time,
+    up to some MiB.
 
     Args:
-        inlined: See intrinsics.
-        pointer: Makes a pointer to numbers of an address.
-        add, mean: See of_two.
-        divides: The divisor may be another than 1.
+        inlined: Decorator, see intrinsics.
+        pointer: Function that converts an address to a pointer to numbers.
+        add, mean: Results of `of_two`.
+        divides: If false, the divisor is always 1.
     """
     @inlined
     def both(first, second, n, divisor):  # type: ignore[no-untyped-def]
@@ -139,17 +142,18 @@ def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) 
 
 
 def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
-    """Return a function for compiled code that adds up p vectors, at least two, in their order.
+    """Return a function for compiled code that adds p vectors, at least two, in their order.
 
-    It takes words, the number of the first that has a vector's address, p, the bytes between these
-    addresses and the numbers to add, their count, a pointer to the result, and the divisor that
-    `finish` is given. Several vectors are read at a time: the more there are, the more loads are
-    under way.
+    Its arguments are a pointer to words, the index of the first word with a vector's address, and
+    p. Then follow the offset in bytes from these addresses to the numbers, their count, a pointer
+    to the result, and a divisor for `finish`. It reads several vectors at a time, which keeps more
+    loads in flight.
 
     Args:
-        inlined: See intrinsics.
-        pointer: Makes a pointer to numbers of an address.
-        widen, finish: Of up to four vectors: what is added of a number, and stored of a sum.
+        inlined: Decorator, see intrinsics.
+        pointer: Function that converts an address to a pointer to numbers.
+        widen, finish: Functions of a number and of a sum, which return the value to add and the
+            value to store; used for less than eight vectors.
     """
     @inlined
     def first_ones(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]

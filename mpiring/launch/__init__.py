@@ -1,1 +1,1 @@
-"""How a process was launched: MPI's start, the job's end, nodes, what the disk remembers."""
+"""How a process was launched: the start of MPI, the end of the job, nodes, results on disk."""

@@ -18,12 +18,12 @@ class Cache:
     """A file with a result.
 
     Args:
-        setting: Its folder, as the setting `tuning_folder`; "" saves nothing.
-        prefix: Of the file's name.
-        key: Text of all that the result depends on.
+        setting: Folder, as in the setting `tuning_folder`; "" saves nothing.
+        prefix: Prefix of the file's name.
+        key: Description of everything that the result depends on.
 
     Attributes:
-        folder: Its folder; None where nothing is saved.
+        folder: Folder of the file; None if nothing is saved.
     """
 
     def __init__(self, setting: str, prefix: str, key: str) -> None:
@@ -32,7 +32,7 @@ class Cache:
         self._file = None if self.folder is None else self.folder / f"{prefix}{name}.json"
 
     def read(self, name: str) -> Any:
-        """Return a value that an earlier job of this user has saved; None if none can be read."""
+        """Return a value that an earlier job of this user has saved; None if there is none."""
         if self._file is None:
             return None
         try:
@@ -47,7 +47,7 @@ class Cache:
             return None
 
     def write(self, name: str, value: Any) -> None:
-        """Save a value in place of an earlier one.
+        """Save a value, replacing an earlier one.
 
         Raises:
             OSError: The folder cannot be written to.
@@ -58,9 +58,9 @@ class Cache:
 
 
 def folder_of(setting: str) -> Path | None:
-    """Return the folder of the setting `tuning_folder`; None for "", or without a home."""
+    """Return the folder of the setting `tuning_folder`; None for "", or without a home folder."""
     try:
         return Path(setting).expanduser() if setting else None
     except RuntimeError:
-        # A container's user may have neither HOME nor an entry in the list of users.
+        # A container's user may have neither HOME nor an entry in the user database.
         return None

@@ -8,17 +8,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# The time that a child gets beyond a deadline at which it is to end by itself.
+# Seconds that a child gets beyond the deadline at which it should end by itself.
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended.
+    """End of a child.
 
     Attributes:
-        status: Its exit status, below 0 for a signal; None if it was killed at the limit.
-        lines: Its output, on standard output and standard error.
+        status: Exit status, below 0 for a signal; None if the child was killed at the limit.
+        lines: Lines that it has written to standard output and standard error.
     """
 
     status: int | None
@@ -26,7 +26,7 @@ class Ended:
 
 
 def last_lines(lines: Sequence[str], most: int) -> list[str]:
-    """Return the last lines that say something."""
+    """Return the last lines that contain text."""
     return [line.rstrip() for line in lines if line.strip(" -=*")][-most:]
 
 
@@ -37,10 +37,10 @@ def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None
     Args:
         command: Words of the command.
         limit_s: Seconds after which it is killed.
-        env: Its environment; by default this process's.
-        in_place: The child stands for this process among a launcher's ranks: it inherits open
-            files and stays in the session. Otherwise it has a session of its own, all of which
-            ends with it.
+        env: Environment of the child; by default that of this process.
+        in_place: If true, the child replaces this process among a launcher's ranks: it inherits
+            open files and stays in the session. Otherwise it has a separate session, and all
+            processes of that session end with it.
 
     Raises:
         OSError: The command cannot be started.

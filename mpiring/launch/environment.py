@@ -1,6 +1,6 @@
-"""Reads what launchers leave in the environment: which rank this is, of how many, until when.
+"""Reads the variables that launchers set: this process's rank, the number of ranks, the deadline.
 
-The functions look at `environ`, by default this process's variables; one looks at the processes
+The functions read `environ`, by default this process's variables. One of them reads the processes
 that have started this one.
 """
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ..config import PREFIX
 
-# Variables that change how fast MPI and NumPy are.
+# Prefixes of variables that change the speed of MPI and NumPy.
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
                   "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
 
-# Where `mpiring lab run` tells its ranks what it was asked for.
+# Variable in which `mpiring lab run` passes its options to its ranks.
 LAB_OPTIONS = "LAB_OPTIONS"
 
 
@@ -24,14 +24,14 @@ class Launcher:
     """A program that starts the ranks of a job, and the variables that it sets for them.
 
     Attributes:
-        name: One word; for the launcher of an MPI library, the library's.
-        title: For sentences.
-        size: The variable with the number of ranks; "" where there is none.
-        rank, local_rank: The variables with this process's rank, in all and on its node.
-        prefixes: Of variables that would mislead the ranks of another job.
-        starts: The command that starts MPI ranks, up to their number; "" where the launcher
-            starts processes that MPI does not know.
-        mark: A variable without which the others are not this launcher's.
+        name: One word; for the launcher of an MPI library, the library's name.
+        title: Name for sentences.
+        size: Variable with the number of ranks; "" if there is none.
+        rank, local_rank: Variables with this process's rank, in the job and on its node.
+        prefixes: Prefixes of variables that would mislead the ranks of another job.
+        starts: Command that starts MPI ranks, up to their number; "" if the launcher starts
+            processes that MPI does not know.
+        mark: Variable without which the other variables are not from this launcher.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Launcher:
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether a Slurm step consists of ranks; batch scripts and shells are steps, too."""
+    """Return whether a Slurm step consists of ranks; batch scripts and shells are also steps."""
     step = environ.get("SLURM_STEP_ID", "")
     return not step.isdigit() or int(step) < _FIRST_SPECIAL_STEP
 
 
-# Slurm numbers steps that srun has not started from here: batch, interactive, extern (slurm.h).
+# Slurm numbers steps that srun has not started from here on: batch, interactive, extern (slurm.h).
 _FIRST_SPECIAL_STEP = 0xfffffff0
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", ("SLURM_",), "srun -n")
 _PMI = ("PMI_", "MPI_LOCAL", "HYDI_")
@@ -63,11 +63,12 @@ _TORCH = ("RANK", "LOCAL_RANK", (
     "TORCHELASTIC_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _NO_MPI = "another launcher than MPI's"
 
-# Launchers start each other: the first in this table whose variables are set was most probably
-# the last to start something. Those that only grant ranks, or may be left over, come last.
+# Launchers start each other. The first launcher in this table whose variables are set is most
+# probably the innermost. Launchers that only grant ranks, or whose variables may be left over, come
+# last.
 LAUNCHERS = (
     Launcher("torchrun", "torchrun", "WORLD_SIZE", *_TORCH, mark="TORCHELASTIC_RUN_ID"),
-    # DeepSpeed's, Accelerate's and others that start several processes on a node.
+    # DeepSpeed, Accelerate and others that start several processes on a node.
     Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH, mark="LOCAL_RANK"),
     Launcher("Open MPI", "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
              "OMPI_COMM_WORLD_LOCAL_RANK", (
@@ -79,10 +80,10 @@ LAUNCHERS = (
              "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_",), "mpirun_rsh -np"),
     Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK",
              "MVP_COMM_WORLD_LOCAL_RANK", ("MVP_COMM_WORLD_",), "mpirun_rsh -np"),
-    # Hydra: also Intel MPI's.
+    # Hydra, also that of Intel MPI.
     Launcher("MPICH", "MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _PMI,
              "mpirun -n", mark="MPI_LOCALNRANKS"),
-    # HPE's mpiexec and aprun; the older aprun.
+    # HPE's mpiexec and aprun, and the older aprun.
     Launcher("PALS", "Cray's mpiexec", "", "PALS_RANKID", "PALS_LOCAL_RANKID", ("PALS_",),
              "mpiexec -n"),
     Launcher("ALPS", "Cray's aprun", "", "ALPS_APP_PE", "", ("ALPS_",), "aprun -n"),
@@ -99,23 +100,23 @@ LAUNCHERS = (
     # Kubernetes' PyTorchJob, or a user's own export.
     Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH))
 
-# The variables that container runtimes set inside, and the runtimes. Singularity's name is
-# Apptainer's, too; systemd asks containers to set the last one.
+# Variables that container runtimes set inside, and the runtimes. Apptainer also sets the name of
+# Singularity. systemd asks containers to set the last one.
 CONTAINERS = {
     "APPTAINER_CONTAINER": "Apptainer", "SINGULARITY_CONTAINER": "Apptainer",
     "KUBERNETES_SERVICE_HOST": "Kubernetes", "container": ""}
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                 "MVP_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
-# Those that start ranks on their own node, by the names that Linux gives them. (srun's ranks are
+# Programs that start ranks on their own node, by their names in Linux. (The ranks of srun are
 # children of slurmstepd.)
 _STARTERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "orterun",
              "orted", "prterun", "prted", "mpispawn", "slurmstepd", "flux-shell")
-# Those that starters use to reach other nodes.
+# Programs that starters use to reach other nodes.
 _MESSENGERS = ("ssh", "rsh", "srun")
 
 # Prefixes of the variables that say how a process was launched and bound, and which networks and
-# GPUs it gets; narrow ones, since Slurm's and others' variables may hold secrets.
+# GPUs it uses. They are narrow, since other variables of Slurm may hold secrets.
 LAUNCH_PREFIXES = (
     *filter(None, (name for launcher in LAUNCHERS for name in (
         launcher.size, launcher.rank, launcher.local_rank, launcher.mark))),
@@ -127,52 +128,53 @@ LAUNCH_PREFIXES = (
 
 
 def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that change how fast a program runs, for the record."""
+    """Return the variables that change the speed of a program, for the record."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
 
 
 def horovod_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables by which Horovod's users set it."""
+    """Return the variables with Horovod's settings."""
     return {name: environ[name] for name in sorted(environ) if name.startswith("HOROVOD_")}
 
 
 def lab_options(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the options of the lab in whose hosts this process runs; None outside of one."""
+    """Return the options of the lab that runs this process; None outside of a lab."""
     return environ.get(LAB_OPTIONS)
 
 
 def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that change how fast a program runs, or say how it was launched."""
+    """Return the variables that change the speed of a program, or say how it was launched."""
     prefixes = SPEED_PREFIXES + LAUNCH_PREFIXES
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
 def variables_for_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return all variables but those that a launcher has set for this process."""
+    """Return all variables except those that a launcher has set for this process."""
     prefixes = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
 def launchers(environ: Mapping[str, str] = os.environ) -> list[Launcher]:
-    """Return the launchers whose variables are set, the one to believe first."""
+    """Return the launchers whose variables are set, the most credible first."""
     return [launcher for launcher in LAUNCHERS if launcher.is_here(environ)]
 
 
 def launcher_of(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name, as in LAUNCHERS, of what started this process as one of several.
+    """Return the name, as in LAUNCHERS, of the launcher that started this process among several.
 
     Returns:
-        "" where nothing did, as in a Slurm allocation without srun.
+        The name; "" if there is none, as in a Slurm allocation without srun.
     """
     return next((launcher.name for launcher in launchers(environ)
                  if launcher.name != "Slurm"), "")
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = False) -> int | None:
-    """Return this process's rank by the launcher's variables; None where there are none.
+    """Return this process's rank from the launcher's variables; None if there is none.
 
     Args:
-        local: Return the rank among those of its node.
+        environ: Environment variables.
+        local: If true, return the rank within the node.
     """
     return _number(environ, [launcher.local_rank if local else launcher.rank
                              for launcher in LAUNCHERS
@@ -180,7 +182,7 @@ def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = Fals
 
 
 def launched_here(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks the launcher has started on this node; None where it does not say."""
+    """Return the number of ranks that the launcher started on this node; None if unknown."""
     return _number(environ, _LOCAL_SIZES)
 
 
@@ -190,13 +192,14 @@ def _number(environ: Mapping[str, str], names: Iterable[str]) -> int | None:
 
 
 def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
-    """Return whether the first process that is seen has been launched as a rank.
+    """Return whether the first visible process was launched as a rank.
 
-    So it is in a container that was started for one rank. In others, the launcher, which is no
-    rank, has started this process, and others beside it.
+    This is so in a container that was started for one rank. Otherwise a launcher, which is no rank,
+    has started this process and others.
 
     Args:
-        proc: Where the system shows its processes.
+        environ: Environment variables of this process.
+        proc: Folder in which the system shows its processes.
     """
     names = [launcher.rank for launcher in launchers(environ) if launcher.rank][:1]
     try:
@@ -207,13 +210,13 @@ def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
 
 
 def variables_of(process: Path) -> Mapping[str, str]:
-    """Return the variables with which a process has begun.
+    """Return the variables with which a process has started.
 
     Args:
-        process: Its folder in /proc.
+        process: Folder of the process in /proc.
 
     Raises:
-        OSError: It has ended, or is another user's.
+        OSError: The process has ended, or belongs to another user.
     """
     pairs = (text.partition("=") for text in (process / "environ").read_text(
         errors="replace").split("\0"))
@@ -222,17 +225,18 @@ def variables_of(process: Path) -> Mapping[str, str]:
 
 def launched_size(environ: Mapping[str, str] = os.environ, *,
                   by_mpi: bool = False) -> tuple[int, str]:
-    """Return how many ranks the launcher's variables promise, and a text that says where.
+    """Return the number of ranks that the launcher promises, and a text that says where.
 
-    The innermost launcher is believed: `mpirun -n 1` inside a Slurm allocation of four tasks
-    starts one rank, and torchrun inside `mpirun -n 1` its own number. Where a launcher sets this
-    process's rank only, there are at least that one and those before it.
+    The innermost launcher counts: `mpirun -n 1` inside a Slurm allocation of four tasks starts one
+    rank, and torchrun inside `mpirun -n 1` starts its own number. If a launcher sets only this
+    process's rank, there are at least this rank and those before it.
 
     Args:
-        by_mpi: Believe the innermost launcher of MPI ranks, if it sets their number.
+        environ: Environment variables.
+        by_mpi: If true, use the innermost launcher of MPI ranks, if it sets their number.
 
     Returns:
-        Such as `(4, "SLURM_NTASKS=4 (Slurm)")`; `(1, "")` where no launcher's variables are set.
+        A pair like `(4, "SLURM_NTASKS=4 (Slurm)")`; `(1, "")` if no launcher's variables are set.
     """
     for launcher in launchers(environ):
         if by_mpi and not launcher.starts:
@@ -246,21 +250,22 @@ def launched_size(environ: Mapping[str, str] = os.environ, *,
 
 
 def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) -> tuple[int, str]:
-    """Return how many ranks this process's ancestors have started, and a text that says where.
+    """Return the number of ranks that this process's ancestors started, and a text that says where.
 
-    For a process that has no launcher's variables: a program between the launcher and Python, such
-    as `env -i` or sudo, may have dropped them. Each rank would be a world of its own then.
+    This is for a process without a launcher's variables. A program between the launcher and Python,
+    like `env -i` or sudo, may have dropped them, and each rank would then be a separate world.
 
-    A rank may start a program without the launcher's variables on purpose. So an ancestor in which
-    an MPI library is loaded ends the search.
+    A rank may start a program without the launcher's variables on purpose. Therefore an ancestor
+    that has loaded an MPI library ends the search.
 
     Args:
-        proc: Where the system shows its processes.
-        pid: This process.
+        proc: Folder in which the system shows its processes.
+        pid: Number of this process.
 
     Returns:
-        Such as `(2, "mpirun (process 123) has started 2 processes on this node,")`; `(1, "")` where
-        no ancestor has started several, or /proc does not show them, as in a container.
+        A pair like `(2, "mpirun (process 123) has started 2 processes on this node,")`. It is
+        `(1, "")` if no ancestor has started several, or if /proc does not show them, as in a
+        container.
     """
     process = proc / str(os.getpid() if pid is None else pid)
     try:
@@ -276,7 +281,7 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
                 runs_mpi = "libmpi" in (process / "maps").read_text(errors="replace")
                 variables = variables_of(process)
             except PermissionError:
-                # Another user's, such as sudo.
+                # A process of another user, like sudo.
                 continue
             if runs_mpi:
                 break
@@ -284,7 +289,7 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
                 count, source = launched_size(variables)
                 return count, f"{source} of process {parent} ({name}) promises {count} ranks,"
     except (OSError, KeyError):
-        # A process has ended, or is not shown.
+        # A process has ended, or is hidden.
         pass
     return 1, ""
 
@@ -296,20 +301,20 @@ def _status(process: Path) -> Mapping[str, str]:
 
 
 def _children(process: Path) -> list[str]:
-    # Any thread may have started some.
+    # Any thread may have started children.
     return [child for thread in (process / "task").iterdir()
             for child in (thread / "children").read_text().split()]
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return when Slurm will end this job, in seconds since 1970; None where that is unknown."""
+    """Return the time when Slurm will end this job, in seconds since 1970; None if unknown."""
     return _number(environ, ["SLURM_JOB_END_TIME"]) or None
 
 
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher lets the other ranks continue when one dies.
 
-    Open MPI's `mpirun --with-ft ulfm` does, and tells its processes so.
+    Open MPI's `mpirun --with-ft ulfm` does, and tells its processes in a variable.
     """
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
@@ -320,11 +325,11 @@ def threads_are_set(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def heap_is_set(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user has set what glibc's malloc does with memory that is freed."""
+    """Return whether the user has configured what glibc's malloc does with freed memory."""
     return bool(environ.get("MALLOC_TRIM_THRESHOLD_") or environ.get("MALLOC_MMAP_THRESHOLD_")
                 or "glibc.malloc." in environ.get("GLIBC_TUNABLES", ""))
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Set environment variables of this process and of those that it starts."""
+    """Set environment variables of this process and of processes that it starts."""
     os.environ.update(variables)

@@ -1,7 +1,8 @@
-"""Keeps forks of a rank away from MPI, which works only in the process that has started it.
+"""Keeps forks of a rank away from MPI, which works only in the process that started it.
 
-A fork, such as a data loader's worker, has a copy of everything: communicators, handlers, open
-files, and memory shared with other ranks, which would take what it did for its parent's doing.
+A fork, for example a data loader's worker, has a copy of everything: communicators, handlers, open
+files, and memory shared with other ranks. The other ranks would mistake its actions for those of
+its parent.
 """
 
 import atexit
@@ -17,26 +18,26 @@ from ..errors import ClosedError, LaunchError
 
 
 class Gate(Protocol):
-    """What keeps fast calls from beginning; see record.counter."""
+    """A gate that can stop fast calls; see record.counter."""
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""
 
 
-# Whether this process is a fork of the one in which MPI was started; that one's number.
+# True if this process is a fork of the one in which MPI was started, and the number of the latter.
 in_fork = False
 _home = 0
-# The exit status of a fork.
+# Exit status of a fork.
 _status = 0
-# Closed in a fork: what is quick asks nobody whether this process is one.
+# Gates to close in a fork, because fast calls do not check `in_fork`.
 gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 
 
 def guard(is_finalized: Callable[[], bool]) -> None:
-    """Note that MPI was started in this process.
+    """Record that MPI was started in this process.
 
     Args:
-        is_finalized: MPI_Finalized.
+        is_finalized: Function MPI_Finalized.
     """
     global _home
     if not _home:
@@ -62,7 +63,7 @@ def refuse_calls(rank: int) -> None:
 
 
 def _begin() -> None:
-    """Begin a fork: from now on refuse its calls, and note its exit status."""
+    """Begin a fork: from now on refuse its calls, and record its exit status."""
     global in_fork
     in_fork = True
     for gate in gates:
@@ -80,7 +81,7 @@ def _begin() -> None:
 def _end(is_finalized: Callable[[], bool]) -> None:
     """End a fork here, before mpi4py calls MPI_Finalize, which would wait for its parent.
 
-    An exit handler does not see the exit status: it is what `sys.exit` got, or 1 after an
+    An exit handler does not see the exit status. It is the argument of `sys.exit`, or 1 after an
     exception.
     """
     if in_fork and not is_finalized():
@@ -88,7 +89,7 @@ def _end(is_finalized: Callable[[], bool]) -> None:
 
 
 def leave(status: int) -> None:
-    """End this process at once, without MPI_Finalize; what it has printed is not lost."""
+    """End this process at once, without MPI_Finalize; flush its output."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

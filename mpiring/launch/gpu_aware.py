@@ -1,8 +1,8 @@
-"""Tests whether MPI takes pointers to GPU memory, in processes of their own.
+"""Tests in separate processes whether MPI accepts pointers to GPU memory.
 
-An MPI library that does not take them reads them as host memory, and crashes; libraries that claim
-to take them are sometimes wrong. So two processes under their own launcher exchange messages: they
-run this file as a module.
+An MPI library that does not accept them reads them as host memory, and crashes. Libraries that
+claim to accept them are sometimes wrong. Therefore two processes under a separate launcher exchange
+messages; they run this file as a module.
 """
 
 import faulthandler
@@ -39,14 +39,15 @@ _MOST_LINES = 3
 
 
 def takes_pointers(config: Config, library: str, index: int | None) -> bool:
-    """Return whether MPI takes pointers to GPU memory: as configured, cached, or tried now.
+    """Return whether MPI accepts pointers to GPU memory: as configured, cached, or tried now.
 
-    To be called on one rank, which shares the result. A trial takes as long as a job's start. A
+    Call it on one rank, which shares the result. A trial takes as long as a job's start. A
     negative result is logged with its reason.
 
     Args:
-        library: MPI's description of itself.
-        index: Number of the GPU for a trial; None where there can be none, for lack of CuPy.
+        config: Settings.
+        library: Text in which the MPI library describes itself.
+        index: Number of the GPU for a trial; None if CuPy is missing, so that none is possible.
     """
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
@@ -67,17 +68,17 @@ def takes_pointers(config: Config, library: str, index: int | None) -> bool:
         if mpiexec is None:
             return _report("there is no mpiexec to try it with")
         problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
-        # A folder that cannot be written to costs a trial each time, and nothing else.
+        # If the folder is not writable, the only cost is a trial each time.
         with suppress(OSError):
             cache.write("problem", problem)
     return _report(problem)
 
 
 def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
-    """Run a trial, and return what went wrong; "" if MPI takes the pointers.
+    """Run a trial, and return the problem; "" if MPI accepts the pointers.
 
     Args:
-        command: Starts two ranks of this module.
+        command: Command that starts two ranks of this module.
         limit_s: Seconds after which they are ended.
     """
     try:
@@ -89,7 +90,7 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
         return f"a trial had not ended after {limit_s:g} s"
     if ended.status == 0 and ended.lines.count(_PROOF) == 2:
         return ""
-    # What the ranks reported, else the launcher's last words on how they died.
+    # The problems that ranks reported; otherwise the launcher's last words on how they died.
     problems = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in ended.lines
                                   if line.startswith(_PROBLEM) and line != _PROOF))
     problems = problems or [line.strip() for line in child_job.last_lines(ended.lines, _MOST_LINES)]
@@ -104,7 +105,7 @@ def _report(problem: str) -> bool:
 
 
 def _exchange(device: Device) -> None:
-    """Exchange numbers in GPU memory as operations do; raise if other numbers arrive."""
+    """Exchange numbers in GPU memory like operations do; raise if other numbers arrive."""
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
     other = 1 - comm.rank
@@ -133,13 +134,13 @@ def _wait(event: Event) -> None:
 
 
 def _main(index: str, limit_s: str) -> None:
-    # Ends the process even while MPI holds the interpreter's lock.
+    # This ends the process even while MPI holds the interpreter's lock.
     faulthandler.dump_traceback_later(float(limit_s), exit=True)
     try:
         _exchange(cuda.device(int(index)))
     except Exception as error:
         print(f"{_PROBLEM}{type(error).__name__}: {error}", flush=True)
-        # Without MPI_Finalize, which would wait for the other rank.
+        # Skip MPI_Finalize, which would wait for the other rank.
         os._exit(1)
     print(_PROOF, flush=True)
 

@@ -1,4 +1,4 @@
-"""Asks this host's system (Linux): network addresses, memory that is kept, processors."""
+"""Queries this host's system (Linux): network addresses, freed memory, processors."""
 
 import contextlib
 import ctypes
@@ -14,9 +14,9 @@ from .environment import heap_is_set
 
 # The ioctl that returns an interface's IPv4 address.
 _SIOCGIFADDR = 0x8915
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# The second is as much as glibc before 2.35 accepts.
+# The second value is the largest that glibc before 2.35 accepts.
 _THRESHOLDS_BYTES = (1 << 30, 32 << 20)
 
 
@@ -37,7 +37,7 @@ def count_cores(processors: Set[int], root: Path = Path("/")) -> int:
 
     Args:
         processors: Numbers of processors.
-        root: Folder that has the system's files.
+        root: Folder that contains the system's files.
     """
     siblings = set()
     for number in processors:
@@ -50,7 +50,7 @@ def count_cores(processors: Set[int], root: Path = Path("/")) -> int:
 
 
 def ipv4_address(interface: str) -> str:
-    """Return the address of an interface.
+    """Return the IPv4 address of an interface.
 
     Raises:
         OSError: There is no such interface, or it has no address.
@@ -62,7 +62,7 @@ def ipv4_address(interface: str) -> str:
 
 
 def ipv4_addresses() -> dict[str, str]:
-    """Return the addresses of all interfaces that have one, without the loopback, by name."""
+    """Return the addresses of all interfaces with an address, except the loopback, by name."""
     addresses = {}
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
@@ -72,19 +72,19 @@ def ipv4_addresses() -> dict[str, str]:
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 1 GiB that it frees, in place of giving it back to the system.
+    """Let this process keep up to 1 GiB of freed memory instead of returning it to the system.
 
-    In a training step, all gradients are allocated and freed. By default, glibc gives long blocks
-    back at once, and the system zeroes each page of the next ones anew. Measured: 12,136 pages and
-    24 ms of a convolutional network's step of 205 ms. Nothing changes where the user has set
-    malloc's thresholds by environment variables, or where there is no glibc.
+    A training step allocates and frees all gradients. By default, glibc returns long blocks at
+    once, and the system zeroes each page of the next ones again. Measured: 12,136 pages and 24 ms
+    of a convolutional network's step of 205 ms. Nothing changes if the user has set malloc's
+    thresholds by environment variables, or without glibc.
 
     Returns:
-        Whether malloc was told so.
+        True if malloc has accepted the thresholds.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or heap_is_set():
         return False
-    # Both: whoever sets one of them keeps glibc from adapting the other.
+    # Set both, because setting one stops glibc from adapting the other.
     return all([any(mallopt(which, nbytes) == 1 for nbytes in _THRESHOLDS_BYTES)
                 for which in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)])

@@ -1,4 +1,4 @@
-"""Derives from the ranks' nodes where a rank stands, and in which order a ring visits all ranks."""
+"""Derives a rank's position among the nodes, and the order in which a ring visits all ranks."""
 
 import operator
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ class Topology:
     """Position of a rank among the nodes.
 
     Attributes:
-        local_rank, local_size: This rank within its node, and the number of ranks there.
-        node_rank, num_nodes: This node, in the order of nodes' lowest ranks, and their number.
+        local_rank, local_size: Number of this rank on its node, and number of ranks there.
+        node_rank, num_nodes: Number of this node, in the order of the nodes' lowest ranks, and
+            number of nodes.
     """
 
     local_rank: int
@@ -21,8 +22,7 @@ class Topology:
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
-    """Return ranks that follow each other as a range, which takes no memory for each; else a tuple.
-    """
+    """Return consecutive ranks as a range, which saves memory; otherwise return a tuple."""
     consecutive = range(ranks[0], ranks[0] + len(ranks)) if ranks else range(0)
     return consecutive if all(map(operator.eq, ranks, consecutive)) else tuple(ranks)
 
@@ -31,7 +31,7 @@ def node_order(leaders: Sequence[int]) -> Sequence[int]:
     """Return all ranks, node after node, so that a ring in this order leaves each node once.
 
     Args:
-        leaders: As for `topology`.
+        leaders: Lowest rank on the node of each rank.
     """
     return compact(sorted(range(len(leaders)), key=lambda rank: (leaders[rank], rank)))
 
@@ -40,8 +40,8 @@ def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> Sequence[Seq
     """Return the ranks of each node or memory, in the given order.
 
     Args:
-        leaders: For every rank, the lowest rank on its node, or that shares its memory.
-        order: From `node_order`.
+        leaders: Lowest rank on the node, or in the memory, of each rank.
+        order: Result of `node_order`.
     """
     groups: dict[int, list[int]] = {}
     for rank in order:
@@ -53,8 +53,8 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
     """Return the position of a rank.
 
     Args:
-        rank: This rank.
-        leaders: For every rank, the lowest rank on its node.
+        rank: Number of this rank.
+        leaders: Lowest rank on the node of each rank.
     """
     nodes = sorted(set(leaders))
     on_node = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
@@ -67,11 +67,11 @@ def neighbours(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | N
     """Return the first ranks of the groups before and after the one that this rank leads.
 
     Args:
-        rank: This rank.
-        nodes: From `ranks_of_nodes`: headers must go the way of the data.
+        rank: Number of this rank.
+        nodes: Result of `ranks_of_nodes`, so that headers take the same path as the data.
 
     Returns:
-        None unless this rank leads one of several groups.
+        The two ranks; None unless this rank leads one of several groups.
     """
     leaders = [ranks[0] for ranks in nodes]
     if rank not in leaders or len(leaders) == 1:

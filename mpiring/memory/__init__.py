@@ -1,1 +1,1 @@
-"""Host memory: vectors, dtypes, how they are combined, and memory that processes share."""
+"""Host memory: vectors and dtypes, their combination, and memory that processes share."""

@@ -13,31 +13,31 @@ from numpy.typing import DTypeLike, NDArray
 from ..errors import ConfigError, MissingDependencyError
 
 Array = NDArray[Any]
-# Of an array in CPython, its first field is the address of its data.
+# In CPython, the first field of an array object is the address of its data.
 _FIELDS_BYTES = object.__basicsize__
 _word_at = ctypes.c_size_t.from_address
 
-# NumPy has no bfloat16; the dtype of that name comes from the package ml_dtypes,
-# which registers the arithmetic. Only its name is needed here.
+# NumPy has no bfloat16. The dtype of that name comes from the package ml_dtypes, which registers
+# the arithmetic. Only its name is needed here.
 FLOATING = ("float16", "bfloat16", "float32", "float64", "longdouble")
 COMPLEX = ("complex64", "complex128", "clongdouble")
 INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SIXTEEN_BIT = ("float16", "bfloat16")
 CACHE_LINE_BYTES = 64
-# The bits of Inf.
+# Bits of Inf.
 INFINITY_BITS = {"float16": 0x7c00, "bfloat16": 0x7f80}
 
 
 @functools.cache
 def _has_known_fields() -> bool:
-    # Of another Python, `id` need not be an address.
+    # In other implementations of Python, `id` need not be an address.
     x = np.empty(2)
     return sys.implementation.name == "cpython" and (
         _word_at(id(x) + _FIELDS_BYTES).value == x.ctypes.data)
 
 
 def data_address(x: Array) -> int:
-    """Return `x.ctypes.data`, in a fifth of its time."""
+    """Return `x.ctypes.data`, in a fifth of the time."""
     if _has_known_fields():
         return _word_at(id(x) + _FIELDS_BYTES).value
     return int(x.ctypes.data)
@@ -47,20 +47,21 @@ def dtype_name(dtype: DTypeLike) -> str:
     """Return mpiring's name of a dtype, the same on every platform.
 
     Raises:
-        ConfigError: Collectives cannot send it.
+        ConfigError: Collectives do not support the dtype.
     """
     return _name(np.dtype(dtype))
 
 
 def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
-    """Return the dtype of a name: NumPy's, or bfloat16 of ml_dtypes.
+    """Return the dtype of a name: a NumPy dtype, or bfloat16 of ml_dtypes.
 
     Args:
-        names: Those that are allowed.
+        name: Name of the dtype.
+        names: Names that are allowed.
 
     Raises:
-        ConfigError: Another name.
-        MissingDependencyError: bfloat16 without the package ml_dtypes.
+        ConfigError: The name is not allowed.
+        MissingDependencyError: It is bfloat16, and the package ml_dtypes is missing.
     """
     if name not in names:
         raise ConfigError(f"dtype {name!r} cannot be reduced; expected one of {', '.join(names)}")
@@ -74,14 +75,14 @@ def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
     return bfloat16
 
 
-# Cached: NumPy composes a dtype's name anew each time, which takes 5 µs.
+# Cached, because NumPy composes a dtype's name each time, which takes 5 µs.
 @functools.cache
 def _name(dtype: np.dtype[Any]) -> str:
     if not dtype.isnative:
         raise ConfigError(
             f"dtype {dtype.str!r} has foreign byte order; convert with "
             f"x.astype({dtype.newbyteorder('=').str!r})")
-    # Called float128 and complex256 on most machines, but the width differs between machines.
+    # NumPy's names, float128 and complex256 on most machines, depend on the width.
     if dtype.char in "gG":
         return "longdouble" if dtype.char == "g" else "clongdouble"
     if dtype.name in (*FLOATING, *COMPLEX, *INTEGER, "bool"):
@@ -95,11 +96,11 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
     """Return the elements of `x` as a vector that shares its memory.
 
     Args:
-        x: A NumPy array of any shape, C- or Fortran-contiguous.
-        writeable: Refuse arrays that cannot be written to.
+        x: NumPy array of any shape, C- or Fortran-contiguous.
+        writeable: If true, refuse arrays that cannot be written to.
 
     Raises:
-        ConfigError: Not an array, masked, not contiguous, or read-only.
+        ConfigError: It is not an array, or it is masked, not contiguous, or read-only.
     """
     is_plain = type(x) is np.ndarray
     if not is_plain:
@@ -127,7 +128,7 @@ def _refuse_other_than_arrays(x: Any) -> None:
 
 def chunks_of(x: Array, parts: int) -> list[Array]:
     """Cut a vector into `parts` views whose lengths differ by at most one."""
-    # As `cut(x, bounds_of(x.size, parts))`, in half the time: a short ring calls it four times.
+    # Equal to `cut(x, bounds_of(x.size, parts))`, in half the time: a short ring calls it 4 times.
     bounds = [i * x.size // parts for i in range(parts + 1)]
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
@@ -136,54 +137,56 @@ def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
     """Return the `parts` + 1 offsets that cut n elements into slices of about equal length.
 
     Args:
-        alignment: Slices start at multiples of so many elements.
+        n: Number of elements.
+        parts: Number of slices.
+        alignment: Number of elements of which the start of each slice is a multiple.
     """
     blocks = -(-n // alignment)
     return [min(i * blocks // parts * alignment, n) for i in range(parts + 1)]
 
 
 def aligned_bounds(n: int, itemsize: int, parts: int) -> list[int]:
-    """Return the offsets of slices that start on cache lines, as far as the memory does."""
+    """Return the offsets of slices that start on cache lines, if the memory does."""
     return list(_aligned_bounds(n, itemsize, parts))
 
 
-# Cached: for 1,000 parts it takes 0.1 ms, and every step asks for those of each bucket.
+# Cached, because it takes 0.1 ms for 1,000 parts, and every step needs those of each bucket.
 @functools.lru_cache(maxsize=1024)
 def _aligned_bounds(n: int, itemsize: int, parts: int) -> tuple[int, ...]:
     return tuple(bounds_of(n, parts, max(1, CACHE_LINE_BYTES // itemsize)))
 
 
 def cut(x: Array, bounds: Sequence[int]) -> list[Array]:
-    """Cut a vector into views, `x[bounds[i]:bounds[i + 1]]` for each i."""
+    """Cut a vector into the views `x[bounds[i]:bounds[i + 1]]`."""
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
 def slice_of(x: Array, part: int, parts: int) -> Array:
-    """Return number `part` of the views that `chunks_of` returns."""
+    """Return view number `part` of those that `chunks_of` returns."""
     return x[part * x.size // parts:(part + 1) * x.size // parts]
 
 
 def pieces_of(x: Array, piece_bytes: int) -> list[Array]:
-    """Cut a vector into views of at most `piece_bytes`; one empty view if it is empty."""
+    """Cut a vector into views of at most `piece_bytes` bytes; an empty vector into one view."""
     return chunks_of(x, max(1, math.ceil(x.nbytes / piece_bytes)))
 
 
 def as_bytes(x: Array) -> Array:
-    """View a contiguous vector as bytes: MPI need not know its dtype."""
+    """View a contiguous vector as bytes, so that MPI need not know its dtype."""
     return x.view(np.uint8)
 
 
 def is_finite(x: Array) -> bool:
-    """Return whether a vector, floating or complex, holds neither Inf nor NaN."""
+    """Return whether a floating or complex vector contains neither Inf nor NaN."""
     name = dtype_name(x.dtype)
     if name not in INFINITY_BITS:
         return bool(np.isfinite(x).all())
-    # In 16 bits NumPy's isfinite takes fifty times as long.
+    # For 16 bits NumPy's isfinite takes fifty times as long.
     return x.size == 0 or peak(x) < INFINITY_BITS[name]
 
 
 def peak(x: Array) -> int:
-    """Return the bits of the largest magnitude in a vector of 16-bit floats that is not empty.
+    """Return the bits of the largest magnitude in a nonempty vector of 16-bit floats.
 
     The bits of Inf and NaN are larger than those of any finite number.
     """

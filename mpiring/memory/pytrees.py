@@ -1,4 +1,4 @@
-"""Walks pytrees: mappings, lists and tuples inside each other, with anything else as leaves."""
+"""Walks pytrees: nested mappings, lists and tuples, with any other objects as leaves."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -8,7 +8,7 @@ Path = tuple[Any, ...]
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of a pytree, in order, each with its path: the keys that lead to it."""
+    """Yield the leaves of a pytree, in order, each with its path (the keys that lead to it)."""
     if isinstance(tree, Mapping):
         for key in list(tree):
             yield from leaves(tree[key], (*path, key))
@@ -20,7 +20,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a pytree of the same types, with each leaf changed, in order.
+    """Return a copy of a pytree with the same types, and with each leaf changed, in order.
 
     A mapping that cannot be written to is a leaf.
     """
@@ -32,7 +32,7 @@ def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, list | tuple):
         parts = [mapped(value, change) for value in tree]
         if isinstance(tree, tuple):
-            # A namedtuple takes them one by one.
+            # A namedtuple's constructor needs separate arguments.
             return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
         return parts
     return change(tree)

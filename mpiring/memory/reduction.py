@@ -1,4 +1,4 @@
-"""Combines vectors elementwise: sum, mean, max, min, prod, bitwise, for every dtype."""
+"""Combines vectors elementwise: sum, mean, max, min, prod and bitwise ops, for every dtype."""
 
 import contextvars
 import functools
@@ -15,8 +15,8 @@ from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 from .scratch import BLOCK_BYTES, thread_scratch
 
-# Vectors are added by compiled code if so much is read and written, two of them if the sum is
-# stored into both; NumPy takes as long for others, and for shorter ones. Measured.
+# Compiled code adds vectors if this many bytes are read and written; two vectors only if the sum is
+# stored into both. Otherwise NumPy takes no longer. Measured.
 _LONG_BYTES = 480 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -43,38 +43,40 @@ _REMEDIES = {
 
 
 class Combine(Protocol):
-    """Combines the contributions of ranks in a schedule.
+    """Implementation of an op, which combines the contributions of ranks in a schedule.
 
     Attributes:
-        adds: Compiled code may add up its vectors: in host memory, of a dtype of `sums.DTYPES`, ...
-        divisor: ... and divides the sum by this.
+        adds: If true, compiled code may add the vectors: they are in host memory, of a dtype of
+            `sums.DTYPES`, and `divisor` divides the sum.
+        divisor: Divisor of the result.
     """
-
     adds: bool
     divisor: float
 
     def prepare(self, x: Array) -> None:
-        """Prepare this rank's own contribution, in place, before it is sent."""
+        """Prepare this rank's contribution, in place, before it is sent."""
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
 
     def finish(self, chunk: Array) -> None:
-        """Finish a chunk that holds every rank's contribution, in place."""
+        """Finish a chunk that contains every rank's contribution, in place."""
 
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
-        """Combine all contributions, not prepared, in the order given, finish, and store."""
+        """Combine all unprepared contributions in the given order, finish, and store."""
 
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
-        """Copy a vector to others, in one pass; to none as well.
+        """Copy a vector to any number of others, in one pass.
 
         Args:
-            past_caches: It is a part of vectors that do not fit into the caches.
+            x: Vector to copy.
+            outs: Vectors to overwrite.
+            past_caches: If true, the vector is a part of vectors that do not fit into the caches.
         """
 
 
 class _Thread(threading.local):
-    """A thread's context in which floating-point errors give Inf and NaN without a warning."""
+    """Context of a thread in which floating-point errors give Inf and NaN without a warning."""
 
     def __init__(self) -> None:
         self.quiet = contextvars.copy_context()
@@ -89,14 +91,14 @@ def quietly(function: Callable[..., Any], *args: Any) -> None:
     """Call a function without warnings and errors for overflow and the like.
 
     A user's numpy.seterr(all="raise") must not stop one rank in the middle of a collective. Since
-    NumPy 2 the setting belongs to the context: running in a context that has it takes 0.1 µs,
-    numpy.errstate 1.5 µs.
+    NumPy 2 the setting belongs to the context. Running in a context with the setting takes 0.1 µs;
+    numpy.errstate takes 1.5 µs.
     """
     if _NUMPY_1:
         with np.errstate(all="ignore"):
             function(*args)
     else:
-        # A copy: a signal's handler may run in it, and may combine vectors, too.
+        # A copy, because a signal handler may interrupt and also combine vectors in the context.
         _thread.quiet.copy().run(function, *args)
 
 
@@ -107,14 +109,17 @@ class Reduction:
     a warning, as in MPI. A mean divides once, at the end, the chunk that a rank owns.
 
     In 16 bits, `combine` adds or multiplies in float32, and rounds once, at the end. The other
-    methods round whenever they store; there a mean divides first, because the sum may overflow
-    where the mean does not (60000 + 60000 is Inf in float16).
+    methods round whenever they store. For them, a mean divides first, because the sum may overflow
+    if the mean does not (60000 + 60000 is Inf in float16).
 
     Any number of threads may use one Reduction.
 
     Args:
-        compiled: Long vectors may be copied, and those of more than 16 bits added, by code that
-            numba has compiled, where there is some; to load it takes 50 MiB.
+        op: Name of the op, one of OPS.
+        dtype: Dtype of the vectors.
+        size: Divisor of a mean; 1 means that there is nothing to combine.
+        compiled: If true, use code compiled by numba, if available, to copy long vectors and to add
+            those of more than 16 bits. Loading it takes 50 MiB.
 
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.
@@ -133,18 +138,18 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        # One rank alone has nothing to combine, and no reason to load numba.
+        # A rank alone combines nothing, and has no reason to load numba.
         self._combine_16 = None if not self.widens else (
             size > 1 and loops.combiner(name) or sixteen.combine)
         self._compiled = compiled
         self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
-        # Three or more vectors are combined block by block, as are those whose result is stored
-        # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
+        # Three or more vectors, or results that are stored several times, go block by block: a
+        # scratch block and the blocks of two ranks stay in the cache. Measured.
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self.divisor = size if op == "mean" else 1
 
     def prepare(self, x: Array) -> None:
-        """Divide `x` by the number of ranks where the mean needs it first."""
+        """Divide `x` by `size` if the mean must divide first."""
         if self.divides_first:
             self._divide(x)
 
@@ -153,17 +158,17 @@ class Reduction:
         self._apply((out, contribution), 1, (out,))
 
     def finish(self, chunk: Array) -> None:
-        """Divide a chunk of sums by the number of ranks where the op is a mean."""
+        """Divide a chunk of sums by `size` if the op is a mean that divides last."""
         if self.op == "mean" and not self.divides_first:
             self._divide(chunk)
 
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
-        """Combine contributions elementwise, in the order given, and divide where it is a mean.
+        """Combine contributions elementwise, in the given order, and divide if it is a mean.
 
         Args:
-            sources: At least one vector of shape (n,), contiguous, not prepared.
-            outs: One or more of shape (n,), contiguous, each overwritten by the result. May be
-                among the sources, but must not overlap them otherwise, nor each other.
+            sources: One or more vectors of shape (n,), contiguous, not prepared.
+            outs: One or more vectors of shape (n,), contiguous, overwritten by the result. They may
+                be among the sources, but must not overlap them otherwise, nor each other.
         """
         divisor, out = self.divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
@@ -175,10 +180,10 @@ class Reduction:
         self._apply(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function that combines these vectors as `combine` does, and sooner, if short.
+        """Return a function that does `combine` on these vectors; faster if they are short.
 
         Args:
-            sources: As for `combine`; the function is given `out`.
+            sources: Vectors to combine; the function has the argument `out`.
         """
         if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
             return functools.partial(self.combine, sources)
@@ -197,9 +202,9 @@ class Reduction:
         """Copy a vector to others; each block is read once.
 
         Args:
-            x: Shape (n,), contiguous.
+            x: Vector of shape (n,), contiguous.
             outs: Any number of vectors of shape (n,), contiguous, that do not overlap.
-            past_caches: Compiled code, if there is some, stores past the caches.
+            past_caches: If true, compiled code, if available, stores around the caches.
         """
         if past_caches and self._compiled and outs and copies.stream(x, outs):
             return
@@ -232,7 +237,7 @@ class Reduction:
         elif len(sources) == 1:
             np.copyto(out, sources[0])
         else:
-            # Not in `out`, which may be a source that is yet to be read.
+            # Accumulate in scratch memory, because `out` may be a source that is not read yet.
             block, total = thread_scratch.take(), sources[0]
             scratch = block.memory[:out.nbytes].view(out.dtype)
             for x in sources[1:-1]:

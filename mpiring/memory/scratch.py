@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from .arrays import Array
 
-# Of a thread's scratch memory: it stays in the level-2 cache. Measured.
+# Length of a thread's scratch memory, which stays in the level-2 cache. Measured.
 BLOCK_BYTES = 256 << 10
 
 
@@ -18,7 +18,7 @@ class Block:
 
     Attributes:
         memory: BLOCK_BYTES bytes of undefined content.
-        address: Their address: NumPy takes a microsecond for it.
+        address: Address of the memory; NumPy takes a microsecond to get it.
     """
 
     def __init__(self) -> None:
@@ -27,17 +27,17 @@ class Block:
 
 
 class _ThreadScratch(threading.local):
-    """Blocks of each thread: one, unless a signal's handler combined vectors amid a combination."""
+    """Idle blocks of each thread: one, or more if a signal handler interrupted a combination."""
 
     def __init__(self) -> None:
         self._idle = [Block()]
 
     def take(self) -> Block:
-        """Return a block that is in no use; `give_back` it, but after an error."""
+        """Return an idle block; `give_back` it, except after an error."""
         return self._idle.pop() if self._idle else Block()
 
     def give_back(self, block: Block) -> None:
-        """Let later combinations have a block."""
+        """Return a block to the pool."""
         self._idle.append(block)
 
 
@@ -52,8 +52,8 @@ class Scratch:
     """A small pool of buffers, for schedules of any thread.
 
     Args:
-        keep: How many idle buffers stay in the pool: the largest.
-        make: Returns a new buffer of so many bytes.
+        keep: Number of idle buffers, the largest ones, that stay in the pool.
+        make: Function that returns a new buffer of a number of bytes.
     """
 
     def __init__(self, keep: int, make: Callable[[int], Array] = _in_host_memory) -> None:
@@ -68,7 +68,7 @@ class Scratch:
         nbytes = n * np.dtype(dtype).itemsize
         buffer = self._take(nbytes)
         yield buffer[:nbytes].view(dtype)
-        # Not in a `finally`: after an error, MPI may still write into the buffer.
+        # Not in a `finally`, because after an error MPI may still write into the buffer.
         with self._lock:
             self._idle.append(buffer)
             self._idle.sort(key=len)

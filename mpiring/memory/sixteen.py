@@ -1,6 +1,6 @@
-"""Converts float16 and bfloat16 to float32 and back, and combines them in float32, by NumPy.
+"""Converts float16 and bfloat16 to float32 and back, and combines them in float32, with NumPy.
 
-Where numba is installed, `jit.loops` combines them several times as fast.
+If numba is installed, `jit.loops` combines them several times as fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import Array
 from .scratch import BLOCK_BYTES, thread_scratch
 
-# Elements in a block: two of them, 4 bytes per element, are a thread's scratch memory; shorter ones
+# Number of elements in a block: two blocks of float32 fill a thread's scratch memory. Shorter ones
 # cost more calls. Measured.
 BLOCK = BLOCK_BYTES // 8
 
@@ -20,9 +20,9 @@ def widen(x: Any, out: Any, xp: Any = np) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
     Args:
-        x: Shape (n,), contiguous. uint16 stands for the bits of bfloat16.
-        out: Shape (n,), overwritten.
-        xp: NumPy or CuPy; the vectors are its own.
+        x: Vector of shape (n,), contiguous. A uint16 vector holds the bits of bfloat16.
+        out: Vector of shape (n,), overwritten.
+        xp: NumPy or CuPy, the package of the vectors.
     """
     if x.dtype == np.uint16:
         xp.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -34,14 +34,14 @@ def widen(x: Any, out: Any, xp: Any = np) -> None:
 def narrow(x: Any, out: Any, xp: Any = np) -> None:
     """Round a float32 vector to float16 or bfloat16: to nearest, ties to even.
 
-    What is too large becomes Inf; NaN stays NaN.
+    Too large numbers become Inf; NaN stays NaN.
 
     Args:
-        x: Shape (n,), contiguous.
-        out: Shape (n,), overwritten. uint16 stands for the bits of bfloat16.
-        xp: NumPy or CuPy; the vectors are its own.
+        x: Vector of shape (n,), contiguous.
+        out: Vector of shape (n,), overwritten. A uint16 vector holds the bits of bfloat16.
+        xp: NumPy or CuPy, the package of the vectors.
     """
-    # A GPU takes longer for many short operations.
+    # One block on a GPU, where many short operations take longer.
     step = BLOCK if xp is np else max(x.size, 1)
     with np.errstate(all="ignore"):
         for start in range(0, x.size, step):
@@ -49,7 +49,7 @@ def narrow(x: Any, out: Any, xp: Any = np) -> None:
             if out.dtype == np.uint16:
                 block = _bfloat_bits(block, xp)
             elif out.dtype == np.float16:
-                # Makes a signalling NaN quiet, as processors do in their own conversion.
+                # This makes a signaling NaN quiet, like a processor's conversion.
                 block = block * np.float32(1)
             out[start:start + step] = block
 
@@ -63,13 +63,13 @@ def _bfloat_bits(x: Any, xp: Any) -> Any:
 def combine(
     op: Callable[..., Any], sources: Sequence[Array], divisor: float, out: Array,
 ) -> None:
-    """Combine vectors of 16 bits in float32, in the order given, and round once, at the end.
+    """Combine 16-bit vectors in float32, in the given order, and round once, at the end.
 
     Args:
         op: numpy.add or numpy.multiply.
         sources: Vectors of float16 or of bfloat16, contiguous, of one length.
-        divisor: The result is divided by it before it is rounded.
-        out: Overwritten by the result; may be one of the sources.
+        divisor: Divisor of the result, before rounding.
+        out: Vector to overwrite with the result; may be one of the sources.
     """
     borrowed = thread_scratch.take()
     scratch = borrowed.memory.view(np.float32).reshape(2, BLOCK)

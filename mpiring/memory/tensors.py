@@ -1,4 +1,4 @@
-"""Sees PyTorch's tensors as vectors of the same memory, without importing PyTorch."""
+"""Views PyTorch tensors as vectors of the same memory, without importing PyTorch."""
 
 import functools
 import sys
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
            "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-# PyTorch's names of the GPUs whose tensors collectives take: NVIDIA's and AMD's, and Intel's.
+# PyTorch's names of the GPUs whose tensors collectives accept: NVIDIA and AMD, and Intel.
 GPU_TYPES = ("cuda", "xpu")
 
 
 def is_tensor(x: object) -> "TypeGuard[torch.Tensor]":
-    """Return whether `x` is a tensor of PyTorch, in host memory or on a GPU."""
+    """Return whether `x` is a PyTorch tensor, in host memory or on a GPU."""
     # While another thread imports PyTorch, the module has no Tensor yet.
     return isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 @functools.cache
 def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
-    """Return NumPy's equal of a dtype.
+    """Return the NumPy dtype that equals a PyTorch dtype.
 
     Raises:
-        ConfigError: Collectives cannot calculate with it.
-        MissingDependencyError: bfloat16, without ml_dtypes.
+        ConfigError: Collectives do not support the dtype.
+        MissingDependencyError: It is bfloat16, and ml_dtypes is missing.
     """
     return dtype_named(str(dtype).removeprefix("torch."), _DTYPES)
 
 
 @functools.cache
 def torch_dtype(dtype: np.dtype[Any]) -> "torch.dtype":
-    """Return PyTorch's equal of a dtype, from `numpy_dtype`."""
+    """Return the PyTorch dtype that equals a dtype from `numpy_dtype`."""
     equivalent: "torch.dtype" = getattr(sys.modules["torch"], dtype_name(dtype))
     return equivalent
 
@@ -46,11 +46,12 @@ def array_of(tensor: "torch.Tensor") -> Array:
     """Return a tensor's elements as a vector of the same memory.
 
     Args:
-        tensor: Any shape; on the CPU, strided, contiguous.
+        tensor: Tensor of any shape, on the CPU, strided, contiguous.
 
     Raises:
-        ConfigError: It is none of that, or of a dtype that cannot be reduced.
-        MissingDependencyError: bfloat16, without ml_dtypes.
+        ConfigError: The tensor is on a GPU, not strided or not contiguous, or its dtype cannot be
+            reduced.
+        MissingDependencyError: It is bfloat16, and ml_dtypes is missing.
     """
     torch, dtype = sys.modules["torch"], numpy_dtype(tensor.dtype)
     if tensor.device.type != "cpu":
@@ -58,7 +59,7 @@ def array_of(tensor: "torch.Tensor") -> Array:
     refuse_gaps(tensor)
     flat = tensor.detach().view(-1)
     if tensor.dtype is torch.bfloat16:
-        # PyTorch does not hand it to NumPy.
+        # PyTorch does not convert bfloat16 to NumPy.
         flat = flat.view(torch.int16)
     array: Array = flat.numpy()
     return array.view(dtype)

@@ -1,10 +1,10 @@
 """Maps memory that the processes of a node share, until the last of them unmaps it.
 
-The memory is an anonymous file: it has no name that a crash could leave behind, and the size of
-/dev/shm does not limit it. Garbage collection may unmap it; MPI_Win_free would be a collective
-call.
+The memory is an anonymous file. It has no name that a crash could leave behind, and the size of
+/dev/shm does not limit it. Garbage collection may unmap it, unlike MPI_Win_free, which would be a
+collective call.
 
-A fork of a process gets a private copy: what it writes must not change the memory of ranks.
+A fork of a process gets a private copy, because its writes must not change the memory of ranks.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ from .arrays import Array
 
 PAGE_BYTES = mmap.PAGESIZE
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-# <sys/mman.h> of Linux; Python's mmap does not know them.
+# Constants of <sys/mman.h> of Linux, which Python's mmap lacks.
 _MAP_FIXED, _MAP_NORESERVE, _MREMAP_MAYMOVE_FIXED = 0x10, 0x4000, 3
-# By address, the length and the descriptor of each mapping that is shared; -1 for none.
+# Length and descriptor (-1 for none) of each mapping that forks must not share, by address.
 _mappings: dict[int, tuple[int, int]] = {}
 
 
@@ -41,7 +41,7 @@ def create() -> int:
 
 
 def identity(descriptor: int) -> tuple[int, int]:
-    """Return the device and number of an open file, which no other file of this system has."""
+    """Return the device and number of an open file, which identify it on this system."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
@@ -50,12 +50,12 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
     """Return a descriptor of a file that another process of this node has open.
 
     Args:
-        pid, descriptor: Of that process.
-        wanted: The file's identity. In another container the same path may lead to another file,
+        pid, descriptor: Number of that process, and its descriptor.
+        wanted: Identity of the file. In another container the same path may lead to another file,
             which must not be touched.
 
     Raises:
-        OSError: The process lives in another container, or /proc is closed.
+        OSError: The process is in another container, or /proc is not accessible.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     status = os.stat(path)
@@ -66,20 +66,20 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
 
 def segments(descriptor: int, rank: int, size: int, nbytes: int, *,
              private_in_forks: bool = True) -> Sequence[Array]:
-    """Allocate this rank's segment of a file, and map those of all ranks.
+    """Allocate this rank's segment of a file, and map the segments of all ranks.
 
-    Each process allocates its own, so that the pages lie in the memory of its own processor. A
-    segment may be touched once its rank has returned from this function.
+    Each process allocates its own segment, so that the pages are in the memory of its processor.
+    A segment may be touched once its rank has returned from this function.
 
     Args:
-        descriptor: From `create` or `attach`; may be closed afterwards.
-        rank, size: Among the processes that share the file.
+        descriptor: Descriptor from `create` or `attach`; may be closed afterwards.
+        rank, size: Number of this process among those that share the file, and their number.
         nbytes: Length of each segment, at least 1.
-        private_in_forks: If false, a fork of this process shares the memory, too. It must not
+        private_in_forks: If false, a fork of this process also shares the memory. It must not
             write to it.
 
     Returns:
-        Per rank a byte vector; the memory is unmapped when the last view of any of them dies.
+        A byte vector for each rank. The memory is unmapped when the last view of any of them dies.
 
     Raises:
         OSError: Memory is too short, or a limit (`ulimit -f`, `-v`) forbids it.
@@ -93,14 +93,15 @@ def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
     """Allocate this rank's share of a file's pages, and map the file as one array.
 
     Args:
-        descriptor, rank, size: As for `segments`.
-        nbytes: Of the array, at least 1.
+        descriptor, rank, size: Arguments of `segments`.
+        nbytes: Length of the array, at least 1.
 
     Returns:
         A byte vector, the same memory in all processes. A share may be touched once its rank has
         returned from this function.
 
-    Raises: as `segments`.
+    Raises:
+        OSError: As for `segments`.
     """
     share = -(-nbytes // (size * PAGE_BYTES)) * PAGE_BYTES
     return _allocated(descriptor, rank, size, share, True)[:nbytes]
@@ -108,14 +109,14 @@ def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
 
 def _allocated(descriptor: int, rank: int, size: int, stride: int,
                private_in_forks: bool) -> Array:
-    """Allocate number `rank` of `size` equal parts of a file, and map all of it."""
-    # An attempt would take all memory, until the system kills a process.
+    """Allocate part number `rank` of `size` equal parts of a file, and map the complete file."""
+    # Check first: an attempt would use all memory, until the system kills a process.
     if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise OSError(errno.ENOMEM, f"{size * stride} bytes are more than this node has")
     if rank == 0:
-        # The others need not wait for the file's lock once more: it grows when they allocate.
+        # Other ranks need not wait for this, because the file also grows when they allocate.
         os.ftruncate(descriptor, size * stride)
-    # Without this, a shortage would show as a fatal signal at the first touch.
+    # Without this, a shortage would end the process by a signal at the first access.
     os.posix_fallocate(descriptor, rank * stride, stride)
     return np.asarray(_Mapping(descriptor, size * stride, private_in_forks))
 
@@ -123,7 +124,7 @@ def _allocated(descriptor: int, rank: int, size: int, stride: int,
 class _Mapping:
     """A mapped file, until the last array in it dies.
 
-    It keeps a descriptor of the file, if forks are to have a private copy.
+    It keeps a descriptor of the file if forks must get a private copy.
     """
 
     def __init__(self, descriptor: int, nbytes: int, private_in_forks: bool) -> None:
@@ -150,7 +151,7 @@ def _mapped(address: int | None, nbytes: int, flags: int, descriptor: int) -> in
 
 
 def _kept(descriptor: int) -> int:
-    """Return a copy of a descriptor; -1 if the copies would use up what the program may open."""
+    """Return a copy of a descriptor; -1 if the copies would use up the program's descriptors."""
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -171,15 +172,16 @@ def _unmap(address: int, nbytes: int) -> None:
 @functools.cache
 def _separate_forks() -> None:
     """From now on, give forks private copies of all mappings."""
-    # Loaded here: a fork may have copied the loader's lock while another thread held it.
+    # Load it now: a fork may have copied the loader's lock while another thread held it.
     _system()
     os.register_at_fork(after_in_child=_separate)
 
 
 def _separate() -> None:
-    """Replace all mappings of this process, a fork, by private copies at the same addresses.
+    """Replace all mappings of this process, a fork, with private copies at the same addresses.
 
-    The system copies a page when the fork writes to it. Without a descriptor, all is copied now.
+    The system copies a page when the fork writes to it. Without a descriptor, everything is copied
+    now.
     """
     while _mappings:
         address, (nbytes, descriptor) = _mappings.popitem()
@@ -195,7 +197,7 @@ def _separate() -> None:
 
 @functools.cache
 def _system() -> Any:
-    """Return the C library, with the types of what is called here."""
+    """Return the C library, with the types of the functions that this file calls."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = system.mremap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
