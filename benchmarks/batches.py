@@ -1,4 +1,4 @@
-"""Measures training on samples of different lengths, by ways to share them among ranks."""
+"""Measures training on samples of different lengths, by methods to divide them among ranks."""
 
 import ast
 import itertools
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 EQUAL, PADDED, APART, TOGETHER, OURS = (
     "equal lengths", "DistributedSampler", "buckets of a rank", "buckets of all ranks",
     "TokenBatches")
-# Batches in a window that is sorted by length, as in Transformers' LengthGroupedSampler.
+# Number of batches in a window that is sorted by length, as in Transformers' LengthGroupedSampler.
 _WINDOW = 50
 
-# Given samples' lengths, returns the samples of this rank, batch by batch, without an end.
+# Function of the samples' lengths, which yields this rank's samples, batch by batch, endlessly.
 Sampling = Callable[[World, Namespace, Array], Iterator[list[int]]]
 
 _DESCRIPTION = f"""\
-Trains a transformer over bytes on the functions of Python's standard library, of which each is
-a sample and each byte a token, and counts the real tokens per second. Each rank pads its samples
-to its longest one. All ways have as many samples in a step, on average.
+Trains a byte-level transformer on the functions of Python's standard library, and counts the
+real tokens per second. A sample is a function, and a token is a byte. Each rank pads its samples
+to its longest one. All methods have the same number of samples in a step, on average.
 
-  {EQUAL:20}   the same text in pieces of the mean length: no padding, nobody waits
-  {PADDED:20}   PyTorch's, --samples of each rank, by chance
-  {APART:20}   --samples of each rank, of similar length, ranks for themselves
-  {TOGETHER:20}   the same, of similar length on all ranks
-  {OURS:20}   mpiring.data.TokenBatches, of equally many tokens
+  {EQUAL:20}   the same text in pieces of the mean length, without padding and waiting
+  {PADDED:20}   PyTorch's sampler, --samples per rank, at random
+  {APART:20}   --samples per rank, of similar length, each rank separately
+  {TOGETHER:20}   --samples per rank, of similar length on all ranks
+  {OURS:20}   mpiring.data.TokenBatches, with similar numbers of tokens
 
-  idle %     share of the step that ranks wait for each other and for the allreduce, on average
-  + idle %   the same, beyond that with equal lengths
-  largest    tokens of a rank's largest batch, with padding: what memory must be there for"""
+  idle %     share of the step in which a rank waits for others and the allreduce, on average
+  + idle %   excess of idle % over that with equal lengths
+  largest    tokens of a rank's largest batch, with padding, which need memory"""
 NAMES = {"equal": EQUAL, "distributed": PADDED, "apart": APART, "together": TOGETHER,
          "tokens": OURS}
 
@@ -63,27 +63,27 @@ def declare(parser: ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--ways", type=names(tuple(NAMES)), default=list(NAMES), metavar="A,B",
-                        help=f"of {', '.join(NAMES)}; default: all")
+                        help=f"methods, out of {', '.join(NAMES)}; default all")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
-                        help="about how many the transformer has; default: 1M")
+                        help="approximate number of the transformer's parameters; default 1M")
     parser.add_argument("--samples", type=positive, default=8,
-                        help="per rank and step, on average; default: 8")
+                        help="number of samples per rank and step, on average; default 8")
     parser.add_argument("--longest", type=positive, default=1024, metavar="TOKENS",
-                        help="longer functions are cut; default: 1024")
+                        help="length to which longer functions are cut; default 1024")
     parser.add_argument("--functions", type=positive, metavar="N",
-                        help="train on the first N only; default: all")
-    parser.add_argument("--calls", type=positive, default=3, help="steps per round; default: 3")
+                        help="number of functions to train on, from the first; default all")
+    parser.add_argument("--calls", type=positive, default=3, help="steps per round; default 3")
     declare_turns(parser)
     parser.set_defaults(action=partial(run, BATCHES))
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train in all ways in each round; the last round yields them all.
+    """Train by all methods in each round; the last round yields all measurements.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
         ConfigError: There is no text, or too little of it.
-        WrongAnswerError: A model's parameters differ between ranks in the end.
+        WrongAnswerError: A model's final parameters differ between ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -102,7 +102,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 def _trainings(world: World, options: Namespace,
                ) -> "dict[str, tuple[Training, PaddedBatches]]":
-    """Read the text, and make the trainings and their batches, by way."""
+    """Read the text, and return the trainings and their batches, by method."""
     from mpiring.torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
@@ -125,7 +125,7 @@ def _trainings(world: World, options: Namespace,
 
 def _round(world: World, options: Namespace, training: "Training", batches: "PaddedBatches",
            ) -> dict[str, list[float]]:
-    """Return readings of some steps."""
+    """Return the readings of some steps."""
     before_s = world.comm.statistics.exposed_s
     seconds = timing.timed(world, training.step, options.calls)
     exposed_s = world.comm.statistics.exposed_s - before_s
@@ -139,10 +139,10 @@ def _round(world: World, options: Namespace, training: "Training", batches: "Pad
 
 
 def functions(count: int | None) -> list[bytes]:
-    """Return the functions and methods of the standard library that runs this, as source text.
+    """Return the functions and methods of this interpreter's standard library, as source text.
 
     Args:
-        count: At most so many, of the first modules; None for all, some 7,000.
+        count: Largest number of functions, from the first modules; None for all, about 7,000.
 
     Raises:
         ConfigError: There are none.
@@ -159,14 +159,14 @@ def functions(count: int | None) -> list[bytes]:
 
 
 def _functions_of(source: bytes) -> list[bytes]:
-    """Return a module's functions, each from the line of its `def` to its last one."""
+    """Return a module's functions, from the line of `def` to the last line."""
     lines = source.splitlines(keepends=True)
     return [b"".join(lines[node.lineno - 1:node.end_lineno]) for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
-    """Draw batches of equally many samples, by PyTorch's own sampler."""
+    """Yield batches with equal numbers of samples, from PyTorch's sampler."""
     from torch.utils.data import DistributedSampler
     count = options.samples
     sampler = DistributedSampler(range(len(lengths)), world.size, world.rank, seed=options.seed,
@@ -179,11 +179,11 @@ def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[lis
 
 def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: bool,
                 ) -> Iterator[list[int]]:
-    """Draw batches of equally many samples of similar lengths, the order of batches by chance.
+    """Yield batches with equal numbers of samples of similar lengths, in random order.
 
     Args:
-        together: All ranks take their share of the same batches; otherwise each has samples and
-            batches of its own.
+        together: If true, all ranks divide the same batches; otherwise, each rank has separate
+            samples and batches.
     """
     first, ranks = (0, 1) if together else (world.rank, world.size)
     count = options.samples * world.size // ranks
@@ -200,7 +200,7 @@ def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: b
 
 
 def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
-    """Draw batches of as many tokens as the others' have on average."""
+    """Yield batches with as many tokens as those of the other methods have on average."""
     tokens = round(options.samples * world.size * float(lengths.mean()))
     batches = TokenBatches(lengths, world.comm, tokens=tokens, seed=options.seed)
     while True:
@@ -217,7 +217,7 @@ SAMPLINGS: dict[str, Sampling] = {
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each way."""
+    """Return a row for each method."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
         totals = _totals(measurement)

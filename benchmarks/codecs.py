@@ -25,12 +25,12 @@ DENSITY = 0.001
 _CODECS: tuple[tuple[str, Any], ...] = (
     ("float16", SixteenBit("float16")), ("bfloat16", SixteenBit("bfloat16")),
     ("int8", EightBit(Int8().block)), ("sign", Sign(OneBit().block)))
-# What is timed: also with what encoding loses, and with what was decoded added to a sum.
+# Measured operations: encoding and decoding, also with the loss and with a sum.
 KINDS = ("encode", "encode + lost", "decode", "add")
 _COLUMNS = [Column("codec", -16), *(Column(kind, 14, 3) for kind in KINDS)]
-# The vectors of numbers that each kind reads and writes, beside the payload.
+# Number of vectors that each kind reads and writes, in addition to the payload.
 _VECTORS = (1, 2, 1, 2)
-# Launches on a GPU between two looks at the clock, so that launching and looking cost little.
+# Number of launches on a GPU between two clock readings, which keeps their overhead small.
 _LAUNCHES = 20
 
 
@@ -42,7 +42,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the table, and write it if asked to; needs no MPI.
+    """Print the table, and write it if requested; needs no MPI.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -60,7 +60,7 @@ def run(options: Namespace) -> int:
 
 
 def _rates(n: int) -> Iterator[Row]:
-    """Measure each codec on n random numbers: 1e9 numbers per second, by kind."""
+    """Measure each codec on n random numbers, in 1e9 numbers per second, by kind."""
     x = np.random.default_rng(0).standard_normal(n, np.float32)
     out = np.zeros_like(x)
     for name, codec in _CODECS:
@@ -76,8 +76,8 @@ def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
     """Measure each codec on n random numbers on a GPU.
 
     Returns:
-        The GPU, and 1e9 bytes per second of a copy, read and written. And for each codec, by kind:
-        the bytes that must be read and written, per second, as a share of the copy's.
+        The GPU with the bandwidth of a copy in 1e9 bytes per second, read and written. Then, for
+        each codec and kind, the bandwidth of necessary reads and writes as a share of the copy's.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
@@ -110,7 +110,7 @@ def _actions(codec: Any, x: Any, payload: Any, out: Any) -> dict[str, Action]:
 
 
 def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) -> float:
-    """Return the seconds of an action: the median of several readings, after one that compiles."""
+    """Return the seconds of an action: the median of several readings after one that compiles."""
     def launched() -> None:
         for _ in range(times):
             action()

@@ -1,4 +1,4 @@
-"""Counts, on a simulated network, the messages, bytes and memory that an operation costs a rank."""
+"""Counts messages, bytes and memory per rank of each operation, on a simulated network."""
 
 import contextlib
 import sys
@@ -27,8 +27,8 @@ from mpiring.transport.base import HEADER_BYTES, Channel, Schedule
 from . import main
 
 SHORT_BYTES, LONG_BYTES = 4 << 10, 16 << 20
-# Given the collectives of an operation, and a vector. The second value: all ranks do the same in a
-# circle, so that one of them stands for all.
+# Function of the collectives of an operation and a vector. In OPERATIONS, the last value is true if
+# all ranks do the same in a circle, so that one rank represents all.
 Program = Callable[[Collectives, Array], Schedule[Any]]
 OPERATIONS: dict[str, tuple[Program, int, bool]] = {
     "allreduce, short": (lambda c, x: c.allreduce(x, algorithm="ring"), SHORT_BYTES, False),
@@ -45,9 +45,9 @@ _COLUMNS = [Column("operation", -20), Column("ranks", 6), Column("messages", 9, 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operation costs the rank with the most: messages sent, bytes sent, memory borrowed.
+    """Largest cost of an operation on any rank: messages sent, bytes sent, memory borrowed.
 
-    The header by which ranks compare their calls is a message, too.
+    The header by which ranks compare their calls also counts as a message.
     """
 
     messages: int
@@ -64,7 +64,7 @@ class _Transport:
 
 
 class _Counted(Collectives):
-    """The schedules of an operation on vectors without memory, which note what they borrow."""
+    """The schedules of an operation on vectors without memory; records borrowed memory."""
 
     def __init__(self, resources: Resources) -> None:
         super().__init__(resources, None, 0)
@@ -79,7 +79,7 @@ class _Counted(Collectives):
 
 
 def count(operation: str, p: int) -> Cost:
-    """Return what an operation costs each of p nodes of one rank.
+    """Return the cost of an operation on p nodes with one rank each.
 
     Args:
         operation: Name in OPERATIONS.
@@ -109,7 +109,7 @@ def count(operation: str, p: int) -> Cost:
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 64, 1024, 4096],
-                        metavar="A,B", help="numbers of ranks; default: 4,64,1024,4096")
+                        metavar="A,B", help="numbers of ranks; default 4,64,1024,4096")
     parser.set_defaults(action=_run)
 
 

@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 _REHEARSED_STEPS, _REHEARSED_WIDTH, _REHEARSED_RATE = 2, 64, 1e-3
-# By default, the loss that the plain mean reaches after this share of its steps is the target,
-# rounded up, so that no method misses it by a rounding error.
+# By default, the target is the loss that the plain mean reaches after this share of its steps. It
+# is rounded up, so that no method misses it by a rounding error.
 _TARGET_SHARE = 0.8
 _TARGET_PARTS = 100
 
 
 def declare_learning(parser: ArgumentParser) -> None:
-    """Declare the options of the model, the data, and when to compute the loss."""
+    """Declare the options of the model, the data, and the validation."""
     declare_training(parser)
     parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
-                        help="of the choice of texts, a training each; default: 1")
+                        help="seeds of the choice of texts, with a training each; default 1")
     parser.add_argument("--validate-every", type=positive, metavar="STEPS",
-                        help="default: a twentieth of the steps")
+                        help="steps between two validations; default a twentieth of all")
     parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
-                        help="of 64 bytes; default: 128")
+                        help="number of validation texts of 64 bytes; default 128")
     parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
-                        help="per byte; default: what dense reaches after 80%% of its steps, "
-                             "rounded up to a hundredth")
+                        help="target in bits per byte; default the loss of dense after 80%% of its "
+                             "steps, rounded up to a hundredth")
     parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
-                        help="of training, validation not counted, for each method and seed")
+                        help="longest training for each method and seed, without validation")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Run:
     Attributes:
         method: Name of the method.
         seed: Seed of the choice of texts.
-        rate: Returns the learning rate, given what was measured before.
+        rate: Returns the learning rate, given the previous measurements.
     """
 
     method: str
@@ -75,19 +75,21 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
             join: Callable[[str, Any, Any, bool], "Method"],
             pauses: Callable[[int], Callable[[], object]] | None = None,
             **labels: Any) -> Iterator[list[Measurement]]:
-    """Train again and again; yield after each training, after the last one all measurements.
+    """Run all trainings; yield after each, and after the last one yield all measurements.
 
     Args:
-        key: What the rows call a method.
+        world: The ranks.
+        options: Options of the study.
+        key: Name of a method's column in the rows.
         runs: Trainings, in their order.
-        join: Returns how the ranks train, given the method's name, a module, its optimizer, and
-            whether it is a rehearsal.
-        pauses: Returns what is called in each step of this rank, given the seed.
+        join: Function that returns a Method, given its name, a module, its optimizer, and whether
+            this is a rehearsal.
+        pauses: Function of the seed that returns a function to call in each step of this rank.
         labels: Further labels of the measurements.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
-        WrongAnswerError: A method's parameters differ between ranks in the end.
+        WrongAnswerError: A method's final parameters differ between ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -123,7 +125,7 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
             "optimizer": options.optimizer, "learning_rate": rate, **labels,
             "thread_level": world.thread_level}, readings))
         del training
-        # Modules and their hooks refer to each other.
+        # Modules and their hooks form reference cycles.
         gc.collect()
         yield measurements if number == len(runs) else []
 
@@ -135,7 +137,7 @@ def _paused(batches: Iterator[Any], pause: Callable[[], object]) -> Iterator[Any
 
 
 def _rehearse(world: World, training: "Training", texts: "Texts") -> None:
-    """Train a little, so that all code is loaded and compiled.
+    """Train for a few steps, so that all code is loaded and compiled.
 
     Collective: yes. Blocking: yes.
     """
@@ -147,11 +149,11 @@ def _rehearse(world: World, training: "Training", texts: "Texts") -> None:
 
 def learn(world: World, options: Namespace, training: "Training", texts: "Texts",
           seed: int) -> dict[str, list[float]]:
-    """Train to the end, or to the time limit, and check that ranks agree; return the readings.
+    """Train to the end or to the time limit, and check that ranks agree; return the readings.
 
-    Steps between two barriers have their mean as their time; to it belongs what it takes to show
-    the parameters, in the last of them, and to make all ranks agree at the end. `exposed_s` counts
-    what was waited for in steps alone, not for a look, nor at the end.
+    All steps between two barriers have their mean as time. The last of these steps includes the
+    time to show the parameters, and to make all ranks agree at the end. `exposed_s` counts waiting
+    in steps only, not for validation nor at the end.
 
     Raises:
         WrongAnswerError: Parameters differ between ranks.
@@ -162,7 +164,7 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
     seconds, limit = readings["step"], options.time_limit or math.inf
     name, method = training.name, training.optimizer
     before, exposed_s, is_over = Statistics(), 0.0, False
-    # All ranks know the slowest rank's time, and so stop at the same step.
+    # All ranks know the slowest rank's time, so all stop at the same step.
     while not is_over:
         done = len(seconds)
         if done == options.settled:
@@ -193,7 +195,7 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
 
 
 def _take_steps(training: "Training", count: int) -> None:
-    """Take some steps, after which ranks may wait for each other.
+    """Take some steps; afterwards, ranks may wait for each other.
 
     Collective: yes. Blocking: yes.
     """
@@ -213,7 +215,7 @@ def _validate(world: World, training: "Training", texts: "Texts",
 
 
 def _next_stop(done: int, options: Namespace) -> int:
-    """Return after how many steps the ranks next meet to read clocks, losses or counters."""
+    """Return the step at which ranks next synchronize to read clocks, losses or counters."""
     next_look = (done // options.validate_every + 1) * options.validate_every
     stops: list[int] = [done + options.stretch, next_look, options.settled, options.steps]
     return min(stop for stop in stops if stop > done)
@@ -224,7 +226,7 @@ def _timed(world: World, action: timing.Action) -> float:
 
 
 def _bits_per_byte(world: World, training: "Training", texts: "Texts") -> float:
-    """Return the loss on the validation texts, of which each rank predicts a share."""
+    """Return the loss on the validation texts, which are divided among ranks."""
     from .texts import bits_and_bytes
     bits, nbytes = _sum(world, bits_and_bytes(
         training.module, texts.validation[world.rank::world.size]))
@@ -240,12 +242,12 @@ def _sum(world: World, values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """A validation loss as training goes on: means over seeds.
+    """The validation loss during training, as means over seeds.
 
     Attributes:
-        steps: Those after which it was computed.
-        seconds: Of training until then.
-        bits: Per byte.
+        steps: Steps after which the loss was computed.
+        seconds: Training times until then.
+        bits: Losses in bits per byte.
         sent: Bytes that all ranks together have sent until then.
     """
 
@@ -259,13 +261,13 @@ class LossCurve:
         return self.bits[self.steps.index(step)]
 
     def seconds_to(self, target: float) -> float:
-        """Return when the loss was first seen at or below a target; NaN if never."""
+        """Return the time of the first loss at or below a target; NaN if there is none."""
         return next((seconds for seconds, bits in zip(self.seconds, self.bits) if bits <= target),
                     math.nan)
 
 
 def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
-    """Return the mean curve of trainings with several seeds, as far as all of them have come."""
+    """Return the mean curve of trainings with several seeds, up to the shortest of them."""
     def by_step(name: str) -> list[dict[int, float]]:
         return [dict(zip(map(int, training.readings["validated"]), training.readings[name]))
                 for training in trainings]
@@ -281,7 +283,7 @@ def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
 
 
 def _default_target(dense: LossCurve) -> float:
-    """Return the loss that dense reaches after a share of its steps, rounded up; NaN of nothing."""
+    """Return the loss of dense after a share of its steps, rounded up; NaN without a loss."""
     late = [bits for step, bits in zip(dense.steps, dense.bits)
             if step >= _TARGET_SHARE * dense.steps[-1]]
     if not late or not math.isfinite(late[0]):
@@ -290,7 +292,7 @@ def _default_target(dense: LossCurve) -> float:
 
 
 def _accuracy(trainings: Sequence[Measurement], dense: LossCurve, target: float) -> Row:
-    """Return the loss, and the time until the target; compared after equally many steps."""
+    """Return the loss, and the time until the target; losses are compared at equal steps."""
     curve = _curve_of(trainings)
     ends = [training.readings["bits"][-1] for training in trainings if training.readings["bits"]]
     seconds = curve.seconds_to(target)
@@ -306,9 +308,9 @@ def _accuracy(trainings: Sequence[Measurement], dense: LossCurve, target: float)
 
 
 def _difference(curve: LossCurve, dense: LossCurve) -> float:
-    """Return the loss minus dense's, at the last step that both have."""
+    """Return the difference from the loss of dense, at the last step that both have."""
     common = [step for step in curve.steps if step in dense.steps]
-    # Less than a ten thousandth of a bit means nothing; -0.0 + 0.0 is 0.0.
+    # Less than a ten-thousandth of a bit has no meaning; -0.0 + 0.0 is 0.0.
     return round(curve.at(common[-1]) - dense.at(common[-1]), 4) + 0.0 if common else math.nan
 
 
@@ -317,8 +319,9 @@ def rows(trainings: Mapping[str, Sequence[Measurement]], options: Namespace,
     """Return a row for each method: labels, costs and losses.
 
     Args:
-        trainings: Trainings by each method, of several seeds.
-        costs: Returns the costs of a method's trainings.
+        trainings: Trainings by method, with several seeds.
+        options: Options of the study.
+        costs: Function that returns the costs of a method's trainings.
     """
     dense = _curve_of(trainings[DENSE]) if DENSE in trainings else LossCurve()
     target = options.target_loss or _default_target(dense)

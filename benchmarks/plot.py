@@ -1,4 +1,4 @@
-"""Draws what `--json` of a study has written: `python -m benchmarks.plot FILE.json FILE.png`."""
+"""Draws the `--json` results of a study: `python -m benchmarks.plot FILE.json FILE.png`."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -34,7 +34,7 @@ def _plot(options: Namespace) -> int:
 
 
 def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw tokens per second, and what of tokens and time is lost."""
+    """Draw tokens per second, and the losses of tokens and time."""
     positions, names = range(len(rows)), [row["contender"] for row in rows]
     axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
         COLOURS[0] if name == "TokenBatches" else GREY for name in names])
@@ -49,7 +49,7 @@ def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the validation loss over the time of training, and over bytes, a curve per method."""
+    """Draw the validation loss over training time and over bytes, with a curve per method."""
     for panel, key, unit, title in zip(
             axes, ("curve_s", "curve_bytes"), (1, 1e6),
             ("time of training (s)", "sent by all ranks (MB)")):

@@ -1,4 +1,4 @@
-"""Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
+"""Measures the cost of loading the data of PyTorch training steps and moving it to the device."""
 
 import itertools
 import random
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
 LOADED = "loaded in the step"
-# Different batches, which the loader repeats.
+# Number of different batches, which the loader repeats.
 _BATCHES = 8
-# Steps that are timed to find out how long the loader is to take.
+# Number of steps that determine the time of the loader.
 _TRIALS = 8
 
 
-# A batch's work is so many pieces, of about a millisecond or less: sizes that loaders meet.
+# Sizes of a piece of work, each about a millisecond or less; realistic for loaders.
 _BYTES = 1 << 18
 _TO_SORT = 1 << 16
 _TO_ADD = 20_000
@@ -44,29 +44,30 @@ _PIECE_TRIALS = 20
 
 
 def _unpacks() -> timing.Action:
-    """Decompress what has as many kinds of bytes as text; without the GIL."""
+    """Decompress data with as many kinds of bytes as text, without the GIL."""
     text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
     packed = zlib.compress(text.tobytes())
     return lambda: zlib.decompress(packed)
 
 
 def _sorts() -> timing.Action:
-    """Sort with NumPy; without the GIL."""
+    """Sort with NumPy, without the GIL."""
     values = np.random.default_rng(0).random(_TO_SORT, np.float32)
     return lambda: np.sort(values)
 
 
 _PIECES: dict[str, Callable[[], timing.Action]] = {
     "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
-# "sleep" waits, as for a disk; "python" holds the GIL.
+# "sleep" waits, like for a disk; "python" holds the GIL.
 WORK = ("sleep", *_PIECES)
 
 
 def work_for(kind: str, seconds: float) -> timing.Action:
-    """Return a function that takes so long on a core of its own.
+    """Return a function that takes a given time on a separate core.
 
     Args:
-        kind: One of WORK.
+        kind: Name in WORK.
+        seconds: Time that it takes.
     """
     if kind == "sleep":
         return lambda: time.sleep(seconds)
@@ -91,33 +92,34 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     declare_device(parser)
     declare_models(parser)
-    parser.add_argument("--batch", type=positive, help="per rank; default: one for each model")
-    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default: 20")
+    parser.add_argument("--batch", type=positive,
+                        help="samples per rank; the default depends on the model")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default 20")
     parser.add_argument("--depth", type=positive, default=2,
-                        help="batches that are fetched ahead; default: 2")
+                        help="batches that are fetched ahead; default 2")
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
-                        help="have the loader work for so much of a step's time on each batch; "
-                             "default: it does nothing")
+                        help="time of the loader's work per batch, as a share of a step's time; "
+                             "default no work")
     parser.add_argument("--work", type=names(WORK), metavar="A,B",
-                        help=f"of the loader, of {', '.join(WORK)}; python holds the "
-                             f"interpreter's lock; default: zlib")
+                        help=f"kinds of the loader's work, out of {', '.join(WORK)} (python holds "
+                             f"the interpreter's lock); default zlib")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
-                        help="after which threads pass on the interpreter's lock; default: "
-                             "Python's own, 0.005")
+                        help="time after which threads pass on the interpreter's lock; default "
+                             "that of Python, 0.005")
     declare_turns(parser)
     parser.set_defaults(action=_run)
 
 
 def _run(options: Namespace) -> int:
-    """Settle what the loader does, and measure.
+    """Determine the loader's work, and measure.
 
     Raises:
-        ConfigError: The work is named, but not how long it is to take.
+        ConfigError: The kind of work is given, but not its time.
     """
     if options.work and not options.loader:
         raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
     sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
-    # Where it does nothing, "-".
+    # "-" means no work.
     options.work = (options.work or ["zlib"]) if options.loader else ["-"]
     return run(PREFETCH, options)
 
@@ -171,7 +173,7 @@ def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> 
 
 def _work(world: World, options: Namespace, load: str, training: "torch_training.Training",
           device: "torch_training.ModelDevice") -> timing.Action:
-    """Return what the loader does for a batch.
+    """Return the work of the loader for a batch.
 
     Collective: yes. Blocking: yes.
     """
@@ -183,7 +185,7 @@ def _work(world: World, options: Namespace, load: str, training: "torch_training
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each way, compared with steps whose data is on the device already.
+    """Return a row for each method, compared with steps whose data is already on the device.
 
     Ratios are medians over rounds, whose readings are close in time.
     """

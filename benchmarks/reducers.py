@@ -1,4 +1,4 @@
-"""Measures what Reducers cost in training: the loss, by training on real text with each of them."""
+"""Measures the cost and the loss of Reducers in training, on real text."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,13 +19,14 @@ from . import learning, main
 from .plot import DRAWINGS
 
 _DESCRIPTION = f"""\
-Trains a transformer on the text of Python's standard library, from the same weights, with
-each way to average gradients, and looks at the loss on other text.
+Trains a transformer on the text of Python's standard library with each method of averaging
+gradients, from the same weights, and computes the loss on other text.
 
 {METHODS_HELP}
-  compressed  bytes of plain means / bytes sent      reached s  training until the target loss
-  on wire     the same, by the hosts' own counters   faster     dense's time until then / this one
-  encode, wire, decode  in a step, of the slowest rank; buckets overlap, and hide behind compute"""
+  compressed  bytes of plain means / bytes sent     reached s  training until the target loss
+  on wire     the same, by the hosts' counters      faster     dense's time until then / this one
+  encode, wire, decode  time in a step on the slowest rank; overlaps between buckets and with
+                        computation"""
 
 _LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 
@@ -36,19 +37,19 @@ def declare(parser: ArgumentParser) -> None:
     parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     declare_reducers(parser)
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
-                        help="default: " + ", ".join(
+                        help="default " + ", ".join(
                             f"{rate:g} with {name}" for name, rate in _LEARNING_RATES.items()))
     parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
-                        help="for reducers that begin gently; not timed with any; "
-                             "default: a tenth of the steps")
+                        help="steps of the reducers' warm-up, not timed with any reducer; "
+                             "default a tenth of the steps")
     learning.declare_learning(parser)
 
 
 def complete(options: Namespace) -> Namespace:
-    """Give the options that depend on others their defaults.
+    """Set options whose defaults depend on others.
 
     Raises:
-        ConfigError: No steps are left to be measured.
+        ConfigError: No steps are left to measure.
     """
     if options.warmup_steps is None:
         options.warmup_steps = options.steps // 10
@@ -56,7 +57,7 @@ def complete(options: Namespace) -> Namespace:
         options.validate_every = max(1, options.steps // 20)
     if options.learning_rate is None:
         options.learning_rate = _LEARNING_RATES[options.optimizer]
-    # From here on all methods compress, and nothing happens for the first time.
+    # From this step on all methods compress, and all code is warm.
     options.settled = max(options.warmup_steps, UNSETTLED_STEPS)
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
@@ -85,7 +86,7 @@ def _cases(options: Namespace) -> int:
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each method, next to the plain mean and the compute alone."""
+    """Return a row for each method, compared with the plain mean and with computation alone."""
     trainings = by_method(measurements)
     return learning.rows(
         trainings, options, lambda runs: costs(runs, trainings, options.settled))

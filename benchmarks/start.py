@@ -1,4 +1,4 @@
-"""Measures what it takes to start MPI, and mpiring beside it, on many ranks of this machine."""
+"""Measures the time and memory to start MPI, and then mpiring, on many ranks of this machine."""
 
 import json
 import statistics
@@ -29,15 +29,16 @@ _COLUMNS = [
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 16, 64, 128], metavar="A,B",
-                        help="numbers of ranks; default: 4,16,64,128")
+                        help="numbers of ranks; default 4,16,64,128")
     parser.add_argument("--rounds", type=positive, default=3,
-                        help="jobs of each number, of which the medians count; default: 3")
-    parser.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
+                        help="jobs per number of ranks, for medians; default 3")
+    parser.add_argument("--json", metavar="FILE",
+                        help="file for the results; - for standard output only")
     parser.set_defaults(action=run)
 
 
 def run(options: Namespace) -> int:
-    """Start the jobs, and print a row for each number of ranks; return the exit status.
+    """Run the jobs, and print a row for each number of ranks; return the exit status.
 
     Raises:
         ConfigError: There is no mpiexec, or a job fails.
@@ -62,11 +63,11 @@ def run(options: Namespace) -> int:
 
 
 def _job(ranks: int) -> dict[str, float]:
-    """Start a job, and return the highest readings of its ranks."""
+    """Run a job, and return the highest readings of its ranks."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise ConfigError("there is no mpiexec: pip install 'mpiring[mpich]'")
-    # As a text: a rank that starts in this folder would load what is in it.
+    # As text, because a rank that starts in this folder would import modules from it.
     job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
                          capture_output=True, text=True, timeout=_LIMIT_S)
     if job.returncode:

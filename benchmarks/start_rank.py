@@ -6,27 +6,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Short allreduces, of which the median counts.
+# Number of short allreduces; the median counts.
 _CALLS = 21
-# Takes a tenth of a second or two.
+# Number of additions, which take 0.1 to 0.2 s.
 _TO_ADD = 5_000_000
 
 
 def _age_s() -> float:
-    """Return how long this process has run, by the kernel's clock; exact to 10 ms."""
-    # The 22nd word is when it started; the second, its name, may hold blanks.
+    """Return the age of this process in seconds, by the kernel's clock; exact to 10 ms."""
+    # The 22nd word is the start time; the second word, the name, may contain blanks.
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory() -> dict[str, float]:
-    """Return the resident and the proportional size of this process, in MiB."""
+    """Return the resident and the proportional set size of this process, in MiB."""
     words = Path("/proc/self/smaps_rollup").read_text().split()
     return {name: int(words[words.index(f"{name}:") + 1]) / 1024 for name in ("Rss", "Pss")}
 
 
 def _short_calls(world: Any, allreduce: Any) -> float:
-    """Return the median time of an allreduce, each behind a barrier."""
+    """Return the median time of an allreduce after a barrier."""
     times_s = []
     for _ in range(_CALLS):
         world.Barrier()
@@ -37,7 +37,7 @@ def _short_calls(world: Any, allreduce: Any) -> float:
 
 
 def _computing(world: Any, allreduce: Any) -> float:
-    """Return how many times its processor time rank 0 takes to compute while all others wait."""
+    """Return rank 0's ratio of elapsed to processor time while all other ranks wait."""
     world.Barrier()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     if world.rank == 0:
@@ -48,12 +48,12 @@ def _computing(world: Any, allreduce: Any) -> float:
 
 
 def main() -> None:
-    """Start MPI, then mpiring; print on rank 0 what each rank has measured."""
+    """Start MPI, then mpiring; print the largest readings of all ranks on rank 0."""
     from mpi4py import MPI
     world = MPI.COMM_WORLD
     world.Barrier()
     mpi_s = _age_s()
-    # Programs that use MPI from Python import NumPy, whether they use mpiring or not.
+    # Programs that use MPI from Python import NumPy in any case.
     import numpy as np
     world.Barrier()
     numpy_s = _age_s()

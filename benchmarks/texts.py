@@ -1,4 +1,4 @@
-"""Text to train a transformer on, and the loss on other text."""
+"""Text for training a transformer, and the loss on other text."""
 
 import math
 import sysconfig
@@ -15,7 +15,7 @@ from mpiring.memory.arrays import Array
 from mpiring.tools.bench.torch_training import TEXT_LENGTH, Batch, loss
 from mpiring.tools.bench.world import World
 
-# The last tenth of the modules is for validation.
+# The last tenth of the modules is for validation, so this many give at least one.
 _FEWEST_MODULES = 10
 _AT_ONCE = 32
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -23,11 +23,11 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 @dataclass(frozen=True)
 class Texts:
-    """Text to train a transformer on, and other text.
+    """Text for training a transformer, and other text.
 
     Attributes:
         training: Bytes, shape (n,).
-        validation: Texts, each a byte longer than the model reads; shape (m, TEXT_LENGTH + 1).
+        validation: Texts, one byte longer than the model's input; shape (m, TEXT_LENGTH + 1).
     """
 
     training: torch.Tensor
@@ -35,10 +35,11 @@ class Texts:
 
 
 def standard_library(world: World, count: int) -> Texts:
-    """Return the modules of the standard library that runs this.
+    """Return the modules of this interpreter's standard library.
 
     Args:
-        count: Number of the texts to validate on.
+        world: The ranks.
+        count: Number of validation texts.
 
     Raises:
         ConfigError: There are no such files.
@@ -57,19 +58,19 @@ def standard_library(world: World, count: int) -> Texts:
 
 
 def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
-    """Return texts, each a byte longer than the model reads: the last byte is only predicted."""
+    """Return texts one byte longer than the model's input; the last byte is only predicted."""
     return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
 
 
 def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> Iterator[Batch]:
-    """Yield batches of random windows of a text, without an end."""
+    """Yield batches of random windows of a text, endlessly."""
     while True:
         texts = _windows(text, dice.integers(len(text) - TEXT_LENGTH, size=samples))
         yield texts[:, :-1], texts[:, 1:]
 
 
 def bits_and_bytes(model: nn.Module, texts: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of a model's losses on texts, in bits, and the number of bytes predicted."""
+    """Return the sum of a model's losses on texts, in bits, and the number of predicted bytes."""
     with torch.no_grad():
         losses = [loss(model, part[:, :-1], part[:, 1:], reduction="sum").item()
                   for part in texts.split(_AT_ONCE) if len(part)]

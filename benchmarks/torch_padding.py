@@ -1,4 +1,4 @@
-"""Trains a transformer on texts of different lengths, padded to the longest of a rank's batch."""
+"""Trains a transformer on texts of different lengths, padded to the longest in a rank's batch."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -12,19 +12,19 @@ from mpiring.tools.bench.torch_training import Batch, Training, Transformer, wid
 from mpiring.tools.bench.world import World
 from mpiring.torch import DataParallel
 
-# What cross_entropy leaves out.
+# Target that cross_entropy ignores.
 _NOTHING = -100
 _RATE, _REHEARSED_STEPS = 3e-4, 2
 
 
 @dataclass
 class Count:
-    """What the batches of a rank have had.
+    """Sizes of the batches of a rank.
 
     Attributes:
-        samples, tokens: That were trained on.
-        padded: Tokens, with padding.
-        most: Tokens with padding of the largest batch.
+        samples, tokens: Numbers that were trained on.
+        padded: Number of tokens with padding.
+        most: Number of tokens with padding in the largest batch.
     """
 
     samples: int = 0
@@ -34,15 +34,15 @@ class Count:
 
 
 class PaddedBatches:
-    """Batches of texts, of which each byte is to be predicted, padded to the longest of a batch.
+    """Batches of texts, padded to the longest in a batch, for predicting each byte.
 
-    Padding comes after a text, where a causal model does not see it, and does not count: the
-    gradient of a step is the mean over the real tokens of all ranks.
+    Padding comes after a text, where a causal model does not see it. It has no weight: the gradient
+    of a step is the mean over the real tokens of all ranks.
 
     Args:
-        texts: As vectors of bytes.
-        samples: Which texts this rank trains on, batch by batch.
-        weigh: Called with a batch's number of tokens, before its step.
+        texts: Texts as vectors of bytes.
+        samples: Indices of the texts that this rank trains on, batch by batch.
+        weigh: Function that is called with a batch's number of tokens, before its step.
     """
 
     def __init__(self, texts: list[torch.Tensor], samples: Iterator[list[int]],
@@ -51,7 +51,7 @@ class PaddedBatches:
         self._count = Count()
 
     def __iter__(self) -> Iterator[Batch]:
-        # The first step builds the buckets again, the second is used to them.
+        # The first step rebuilds the buckets, and the second one uses them.
         for _ in range(_REHEARSED_STEPS):
             yield self._padded([self._texts[0][:1]])
         self._count = Count()
@@ -60,7 +60,7 @@ class PaddedBatches:
 
     def _padded(self, texts: list[torch.Tensor]) -> Batch:
         tokens = sum(map(len, texts))
-        # Without any text, the model reads a byte all the same; that does not count.
+        # Without a text, the model reads one byte, which has no weight.
         targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
                                padding_value=_NOTHING)
         self._note(len(texts), tokens, targets.numel())
@@ -74,7 +74,7 @@ class PaddedBatches:
         self._count.most = max(self._count.most, padded)
 
     def taken(self) -> Count:
-        """Return what batches have had since this was called last."""
+        """Return the sizes of the batches since the last call."""
         count, self._count = self._count, Count()
         return count
 
@@ -86,8 +86,8 @@ def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
     Args:
         world: The ranks.
         options: Options of the study.
-        texts: As vectors of bytes, none longer than `options.longest`.
-        samples: Which texts this rank trains on, batch by batch.
+        texts: Texts as vectors of bytes, none longer than `options.longest`.
+        samples: Indices of the texts that this rank trains on, batch by batch.
 
     Collective: yes. Blocking: yes.
     """
@@ -108,7 +108,7 @@ def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:
 
 
 def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return all that stands in texts, cut to pieces of their mean length."""
+    """Return the content of texts, cut into pieces of their mean length."""
     text = torch.cat(texts)
     length = round(len(text) / len(texts))
     return list(text[:len(text) // length * length].split(length))

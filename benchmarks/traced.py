@@ -1,4 +1,4 @@
-"""Trains a model of the benchmarks for some steps, to be traced: see docs/benchmarks/scaling.md."""
+"""Trains a model of the benchmarks for some steps under a trace: docs/benchmarks/scaling.md."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Train, print the median step on rank 0, and return the exit status."""
+    """Train, print the median step time on rank 0, and return the exit status."""
     import torch
 
     from mpiring.tools.bench import torch_training

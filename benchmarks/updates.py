@@ -1,4 +1,4 @@
-"""Measures how fast optimizers update weights on one core, beside a plain copy."""
+"""Measures the speed of optimizer updates on one core, compared with a plain copy."""
 
 import statistics
 import sys
@@ -15,7 +15,7 @@ from mpiring.tools.table import Column, Row
 from . import main, vectors
 from .vectors import READINGS, way_here
 
-# What a step of each does with memory: updates, of which each vector is read, or read and written.
+# Updates of a step of each method; each reads all its vectors, and writes some.
 METHODS: dict[str, Sequence[Update]] = {
     "sgd": (sgd.PLAIN,), "momentum": (sgd.MOMENTUM,), "adamw": (adam.ADAM,),
     "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}
@@ -33,7 +33,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _rows(n: int) -> Iterator[Row]:
-    """Measure each method's bytes per second, and the median of its ratio to a copy's."""
+    """Measure each method's bytes per second, and the median of its ratio to a copy."""
     vectors_of_all = {x for updates in METHODS.values() for update in updates
                       for x in update.vectors}
     weights = {name: np.full(n, 0.5, np.float32) for name in vectors_of_all}

@@ -1,4 +1,4 @@
-"""What studies of operations on one vector share: options, table and file; no MPI."""
+"""Options, table and result file of studies of operations on one vector, without MPI."""
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
@@ -18,25 +18,29 @@ def declare_elements(parser: ArgumentParser, elements: int, text: str) -> None:
     """Declare the options.
 
     Args:
+        parser: Parser of the study.
         elements: Default length of the vector, in millions.
         text: Help of `--elements`.
     """
     parser.add_argument("--elements", type=checked(parse_count), default=elements * 1_000_000,
-                        help=f"{text}; default: {elements}M")
-    parser.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
+                        help=f"{text}; default {elements}M")
+    parser.add_argument("--json", metavar="FILE",
+                        help="file for the results; - for standard output only")
 
 
 def way_here() -> str:
-    """Return what computes."""
+    """Return a description of the code that computes."""
     return "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
 
 
 def report(name: str, options: Namespace, columns: Sequence[Column],
            measure: Callable[[], tuple[str, Mapping[str, Any], Iterable[Row]]]) -> int:
-    """Print the rows as they come, and write them if asked to; return the exit status.
+    """Print the rows as they come, and write them if requested; return the exit status.
 
     Args:
         name: Name of the study.
+        options: Options of the study.
+        columns: Columns of the table.
         measure: Returns the title, the environment and the rows.
 
     Raises:

@@ -111,7 +111,15 @@ class Operations:
                          op: int | None = None, prescale_factor: float = 1.0,
                          postscale_factor: float = 1.0,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to combine an array over all ranks, in place; see `allreduce_async`."""
+        """Start to combine an array over all ranks, in place; see `allreduce_async`.
+
+        Args:
+            tensor: Array with the same shape and dtype on all ranks.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
+
+        Collective: yes. Blocking: no.
+        """
         return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor), -1, True,
                             True)
@@ -139,6 +147,11 @@ class Operations:
                    process_set: ProcessSet = global_process_set) -> Any:
         """Combine an array over all ranks, in place, and return it; see `allreduce_async`.
 
+        Args:
+            tensor: Array with the same shape and dtype on all ranks.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
+
         Collective: yes. Blocking: yes.
         """
         return self.synchronize(self.allreduce_async_(
@@ -148,7 +161,15 @@ class Operations:
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
             process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to combine arrays over all ranks; see `allreduce_async`."""
+        """Start to combine arrays over all ranks; see `allreduce_async`.
+
+        Args:
+            tensors: Arrays with the same shapes and dtypes on all ranks.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
+
+        Collective: yes. Blocking: no.
+        """
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor))
 
@@ -156,7 +177,15 @@ class Operations:
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
             op: int | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
             process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to combine arrays over all ranks, in place; see `allreduce_async`."""
+        """Start to combine arrays over all ranks, in place; see `allreduce_async`.
+
+        Args:
+            tensors: Arrays with the same shapes and dtypes on all ranks.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
+
+        Collective: yes. Blocking: no.
+        """
         return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
                             op_named(op, average), (prescale_factor, postscale_factor),
                             in_place=True)
@@ -192,6 +221,11 @@ class Operations:
                            process_set: ProcessSet = global_process_set) -> Any:
         """Combine arrays over all ranks, in place, and return them; see `allreduce_async`.
 
+        Args:
+            tensors: Arrays with the same shapes and dtypes on all ranks.
+            average, name, op, prescale_factor, postscale_factor, process_set: Arguments of
+                `allreduce_async`.
+
         Collective: yes. Blocking: yes.
         """
         return self.synchronize(self.grouped_allreduce_async_(
@@ -201,13 +235,28 @@ class Operations:
 
     def allgather_async(self, tensor: Any, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to concatenate all ranks' arrays; see `grouped_allgather_async`."""
+        """Start to concatenate all ranks' arrays; see `grouped_allgather_async`.
+
+        Args:
+            tensor: Array with the same dtype and shape on all ranks, except for the first
+                dimension.
+            name: Name of the operation, the same on all ranks.
+            process_set: Ranks whose arrays are concatenated.
+
+        Collective: yes. Blocking: no.
+        """
         return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
                             single=True)
 
     def allgather(self, tensor: Any, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
         """Return the concatenation of all ranks' arrays; see `grouped_allgather_async`.
+
+        Args:
+            tensor: Array with the same dtype and shape on all ranks, except for the first
+                dimension.
+            name: Name of the operation, the same on all ranks.
+            process_set: Ranks whose arrays are concatenated.
 
         Collective: yes. Blocking: yes.
         """
@@ -230,6 +279,9 @@ class Operations:
     def grouped_allgather(self, tensors: Arrays, name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
         """Return the concatenations of all ranks' arrays; see `grouped_allgather_async`.
+
+        Args:
+            tensors, name, process_set: Arguments of `grouped_allgather_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -273,12 +325,21 @@ class Operations:
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to copy an array of one rank to the arrays of all ranks; see `broadcast_async`."""
+        """Start to copy an array of one rank to the arrays of all ranks; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
+
+        Collective: yes. Blocking: no.
+        """
         return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
 
     def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
         """Return a copy of the array of one rank; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -294,6 +355,9 @@ class Operations:
     def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Any:
         """Copy an array of one rank to the arrays of all ranks; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -334,7 +398,10 @@ class Operations:
 
     def alltoall(self, tensor: Any, splits: Any = None, name: str | None = None,
                  process_set: ProcessSet = global_process_set) -> Any:
-        """Return the rows that all ranks have sent to this one; see `alltoall_async`.
+        """Return the rows that all ranks have sent to this one.
+
+        Args:
+            tensor, splits, name, process_set: Arguments of `alltoall_async`.
 
         Returns:
             The rows. If `splits` was passed, a pair of the rows and the number of rows from each
@@ -362,7 +429,14 @@ class Operations:
                             process_set: ProcessSet = global_process_set,
                             prescale_factor: float = 1.0,
                             postscale_factor: float = 1.0) -> NamedRequest:
-        """Start to combine an array, and give rows to each rank; see `grouped_reducescatter_async`.
+        """Start to combine an array over all ranks, each of which gets some rows.
+
+        Args:
+            tensor: Array with the same shape and dtype on all ranks.
+            name, op, process_set, prescale_factor, postscale_factor: Arguments of
+                `grouped_reducescatter_async`.
+
+        Collective: yes. Blocking: no.
         """
         return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
                             op_named(op, None), (prescale_factor, postscale_factor), single=True)
@@ -372,6 +446,12 @@ class Operations:
                       process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                       postscale_factor: float = 1.0) -> Any:
         """Return this rank's rows of a combined array; see `grouped_reducescatter_async`.
+
+        Args:
+            tensor: Array with the same shape and dtype on all ranks.
+            compression: Compression of the message; see Compression.
+            name, op, process_set, prescale_factor, postscale_factor: Arguments of
+                `grouped_reducescatter_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -406,6 +486,12 @@ class Operations:
                               postscale_factor: float = 1.0) -> list[Any]:
         """Return this rank's rows of combined arrays; see `grouped_reducescatter_async`.
 
+        Args:
+            tensors: Arrays with the same shapes and dtypes on all ranks.
+            compression: Compression of the message; see Compression.
+            name, op, process_set, prescale_factor, postscale_factor: Arguments of
+                `grouped_reducescatter_async`.
+
         Collective: yes. Blocking: yes.
         """
         def run(xs: Arrays) -> Arrays:
@@ -425,6 +511,9 @@ class Operations:
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
         """Return when all ranks have called.
+
+        Args:
+            process_set: Ranks that must call.
 
         Collective: yes. Blocking: yes.
         """

@@ -92,7 +92,10 @@ class ProcessSet:
         return self._matcher
 
     def root(self, rank: int) -> int:
-        """Return the number within the set of a rank, given among all ranks.
+        """Return the number of a rank within the set.
+
+        Args:
+            rank: Number of the rank among all ranks.
 
         Raises:
             ValueError: The rank is not in the set.

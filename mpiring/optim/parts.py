@@ -1,7 +1,7 @@
 """The part of a tensor that this rank updates: its weights, gradient and state.
 
-Weights of 16 bits have a master copy in float32, which keeps updates too small for 16 bits:
-Micikevicius et al., Mixed precision training, ICLR 2018.
+Weights of 16 bits have a master copy in float32, which keeps updates that are too small for them.
+Source: Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -167,8 +167,8 @@ def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
 def summarized(values: Mapping[str, Settings]) -> str:
     """Return a short text of the result of `all_at`; different settings give different texts.
 
-    The text has the settings of the first tensor, the settings in which other tensors differ,
-    and a digest of the assignment of settings to tensors.
+    The text has the settings of the first tensor, and those in which other tensors differ. A digest
+    of the assignment of settings to tensors follows.
     """
     distinct = {id(its): its for its in values.values()}
     first = next(iter(distinct.values()))

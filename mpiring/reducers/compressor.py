@@ -142,7 +142,7 @@ class Compressor(ABC):
             exchange: The ranks, and this rank's state of the slice.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
             lost: Shape (n,), or None if not needed. Overwritten by the part of this rank's `x` that
-                is missing from the result: the mean over nodes of result + lost is the mean of `x`.
+                the result lacks. The mean over nodes of result + lost is the mean of `x`.
 
         Returns:
             Whether the contributions of all nodes were finite. If false, the result is not finite
@@ -150,7 +150,12 @@ class Compressor(ABC):
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed, the same on all ranks; otherwise, use the mean."""
+        """Return whether a step is compressed, the same on all ranks; otherwise, the mean is plain.
+
+        Args:
+            nodes: Number of nodes.
+            step: Number of steps that were applied.
+        """
         return nodes > 1
 
     def prepare(self, device: Device | None) -> None:
@@ -163,7 +168,15 @@ class Compressor(ABC):
     # Methods that an Averager calls
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
-        """Return the schedule that replaces a bucket by its mean over ranks."""
+        """Return the schedule that replaces a bucket by its mean over ranks.
+
+        Args:
+            collectives: Collectives of the operation.
+            bucket: Bucket of gradients; see `attach_buckets`.
+
+        Raises:
+            ConfigError: The bucket was not attached.
+        """
         state = self._states.of(bucket)
         if state is None:
             raise ConfigError(f"{self!r} does not know {bucket.label}; call attach_buckets before")
@@ -200,6 +213,9 @@ class Compressor(ABC):
 
     def serve(self, user: object) -> None:
         """Start to serve a model.
+
+        Args:
+            user: Object that uses the Reducer for the model.
 
         Raises:
             ConfigError: The Reducer still serves another model.
@@ -267,7 +283,11 @@ class Compressor(ABC):
         return ("residual",) if self.feeds_back else ()
 
     def commit_step(self, applied: bool) -> None:
-        """End a step; the state changes only if all ranks applied the step."""
+        """End a step.
+
+        Args:
+            applied: If true, all ranks applied the step; otherwise, the state does not change.
+        """
         self._states.commit_step(applied)
 
     def rescale(self, factor: float) -> None:

@@ -30,6 +30,10 @@ class Reducer(Protocol):
         mpiring calls it once per bucket and step, in the same order on all ranks. The result must
         have the same bits on all ranks. It must be finite only if the contributions of all ranks
         are finite.
+
+        Args:
+            collectives: Collectives of the operation, among all ranks.
+            bucket: Bucket of gradients.
         """
 
 

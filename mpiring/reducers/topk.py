@@ -69,7 +69,11 @@ class TopK(Compressor):
         return nodes > 1 or self.momentum > 0 or self.clip_norm is not None
 
     def density_at(self, step: int) -> float:
-        """Return the share of elements that a step sends."""
+        """Return the share of elements that a step sends.
+
+        Args:
+            step: Number of steps that were applied.
+        """
         stage = len(WARMUP_DENSITIES) + 1
         if self.warmup_steps:
             stage = min(step * stage // self.warmup_steps, stage)

@@ -61,7 +61,7 @@ class GradientOwner(Protocol):
 
 
 class Averaging:
-    """Makes the gradients of parameters views into buckets, and averages them in backward.
+    """Turns gradients of parameters into views of buckets, and averages them in backward.
 
     A complete gradient is written to its bucket, and a full bucket is sent. When backward ends, all
     gradients have arrived, or are in flight if that is deferred.

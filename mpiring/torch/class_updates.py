@@ -78,7 +78,7 @@ class ShardedState:
                 states[name] |= copy.deepcopy(its)
             else:
                 other_orders[name] = its
-        # In other memory orders, slices are no ranges in C order. The first owner saves all of it.
+        # In other memory orders, slices are not ranges in C order; the first owner saves all.
         for name, key, x in self._gathered(other_orders):
             is_first = any(start == 0 for start, _ in other_orders[name][key].pieces)
             states[name][key] = _sliced(x, is_saved=is_first)
@@ -437,7 +437,7 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
 def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Return an optimizer's own attributes: pytrees of numbers and strings, and others as texts.
 
-    Lists of its parameters give equal texts for all values.
+    Lists of its parameters give the same text for any values.
     """
     plain, others = {}, {}
     for name, x in vars(optimizer).items():

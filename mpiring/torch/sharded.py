@@ -33,9 +33,9 @@ class Sharded(torch.optim.Optimizer):
         optimizer = mpiring.torch.Sharded(torch.optim.AdamW, model, lr=3e-4, fused=True)
 
     Each rank receives the averaged gradients of its slice, updates that slice of the weights, and
-    sends the result to all ranks. It stores optimizer state for its slice only. As many bytes are
-    sent as by an allreduce, and no update is computed twice. Up to rounding, the result is that of
-    the optimizer class. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+    sends the result to all ranks. It stores optimizer state for its slice only. The traffic equals
+    that of an allreduce, and no update is computed twice. Up to rounding, the result is that of the
+    optimizer class. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
 
     The training loop remains the same, except for gradients, because no rank has complete
     gradients. After backward, using `p.grad` of the model raises an error, and `param_groups` has
@@ -156,7 +156,7 @@ class Sharded(torch.optim.Optimizer):
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's slices, and return when all weights have arrived.
+        """Update this rank's slices; without `overlap`, return when all weights have arrived.
 
         Args:
             closure: Function that runs a forward and a backward pass, and returns the loss. `step`
@@ -433,7 +433,7 @@ class Sharded(torch.optim.Optimizer):
         return self._layout
 
     def close(self) -> None:
-        """Give complete gradients to the model's parameters, from the next forward pass on.
+        """Restore complete gradients of the model, from the next forward pass on.
 
         Afterwards another optimizer can use the model, and this one cannot take further steps.
 

@@ -167,7 +167,7 @@ class WeightBuckets:
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
-        """Return when some buckets that were sent are complete; used by hooks.
+        """Return when the given buckets are complete, if they were sent; used by hooks.
 
         Collective: no. Blocking: yes.
         """
@@ -233,7 +233,7 @@ class NodeWeights(WeightBuckets):
     The arguments are those of WeightBuckets.
 
     Raises:
-        ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
+        ConfigError: The weights are on a GPU, or a node's memory is too small; raised on all ranks.
     """
 
     _allgather = staticmethod(Collectives.allgather_once)
@@ -482,7 +482,7 @@ def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
     seen = set()
     for prefix, part in module.named_modules():
         parameters = parameters_of(part)
-        # In TorchScript, the parameters are no dict.
+        # In TorchScript, the parameters are not a dict.
         items = dict.items if isinstance(parameters, dict) else type(parameters).items
         for name, p in items(parameters):
             if p is not None and p not in seen:

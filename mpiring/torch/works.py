@@ -1,8 +1,8 @@
 """The results of torch.distributed collectives: a Work, and its Future.
 
 DistributedDataParallel waits for futures in C++, without progress; the engine's thread completes
-them. Callbacks of futures may start collectives, between other collectives in an order that differs
-between ranks. `in_callback` detects this, and such collectives run in a separate group.
+them. Callbacks of futures may start collectives. Among other collectives, their order would differ
+between ranks. `in_callback` detects them, and they run in a separate group.
 """
 
 import threading

@@ -23,6 +23,8 @@ class SyncBatchNorm(AnyBatchNorm):
         momentum: Weight of new values in the running statistics; None for a cumulative average.
         affine: If true, the module has a weight and a bias per channel.
         track_running_stats: If true, the module keeps running statistics for evaluation.
+        device, dtype: Device and dtype of the parameters and statistics.
+        bias: If true, an affine module has a bias.
 
     Collective: yes, in training. Blocking: yes, in training.
 
@@ -38,7 +40,17 @@ class SyncBatchNorm(AnyBatchNorm):
                              f"{input.dtype} of shape {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, of the same shape."""
+        """Return the normalized input, of the same shape.
+
+        Args:
+            input: Floating-point tensor of shape (N, C, ...).
+
+        Raises:
+            ValueError: The shape or dtype is another one, or all ranks together have at most one
+                value per channel.
+
+        Collective: yes, in training. Blocking: yes, in training.
+        """
         # A trained model must also run without a call of `init`.
         if not (self.training or self.running_mean is None):
             return super().forward(input)

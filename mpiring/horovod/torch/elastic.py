@@ -117,11 +117,20 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with all samples of another epoch, whose number determines the order."""
+        """Begin with all samples of another epoch.
+
+        Args:
+            epoch: Number of the epoch, which determines the order.
+        """
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count `batch_size` samples on each rank as processed, without effect on the iteration."""
+        """Count a batch on each rank as processed, without effect on the iteration.
+
+        Args:
+            batch_idx: Number of the batch; ignored.
+            batch_size: Number of samples of the batch on each rank.
+        """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:
@@ -129,7 +138,11 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue at the position of another sampler, with any number of ranks."""
+        """Continue at the position of another sampler, with any number of ranks.
+
+        Args:
+            state_dict: Result of `state_dict` of the other sampler.
+        """
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

@@ -19,7 +19,7 @@ _MARGINS = (3, 12)
 
 _MAGNITUDE = np.int32(0x7fffffff)
 _INFINITY = 0x7f800000
-_NONE = -1                                      # a threshold that every magnitude is above
+_NONE = -1                                      # a threshold below every magnitude
 
 Indices = NDArray[np.int64]
 
