@@ -114,7 +114,8 @@ def complete(options: Namespace) -> Namespace:
         ConfigError: No steps are left to be measured, or the outer steps' options do not fit.
     """
     refuse_few_steps(options)
-    if options.fragments > options.every or options.delay >= options.every:
+    if "streaming" in options.methods and (
+            options.fragments > options.every or options.delay >= options.every):
         raise ConfigError(f"--fragments {options.fragments} --delay {options.delay}: expected at "
                           f"most --every {options.every} fragments, and a shorter delay")
     if options.validate_every is None:

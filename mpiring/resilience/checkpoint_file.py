@@ -181,6 +181,20 @@ def map_file(path: Path, nbytes: int) -> Bytes:
     return memory
 
 
+def tree_text(path: Path, nbytes: int | None) -> str:
+    """Return the text of the tree in a file, without reading its arrays.
+
+    Args:
+        path: Name of the file.
+        nbytes: Its length; None for any.
+
+    Raises:
+        CheckpointError: It cannot be read, or it is damaged.
+    """
+    with _opened(path, nbytes) as source:
+        return source.header()[0]
+
+
 def read_plain(path: Path) -> Content:
     """Read a file of `write_plain`.
 

@@ -1,7 +1,10 @@
 """Prints rows as a table of fixed columns, so that it can begin before the last row is known."""
 
+import importlib
+import io
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +13,9 @@ from ..text import ranks_on_nodes
 # A result; and where and with what results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
+# Stands behind the best value of a row, where there is no bold type.
+_MARK = "*"
+_GAP = 2
 
 
 @dataclass(frozen=True)
@@ -17,9 +23,9 @@ class Column:
     """A column of a table.
 
     Attributes:
-        key: Of the rows.
-        width: In characters; negative to align left.
-        digits: Significant digits of numbers; None for text.
+        key: Key of its values in rows.
+        width: Width in characters; negative to align left.
+        digits: Number of significant digits of numbers; None for text.
         title: Its head; by default the key, with blanks.
     """
 
@@ -31,18 +37,67 @@ class Column:
 
 def head(columns: Sequence[Column]) -> str:
     """Return the line above a table."""
-    return _line([column.key.replace("_", " ") if column.title is None else column.title
-                  for column in columns], columns)
+    cells = [column.key.replace("_", " ") if column.title is None else column.title
+             for column in columns]
+    return _line(cells, columns, dict.fromkeys(range(len(columns)), "underline"))
 
 
-def line(row: Row, columns: Sequence[Column]) -> str:
-    """Return a row; what is missing is a dash."""
-    return _line([_text(row.get(column.key), column) for column in columns], columns)
+def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str:
+    """Return a row; what is missing is a dash.
+
+    Args:
+        row: Values by key.
+        columns: Columns of the table.
+        best: Keys of values that are bold in a terminal, and marked elsewhere.
+    """
+    cells = [_text(row.get(column.key), column) for column in columns]
+    numbers = [number for number, column in enumerate(columns) if column.key in best]
+    return _line(cells, columns, dict.fromkeys(numbers, "bold"))
 
 
-def _line(cells: Sequence[str], columns: Sequence[Column]) -> str:
-    return "  ".join(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}"
-                     for cell, column in zip(cells, columns)).rstrip()
+def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
+    """Return cells side by side.
+
+    Args:
+        cells: Text of each column.
+        columns: Columns of the table.
+        styles: By the number of a cell: "bold" or "underline".
+    """
+    if _has_rich():
+        return _styled(cells, columns, styles)
+    marks = [_MARK if styles.get(number) == "bold" else " " * (number < len(cells) - 1)
+             for number in range(len(cells))]
+    return " ".join(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}{mark}"
+                    for cell, column, mark in zip(cells, columns, marks)).rstrip()
+
+
+def _has_rich() -> bool:
+    """Return whether standard output is a terminal, and the package rich is installed."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return False
+    try:
+        importlib.import_module("rich.table")
+    except ImportError:
+        return False
+    return True
+
+
+def _styled(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
+    """Return cells as a line of a table by rich, with the escape codes of terminals."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    grid = Table.grid(padding=(0, _GAP, 0, 0))
+    widths = [max(len(cell), abs(column.width)) for cell, column in zip(cells, columns)]
+    for column, width in zip(columns, widths):
+        grid.add_column(justify="left" if column.width < 0 else "right", width=width)
+    grid.add_row(*[Text(cell, styles.get(number, "")) for number, cell in enumerate(cells)])
+    width = sum(widths) + _GAP * len(cells)
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    with console.capture() as captured:
+        console.print(grid)
+    text: str = captured.get()
+    return text.rstrip()
 
 
 def _text(value: Any, column: Column) -> str:

@@ -210,3 +210,9 @@ def shown_by(capsys, monkeypatch, name, *words):
 def test_bad_options(capsys, monkeypatch, words, message):
     status, text = shown_by(capsys, monkeypatch, *words.split())
     assert status == 2 and message in text, text
+
+
+def test_settings_of_other_methods_do_not_matter():
+    from benchmarks import local, parse
+    options = parse("local", local.declare, "--methods dense,diloco --every 3".split())
+    assert local.complete(options).every == 3 < options.fragments

@@ -1,6 +1,10 @@
 """Tests tables and the lines above them."""
 
+import re
+import sys
+
 import pytest
+from launching import needed
 
 from mpiring.tools import table
 from mpiring.tools.table import Column
@@ -16,6 +20,25 @@ def test_a_table():
     assert table.line({"name": "a", "value": 1234.5}, columns) == "a         1,234"
     assert table.line({"name": "b", "value": float("nan")}, columns) == "b             -"
     assert table.line({"value": 0.0}, columns) == "-          0.00"
+    assert table.line({"value": 2.0}, columns, best=["value"]) == "-          2.00*"
+
+
+def test_a_table_in_a_terminal(monkeypatch):
+    """It has the same content, but the best value is bold."""
+    columns = [Column("name", -6), Column("value", 7, 3), Column("more", 4, 1)]
+    row = {"name": "a[b]", "value": 1.0, "more": 123456.0}
+    plain = table.head(columns), table.line(row, columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert (table.head(columns), table.line(row, columns)) == plain
+    monkeypatch.undo()
+    needed("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    lines = table.head(columns), table.line(row, columns, best=["value"])
+    assert tuple(re.sub(r"\x1b\[\d*m", "", line) for line in lines) == plain
+    assert re.search(r"\x1b\[1m *1.00\x1b\[0m", lines[1])
 
 
 @pytest.mark.parametrize(("value", "text"), [

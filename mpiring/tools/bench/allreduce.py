@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...operations.algorithms import NAMES
 from ..arguments import above_zero, checked, names
-from ..table import Column, Environment, Row
+from ..table import Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .benchmark import (
@@ -25,10 +25,12 @@ from .contenders import (
     LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, declare_contenders,
     memory_copy, settle_contenders,
 )
+from .matrix import Line, by_name, over_native
 from .on_device import GpuArrays
 from .world import World
 
-BUFFERS = ("empty", "private")
+MEMORY = {"empty": "comm.empty", "private": "private memory"}
+BUFFERS = tuple(MEMORY)
 _CASE = ("bytes", "dtype", "buffer")
 
 
@@ -194,12 +196,21 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
     }
 
 
-_COLUMNS = [
-    Column("size", 9), Column("dtype", 8), Column("buffer", 7), Column("contender", -20),
-    Column("thread_level", -10, title="threads"), Column("median_us", 11, 4),
-    Column("p95_us", 11, 4), Column("algbw_GBps", 10, 3, "algbw GB/s"),
-    Column("busbw_GBps", 10, 3, "busbw GB/s"), Column("native_over_this", 11, 3, "native/this"),
-    Column("this_over_limit", 10, 3, "this/limit")]
+def _title(row: Row) -> str:
+    memory = MEMORY[row["buffer"]]
+    return f"{row['dtype']} in {memory}: median us of a call, and MPI's over auto's"
+
+
+def _line(rows: Sequence[Row]) -> Line:
+    """Return times of contenders; limits stand behind them."""
+    sums = [row for row in rows if row["contender"] not in LIMITS]
+    limits = by_name([row for row in rows if row["contender"] in LIMITS
+                      and row["buffer"] in LIMITS[row["contender"]]], "median_us")
+    if not limits:
+        limits = {"limit": rows[0]["limit_us"]}
+    return Line(by_name(sums, "median_us"), limits | over_native(rows, "auto"))
+
+
 ALLREDUCE = Benchmark(
     "allreduce", lambda options: len(_cases(options)) * int(options.rounds), measure, rows,
-    _COLUMNS)
+    _line, _title)

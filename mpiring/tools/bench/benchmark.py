@@ -16,7 +16,6 @@ from ...errors import ConfigError, MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
-from .. import table
 from ..arguments import above_zero, checked, counts, names, positive
 from ..output import OutputError
 from ..plot import DRAWINGS, Drawing
@@ -24,6 +23,7 @@ from ..results import check_files, declare_files, write_files
 from ..table import Column, Environment, Row
 from ..units import parse_rate
 from .inputs import WrongAnswerError
+from .matrix import Matrix, Report
 from .world import World
 
 _DEFAULT_RANKS = 2
@@ -41,13 +41,16 @@ def declare_jobs(parser: ArgumentParser) -> None:
     parser.add_argument("--part", help=SUPPRESS)
 
 
-def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1]) -> None:
+def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
+                  rounds: int = 6) -> None:
     """Declare the options of benchmarks whose contenders take turns.
 
     Args:
         levels: MPI's thread levels to measure by default.
+        rounds: Default number of rounds.
     """
-    parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N",
+                        help=f"number of rounds, each in a random order; default: {rounds}")
     parser.add_argument("--seed", type=int, default=1, help="of the random orders")
     parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
                         help=f"MPI's thread levels, in jobs of its own; default: "
@@ -137,15 +140,16 @@ def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What benchmarks differ in.
+    """The part in which benchmarks differ.
 
     Attributes:
-        name: Of the command.
-        cases: How many times `measure` yields, given the options.
+        name: Name of the command.
+        cases: Returns how many times `measure` yields, given the options.
         measure: Measures together with all ranks, and yields the measurements that are complete.
         rows: Makes a table's rows out of measurements.
-        columns: Of the table; "thread_level" is shown only where there are several.
-        lines: Returns rows as lines, of a benchmark whose results are no table of `columns`.
+        layout: Columns of the table, of which "thread_level" is shown only if there are several;
+            or how results stand side by side.
+        title: Returns the title of the table that has a row.
         drawings: How results are drawn, by name.
     """
 
@@ -153,22 +157,13 @@ class Benchmark:
     cases: Callable[[Namespace], int]
     measure: Callable[[World, Namespace], Iterator[list[Measurement]]]
     rows: Callable[[Sequence[Measurement], Environment, Namespace], list[Row]]
-    columns: Sequence[Column] = ()
-    lines: Callable[[Sequence[Row]], list[str]] | None = None
+    layout: Sequence[Column] | Matrix
+    title: Callable[[Row], str] | None = None
     drawings: Mapping[str, Drawing] = field(default_factory=lambda: DRAWINGS)
 
-    def head(self, about: Environment, columns: Sequence[Column]) -> list[str]:
-        """Return the lines above the table."""
-        return [table.about(self.name, about), *([table.head(columns)] if columns else [])]
-
-    def body(self, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:
-        """Return the lines of rows."""
-        return self.lines(rows) if self.lines else [table.line(row, columns) for row in rows]
-
-    @property
-    def columns_of_one_level(self) -> list[Column]:
-        """The columns without that of MPI's thread level."""
-        return [column for column in self.columns if column.key != "thread_level"]
+    def report(self, say: Callable[[str], None], levels: Sequence[str] = ()) -> Report:
+        """Return what prints results as they come."""
+        return Report(self.name, self.layout, self.title, say, has_levels=len(levels) > 1)
 
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
@@ -191,29 +186,35 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
-    shown, part, columns = world.rank == 0, options.part, benchmark.columns_of_one_level
+    shown, part = world.rank == 0, options.part
     # Other ranks may not see rank 0's disk. The process that started a part has checked already.
     if not part:
         world.everywhere(lambda: check_files(options) if shown else None)
     about = world.environment()
     measurements: list[Measurement] = []
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
+        report = benchmark.report(progress.say)
+
+        def pass_on(content: Any) -> None:
+            if shown:
+                with open(part, "a") as file:
+                    file.write(json.dumps(content) + "\n")
+            progress.say(BEAT)
+
         try:
-            for line in [] if part else benchmark.head(about, columns):
-                progress.say(line)
+            (pass_on if part else report.begin)(about)
             for group in benchmark.measure(world, options):
                 measurements += group
-                rows = benchmark.rows(group, about, options)
-                for line in [BEAT] if part else benchmark.body(rows, columns):
-                    progress.say(line)
+                if part:
+                    pass_on(group)
+                else:
+                    report.add(benchmark.rows(group, about, options))
                 progress.step()
         except WrongAnswerError as error:
-            # Raised on all ranks alike, so that all can leave in order.
+            # Raised on all ranks, so that all can leave in order.
             progress.say(f"FAILED: {error}")
             return 1
-    if shown and part:
-        Path(part).write_text(json.dumps([about, measurements]))
-    elif shown:
+    if shown and not part:
         rows = benchmark.rows(measurements, about, options)
         write_files(benchmark.name, about, rows, options, benchmark.drawings)
     world.close()
@@ -233,32 +234,70 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
         raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
                                      "your cluster's MPI module")
     ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
-    about: Environment = {}
-    measurements: list[Measurement] = []
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
                 for job in planned)
     with (tempfile.TemporaryDirectory() as folder,
           Progress(f"bench {benchmark.name}", cases) as progress):
-        part = Path(folder, "part.json")
-        for job in planned:
-            status = _run_job(
-                ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-                 sys.executable, *options.words, *job.words(), "--part", str(part)],
-                progress.step)
+        results = _Results(benchmark, options, progress)
+        for number, job in enumerate(planned):
+            part = Path(folder, f"part-{number}.json")
+            part.touch()
+            with open(part) as lines:
+                status = _run_job(
+                    ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
+                     sys.executable, *options.words, *job.words(), "--part", str(part)],
+                    lambda: results.take(json.loads(lines.readline()),
+                                         is_last=number == len(planned) - 1))
             if status:
                 return status
-            first, readings = json.loads(part.read_text())
-            # The environment of the first job, with the command and levels of all.
-            about = about or first
-            measurements += [Measurement(*measurement) for measurement in readings]
-    about |= {"thread_level": " and ".join(dict.fromkeys(job.level for job in planned)),
-              "command": shlex.join(["python", *options.words])}
-    rows = benchmark.rows(pooled(measurements), about, options)
-    columns = benchmark.columns if len(options.levels) > 1 else benchmark.columns_of_one_level
-    for line in *benchmark.head(about, columns), *benchmark.body(rows, columns):
-        print(line, flush=True)
-    write_files(benchmark.name, about, rows, options, benchmark.drawings)
+    rows = benchmark.rows(pooled(results.measurements), results.about, options)
+    write_files(benchmark.name, results.about, rows, options, benchmark.drawings)
     return 0
+
+
+class _Results:
+    """The results of several jobs, which are printed while the last job measures them.
+
+    Args:
+        benchmark: The benchmark.
+        options: Its options.
+        progress: Prints, and counts cases.
+
+    Attributes:
+        about: Environment of the first job, with the command and the levels of all jobs.
+        measurements: Measurements of all jobs so far.
+    """
+
+    def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress) -> None:
+        self._benchmark, self._options, self._progress = benchmark, options, progress
+        self._report = benchmark.report(progress.say, options.levels)
+        self.about: Environment = {}
+        self.measurements: list[Measurement] = []
+
+    def take(self, content: Any, *, is_last: bool) -> None:
+        """Take over what a job has written: its environment first, then a list per case."""
+        if isinstance(content, dict):
+            self.about = self.about or content | {
+                "thread_level": " and ".join(dict.fromkeys(
+                    job.level for job in plan(self._options.levels, self._options.rounds))),
+                "command": shlex.join(["python", *self._options.words])}
+            if is_last:
+                self._report.begin(self.about)
+            return
+        group = [Measurement(*measurement) for measurement in content]
+        self.measurements += group
+        if is_last and group:
+            cases = {_case_of(measurement) for measurement in group}
+            self._report.add(self._benchmark.rows(pooled(
+                measurement for measurement in self.measurements
+                if _case_of(measurement) in cases), self.about, self._options))
+        self._progress.step()
+
+
+def _case_of(measurement: Measurement) -> str:
+    """Return all labels but those in which the measurements of a case differ."""
+    return json.dumps({key: value for key, value in measurement.labels.items()
+                       if key not in ("contender", "thread_level")}, sort_keys=True)
 
 
 class BenchmarkJob(NamedTuple):

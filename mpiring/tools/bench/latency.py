@@ -1,4 +1,4 @@
-"""Times short collectives as the OSU micro-benchmarks do, and prints their tables."""
+"""Times short collectives as the OSU micro-benchmarks do."""
 
 import itertools
 import random
@@ -6,19 +6,18 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ...memory.arrays import Array, chunks_of, slice_of
 from ..arguments import checked, names, positive
-from .. import table
-from ..table import Column, Environment, Row
+from ..table import Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .allreduce import BUFFERS, HostArrays
+from .allreduce import BUFFERS, MEMORY, HostArrays
 from .benchmark import LEVELS, Benchmark, Measurement, declare_turns, least_by_case, run
 from .contenders import NONBLOCKING, Call, Start, chosen, completed
+from .matrix import Line, by_name, over_native
 from .overlap import calibrated
 from .world import World
 
@@ -30,23 +29,14 @@ _CALLS_BEFORE_COMPUTE = 20
 # Some 2 µs of work that releases Python's lock.
 _UNIT_NUMBERS = 1024
 _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
-_MEMORY = {"empty": "comm.empty", "private": "private memory"}
-_TITLES = {"allreduce": "Allreduce", "iallreduce": "Non-blocking Allreduce",
-           "allgather": "Allgather", "bcast": "Broadcast", "reduce_scatter": "Reduce_scatter"}
+_TESTS = ("allreduce", "iallreduce", "allgather", "bcast", "reduce_scatter")
 _CASE = ("test", "buffer", "bytes")
-# Titles of the columns, as of the OSU micro-benchmarks; widths are those of osu_util.h.
-_BLOCKING = {"avg_us": "Avg Latency(us)", "min_us": "Min Latency(us)",
-             "max_us": "Max Latency(us)"}
-_NONBLOCKING = {
-    "overall_us": "Overall(us)", "compute_us": "Compute(us)", "init_us": "Coll. Init(us)",
-    "test_us": "MPI_Test(us)", "wait_us": "MPI_Wait(us)", "avg_us": "Pure Comm.(us)",
-    "overlap_percent": "Overlap(%)"}
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--tests", type=names(tuple(_TITLES)), default=list(_TITLES),
-                        metavar="A,B", help=f"of {', '.join(_TITLES)}; default: all")
+    parser.add_argument("--tests", type=names(_TESTS), default=list(_TESTS),
+                        metavar="A,B", help=f"of {', '.join(_TESTS)}; default: all")
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("4..1M"),
                         help="of each rank's contribution: a list, 8,1K,64K, or a range in "
                              "factors of 4; default: 4..1M")
@@ -92,13 +82,12 @@ def _lengths(options: Namespace) -> list[int]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure MPI's own calls and ours; yields a test's results after its last size.
+    """Measure MPI's own calls and ours.
 
     Collective: yes. Blocking: yes.
     """
     dice, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
-        measurements: list[Measurement] = []
         for length in lengths:
             subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
             nbytes = length * _DTYPE.itemsize
@@ -108,9 +97,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             readings = yield from timing.in_turns(options, dice, {
                 subject.contender: partial(_round, world, calls, _actions(
                     world, subject, options.barrier)) for subject in subjects})
-            measurements += [Measurement({**labels, "contender": name}, times)
-                             for name, times in readings.items()]
-            yield measurements if length == lengths[-1] else []
+            yield [Measurement({**labels, "contender": name}, times)
+                   for name, times in readings.items()]
 
 
 def _summed(world: World, array: Callable[[int], Array], length: int,
@@ -247,7 +235,7 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
     At several thread levels that is the faster of MPI's calls.
     """
-    order = {test: number for number, test in enumerate(_TITLES)}
+    order = {test: number for number, test in enumerate(_TESTS)}
     measurements = sorted(measurements, key=lambda measurement: (
         order[measurement.labels["test"]], measurement.labels["buffer"],
         measurement.labels["contender"], measurement.labels["thread_level"],
@@ -289,31 +277,23 @@ def _row(measurement: Measurement, p: int, native_s: float) -> Row:
     return row
 
 
-def _tables(rows: Sequence[Row]) -> list[str]:
-    """Return rows as tables in the format of the OSU micro-benchmarks, with their option -f."""
-    def subject(row: Row) -> tuple[Any, ...]:
-        return tuple(row[key] for key in ("test", "contender", "buffer", "thread_level", "barrier"))
+def _title(row: Row) -> str:
+    calls = "a barrier before each call" if row["barrier"] else "back to back"
+    mean = f"mean us of a call, {calls}, and MPI's over ours"
+    if row["test"] == "iallreduce":
+        mean = f"mean us of a call alone, {calls}, and % hidden behind compute"
+    return f"{row['test']} in {MEMORY[row['buffer']]}: {mean}"
 
-    lines = []
-    for (test, contender, buffer, level, barrier), members in itertools.groupby(rows, subject):
-        lines += [
-            "", f"# {_TITLES[test]} Latency Test as osu_{test}'s: {contender}, {_MEMORY[buffer]}, "
-            f"threads {level}, {'a barrier before each call' if barrier else 'back to back'}"]
-        nonblocking = test == "iallreduce"
-        columns = [Column("bytes", -10, title="# Size"), *(
-            Column(key, 16, title=title)
-            for key, title in (_NONBLOCKING if nonblocking else _BLOCKING).items())]
-        if nonblocking:
-            lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
-        else:
-            columns.append(Column("iterations", 10, title="Iterations"))
-        lines += ["# Datatype: MPI_FLOAT.", table.head(columns), *(table.line({
-            key: f"{value:.2f}" if isinstance(value, float) else value
-            for key, value in row.items()}, columns) for row in members)]
-    return lines
+
+def _line(rows: Sequence[Row]) -> Line:
+    times = by_name(rows, "avg_us")
+    if rows[0]["test"] != "iallreduce":
+        return Line(times, over_native(rows, *(name for name in times if name != "MPI")))
+    return Line(times, {f"{name} %": value
+                        for name, value in by_name(rows, "overlap_percent").items()})
 
 
 LATENCY = Benchmark(
     "latency", lambda options: (len(options.tests) * len(options.buffers) * len(_lengths(options))
                                 * int(options.rounds)),
-    measure, rows, lines=_tables)
+    measure, rows, _line, _title)

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...memory.arrays import Array
+from ...text import count
 from ..arguments import above_zero, checked, names
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
@@ -169,10 +170,13 @@ def _row(measurement: Measurement) -> Row:
     }
 
 
+def _title(row: Row) -> str:
+    return f"{row['size']} in {count(row['buckets'], 'bucket')}"
+
+
 _COLUMNS = [
-    Column("size", 10), Column("buckets", 7), Column("contender", -16),
-    Column("thread_level", -10, title="threads"), Column("compute", -8),
+    Column("contender", -16), Column("thread_level", -10, title="threads"), Column("compute", -8),
     Column("compute_ms", 11, 4), Column("communication_ms", 10, 4, "comm. ms"),
     Column("total_ms", 10, 4), Column("overlap_percent", 9, 3, "overlap %"),
     Column("total_over_longest", 9, 3, "total/max")]
-OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, _COLUMNS)
+OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, _COLUMNS, _title)

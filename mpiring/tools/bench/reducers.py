@@ -307,8 +307,8 @@ def ratio(more: float, less: float) -> float:
 
 
 COLUMNS = (
-    Column("reducer", -9), Column("steps", 5, 1), Column("median_ms", 9, 4),
-    Column("p95_ms", 7, 4), Column("over_dense", 6, 3, "/dense"),
+    Column("reducer", -9), Column("steps", 5, 1), Column("median_ms", 6, 4, "ms"),
+    Column("p95_ms", 6, 4), Column("over_dense", 6, 3, "/dense"),
     Column("over_alone", 6, 3, "/alone"), Column("compression_ratio", 10, 3, "compressed"),
     Column("wire_ratio", 7, 3, "on wire"), Column("encode_ms", 9, 3), Column("wire_ms", 7, 3),
     Column("decode_ms", 9, 3))

@@ -41,7 +41,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--bucket", type=checked(parse_size),
                         help="bytes that are fused into a message; default: 4MiB, with PyTorch "
                              "what DataParallel and DDP have by themselves")
-    parser.add_argument("--calls", type=positive, default=5, help="steps per round; default: 5")
+    parser.add_argument("--calls", type=positive, default=3, metavar="N",
+                        help="number of steps per round; default: 3")
     numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
     numpy.add_argument("--width", type=positive, default=1024, help="default: 1024")
     numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
@@ -53,7 +54,8 @@ def declare(parser: ArgumentParser) -> None:
                        const=list(SHARDINGS), help="also train so that ranks share the "
                        f"optimizer's work; of {', '.join(SHARDINGS)}; default: all")
     declare_link(torch)
-    declare_turns(parser)
+    # So that it ends within a minute on two cores.
+    declare_turns(parser, rounds=4)
     declare_contenders(parser)
     parser.set_defaults(action=_run)
 
@@ -223,23 +225,24 @@ def _over(measurement: Measurement, other: Measurement | None) -> float:
                        measurement.labels["calls"])
 
 
+def _title(row: Row) -> str:
+    model = row.get("model", "multilayer perceptron")
+    return f"{model} of {row['parameters'] / 1e6:.1f} M parameters, batch {row['batch']} per rank"
+
+
 _NUMPY_COLUMNS = [
-    Column("parameters", 10), Column("batch", 6), Column("contender", -32, title="training step"),
+    Column("contender", -28, title="training step"),
     Column("thread_level", -10, title="threads"), Column("median_ms", 10, 4),
-    Column("p95_ms", 10, 4), Column("samples_per_s", 10, 4, "samples/s"),
+    Column("p95_ms", 10, 4), Column("samples_per_s", 9, 4, "samples/s"),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("extra_MiB", 9, 3)]
 NUMPY_STEPS = Benchmark("steps", lambda options: int(options.rounds), _measure_numpy,
-                        numpy_rows, _NUMPY_COLUMNS)
+                        numpy_rows, _NUMPY_COLUMNS, _title)
 _TORCH_COLUMNS = [
-    Column("model", -11), Column("parameters", 10),
     Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
-    Column("median_ms", 9, 4), Column("p95_ms", 8, 4), Column("over_compute", 8, 3, "/compute"),
-    Column("over_gloo", 6, 3, "/Gloo"), Column("communication_ms", 8, 3, "comm. ms"),
-    Column("hidden_percent", 8, 3, "hidden %"), Column("bound_ms", 8, 4),
-    Column("over_bound", 6, 3, "/bound"), Column("extra_MiB", 9, 3),
-    Column("extra_over_gradients", 10, 3, "/gradients"),
-    Column("node_bytes_per_parameter", 8, 3, "node B/p"),
-    Column("formula_bytes_per_parameter", 7, 3, "formula")]
+    Column("median_ms", 9, 4), Column("over_compute", 8, 3, "/compute"),
+    Column("over_gloo", 5, 3, "/Gloo"), Column("communication_ms", 8, 3, "comm. ms"),
+    Column("hidden_percent", 8, 3, "hidden %"), Column("over_bound", 6, 3, "/bound"),
+    Column("extra_MiB", 9, 3), Column("node_bytes_per_parameter", 8, 3, "node B/p")]
 TORCH_STEPS = Benchmark(
     "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
-    _measure_torch, torch_rows, _TORCH_COLUMNS)
+    _measure_torch, torch_rows, _TORCH_COLUMNS, _title)

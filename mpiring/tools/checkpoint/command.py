@@ -1,34 +1,141 @@
-"""The command `python -m mpiring checkpoint`; works without any MPI library."""
+"""The command `mpiring checkpoint`; works without any MPI library."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from ...errors import CheckpointError
 from ...memory.pytrees import leaves
-from ...sharding.sliced import Sliced
 from ...resilience.consolidated import consolidate
+from ...resilience.tree import Stored
+from ...sharding.sliced import Sliced
 from ...text import count
+from .. import table
+from ..table import Column
+from .contents import Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files
 
 _DESCRIPTION = """\
-Looks after checkpoints, without the job that has written them. `consolidate` makes one file of the
-newest complete checkpoint, with whole arrays instead of the slices of its ranks:
+Shows and checks checkpoints, without the job that has written them:
 
-    python -m mpiring checkpoint consolidate FOLDER OUT.safetensors
+    mpiring checkpoint list FOLDER
+    mpiring checkpoint show FOLDER
+    mpiring checkpoint verify FOLDER
+    mpiring checkpoint consolidate FOLDER OUT.safetensors
 
-mpiring.resilience.load_file and mpiring.torch.load_file return the state that was saved; the
-package safetensors reads the arrays by name."""
+`consolidate` makes one file of the newest complete checkpoint, with whole arrays instead of the
+slices of its ranks. mpiring.resilience.load_file and mpiring.torch.load_file return the state that
+was saved; the package safetensors reads the arrays by name."""
+_CHECKPOINTS = (Column("name", -16, title="checkpoint"), Column("step", 8),
+                Column("written", -25), Column("ranks", 5), Column("megabytes", 9, 3, "MB"),
+                Column("state", -1))
+_WIDEST = 60
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare `checkpoint consolidate`."""
+    """Declare the commands."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("consolidate", help="make one file, with whole arrays")
-    command.add_argument("folder", metavar="FOLDER", type=Path, help="of checkpoints")
-    command.add_argument("out", metavar="OUT", type=Path, help="the file to write")
-    command.add_argument("--step", type=int, metavar="N",
-                         help="which checkpoint; default: the newest that is complete")
-    command.set_defaults(action=_consolidate)
+
+    def add(name: str, action: Any, text: str, folder: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        command.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
+        command.set_defaults(action=action)
+        return command
+
+    def add_step(command: argparse.ArgumentParser, default: str) -> None:
+        command.add_argument("--step", type=int, metavar="N",
+                             help=f"training step of the checkpoint; default: {default}")
+
+    folder = "folder of checkpoints"
+    add("list", _list, "list the checkpoints in a folder", folder)
+    add_step(add("show", _show, "show the arrays in a checkpoint, or in a file of consolidate",
+                 f"{folder}, or file of consolidate"), "the newest that is complete")
+    add_step(add("verify", _verify, "compare files with their hashes; status 1 if one is damaged",
+                 f"{folder}, or file of consolidate"), "all checkpoints")
+    joined = add("consolidate", _consolidate, "make one file, with whole arrays", folder)
+    joined.add_argument("out", metavar="OUT", type=Path, help="file to write")
+    add_step(joined, "the newest that is complete")
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = checkpoints(options.folder)
+    print(table.head(_CHECKPOINTS))
+    for each in found:
+        print(table.line({
+            "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
+            "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
+            "megabytes": each.nbytes / 1e6 if each.manifest else None}, _CHECKPOINTS))
+    if any(each.is_damaged for each in found):
+        print(f"\nmpiring checkpoint verify {options.folder} names what is damaged")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    if options.folder.is_file():
+        _print_arrays([("", *array) for array in arrays_in(options.folder)])
+        return 0
+    checkpoint = chosen(options.folder, options.step)
+    facts = checkpoint.manifest
+    print(f"{checkpoint.path.name}: step {facts['step']}, saved by {count(facts['size'], 'rank')}, "
+          f"{facts['written']}; {_size(checkpoint)}\n"
+          + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()) + "\n")
+    _print_arrays(list(arrays_of(checkpoint)))
+    if facts["size"] > 1:
+        print("\nreplicated: equal on all ranks; sharded: whole arrays, of which each rank has "
+              "saved a part;\nown: of rank 0, as an example of all ranks")
+    return 0
+
+
+def _size(checkpoint: Checkpoint) -> str:
+    """Return number and length of the files."""
+    files = count(len(checkpoint.manifest["files"]), "file")
+    return f"{files}, {table.significant(checkpoint.nbytes / 1e6, 3)} MB"
+
+
+def _print_arrays(arrays: Iterable[tuple[str, str, Stored, int]]) -> None:
+    rows = [{"state": state, "array": name, "dtype": leaf.dtype, "bytes": f"{nbytes:,}",
+             "shape": " x ".join(map(str, leaf.shape)) or "scalar"}
+            for state, name, leaf, nbytes in arrays]
+    columns = [Column(key, sign * min(_WIDEST, max([len(key), *(len(row[key]) for row in rows)])))
+               for key, sign in (("state", -1), ("array", -1), ("dtype", -1), ("shape", 1),
+                                 ("bytes", 1))]
+    # A file of consolidate has one state.
+    columns = columns if any(row["state"] for row in rows) else columns[1:]
+    print(table.head(columns))
+    for row in rows:
+        print(table.line(row, columns))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Print a line for each checkpoint and each damaged file; return 1 if there is one."""
+    if options.folder.is_file():
+        return _verify_file(options.folder)
+    found = [each for each in checkpoints(options.folder) if each.step is not None
+             and options.step in (None, each.step)]
+    if not found:
+        chosen(options.folder, options.step)
+    is_damaged = False
+    for each in found:
+        problems = list(damaged_files(each)) if each.manifest else [each.state.partition(": ")[2]]
+        is_damaged |= bool(problems)
+        for problem in problems:
+            print(f"{each.path.name}: DAMAGED: {problem}", flush=True)
+        if not problems:
+            print(f"{each.path.name}: {_size(each)}; all hashes are right; {each.state}",
+                  flush=True)
+    return int(is_damaged)
+
+
+def _verify_file(file: Path) -> int:
+    try:
+        number = sum(1 for _ in arrays_in(file))
+    except CheckpointError as error:
+        print(f"{file}: DAMAGED: {error}")
+        return 1
+    print(f"{file}: {count(number, 'array')} in the right places; such a file has no hash")
+    return 0
 
 
 def _consolidate(options: argparse.Namespace) -> int:

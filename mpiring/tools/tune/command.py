@@ -1,22 +1,34 @@
-"""The command `python -m mpiring tune`: measures algorithms, and shows which are the fastest."""
+"""The command `mpiring tune`: measures algorithms, and shows which are the fastest."""
 
 import argparse
+import time
 from collections.abc import Iterator
+
+import numpy as np
 
 from ...communicator import Communicator, init
 from ...errors import ConfigError
-from ...operations.model import Model
+from ...operations.model import Curve, Model
+from ...text import ranks_on_nodes
+from .. import table
+from ..table import Column
 from ..units import size_text
+from . import quiet
 from .rates import measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
+_AUTO, _SHARED = "auto", "shared"
+_CALLS = 5
+# An algorithm that takes this many times the time of another one is not used without a reason.
+_CLEARLY = 2.0
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
-        "Measures what each algorithm costs on the ranks that it is started on, as the first "
-        "allreduce between nodes does: mpirun -n 8 python -m mpiring tune")
+        "Measures the time of each algorithm on the ranks that it is started on, as the first "
+        "allreduce between nodes does: mpirun -n 8 python -m mpiring tune. Times are in "
+        "microseconds, sizes in bytes per rank.")
     parser.set_defaults(action=run)
 
 
@@ -30,7 +42,12 @@ def run(options: argparse.Namespace) -> int:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
-        _report(comm, f"{comm.size} ranks, nodes: {comm.num_nodes}", comm.rank == 0)
+        share, rank = quiet.least_share(comm)
+        if comm.rank == 0 and share < quiet.ENOUGH:
+            print(f"WARNING: the machine is busy: rank {rank} got {share:.0%} of a core while all "
+                  f"ranks computed.\nThese times are too long, and may name the wrong algorithm. "
+                  f"Measure again on idle cores,\nwith at most one rank per core.\n")
+        _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
             inside = comm.split(comm.node_rank)
             if inside is not None:
@@ -44,27 +61,89 @@ def run(options: argparse.Namespace) -> int:
 
 def _report(comm: Communicator, title: str, shown: bool) -> None:
     model = comm.tune(fresh=True)
+    by_auto = _by_auto(comm, model) if _is_shared(model) else None
     if shown:
-        _print(model, title)
+        _print(model, by_auto, title)
 
 
-def _print(model: Model, title: str) -> None:
-    print(f"{title}\n")
+def _is_shared(model: Model) -> bool:
+    return _SHARED in dict(model.curves)
+
+
+def _by_auto(comm: Communicator, model: Model) -> Curve:
+    """Return the times of ordinary calls, of which short ones take a faster path than the engine's.
+
+    Collective: yes. Blocking: yes.
+    """
+    points = []
+    for size, _ in model.curves[0][1].points:
+        x, seconds = comm.empty(size // 4, np.float32), []
+        x[...] = 0
+        for _ in range(_CALLS):
+            comm.allreduce(x)
+            comm.barrier()
+            began_s = time.perf_counter()
+            comm.allreduce(x)
+            seconds.append(time.perf_counter() - began_s)
+        slowest = np.array([min(seconds)])
+        comm.allreduce(slowest, op="max")
+        points.append((size, float(slowest[0])))
+    return Curve(tuple(points))
+
+
+def _print(model: Model, by_auto: Curve | None, title: str) -> None:
+    curves = dict(model.curves) | ({} if by_auto is None else {_AUTO: by_auto})
     sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
-    print(f"{'microseconds':14}" + "".join(f"{size_text(size):>12}" for size in sizes)
-          + f"{'latency us':>14}{'GB/s':>10}")
-    for name, curve in model.curves:
-        print(f"{name:14}" + "".join(f"{1e6 * curve.time_s(size):12.1f}" for size in sizes)
-              + f"{1e6 * curve.latency_s:14.1f}{1e-9 / curve.s_per_byte:10.3f}")
+    columns = [Column("name", -12, title="microseconds"),
+               *(Column(size_text(size), 10, 4) for size in sizes), Column("GB/s", 8, 3)]
+    print(f"{title}\n\n{table.head(columns)}")
+    for name, curve in curves.items():
+        row = {size_text(size): 1e6 * curve.time_s(size) for size in sizes}
+        print(table.line({"name": name, "GB/s": 1e-9 / curve.s_per_byte, **row}, columns, best=[
+            size_text(size) for size in sizes
+            if curve.time_s(size) == min(each.time_s(size) for each in curves.values())]))
     print()
-    ranges = [(_SMALLEST, "shared")] if "shared" in dict(model.curves) else _ranges(model)
-    for first, name in ranges:
-        print(f"auto takes {name} from {size_text(first)}")
+    for line in _choices(model, by_auto):
+        print(line)
     print(f"bucket_bytes: {model.bucket_bytes} ({size_text(model.bucket_bytes)}) is long enough\n")
 
 
+def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
+    """Yield which algorithm is used from which size on, and why if another one was faster."""
+    if by_auto is not None:
+        yield f"auto takes {_SHARED} from {size_text(_SMALLEST)}"
+        yield (f"On one node auto uses {_SHARED} at every size, whatever was measured. The row "
+               f"{_AUTO} has ordinary\ncalls. Short calls take a faster path than those of the "
+               f"row {_SHARED}, which go through the engine.")
+        yield from _faster(model, by_auto)
+        return
+    largest = max((curve.points[-1][0] for _, curve in model.curves), default=0)
+    for first, name in _ranges(model):
+        yield f"auto takes {name} from {size_text(first)}"
+        other, factor = _fastest(model, first, dict(model.curves)[name].time_s(first))
+        if first > largest and factor > _CLEARLY:
+            yield (f"  {size_text(largest)} is the largest measured size. Far beyond it auto uses "
+                   f"the algorithm that sends the\n  fewest bytes, although the line through the "
+                   f"measured times makes {other} {factor:.1f} times as fast.")
+
+
+def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
+    """Yield the size at which another algorithm was most clearly faster than ordinary calls."""
+    factors = [(*_fastest(model, size, seconds)[::-1], size) for size, seconds in by_auto.points]
+    factor, name, size = max(factors)
+    if factor > _CLEARLY:
+        yield (f"{name} was {factor:.1f} times as fast at {size_text(size)}. If that stays so on "
+               f"idle cores, use algorithm=\"{name}\"\nthere, or MPIRING_ALGORITHM={name}.")
+
+
+def _fastest(model: Model, size: int, seconds: float) -> tuple[str, float]:
+    """Return the fastest algorithm at a size, and how many times faster than `seconds` it is."""
+    name, curve = min(model.curves, key=lambda named: named[1].time_s(size))
+    return name, seconds / curve.time_s(size)
+
+
 def _ranges(model: Model) -> Iterator[tuple[int, str]]:
-    """Yield the fastest algorithms, each with the size from which on it is the fastest."""
+    """Yield the algorithms that are used, each with the first size of its range, in bytes."""
     names = [name for name, _ in model.curves]
     last, size = "", _SMALLEST
     while names and size <= _LARGEST:

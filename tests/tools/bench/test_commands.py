@@ -59,7 +59,9 @@ def test_allreduce_in_a_launchers_job(tmp_path):
         if row["contender"] == "mpiring auto":
             assert row["calls"] >= 4 and 0 < row["min_us"] <= row["median_us"] <= row["p95_us"]
             assert (row["native_over_this"] is None) == (row["dtype"] == "float16")
-    assert len(re.findall("^ *4 KiB", ended.output, re.MULTILINE)) == len(rows)
+    assert len(re.findall("^   4 KiB ", ended.output, re.MULTILINE)) == 4
+    assert re.search(r"^# float16 in private memory: .*\n +size    auto    ring    copy$",
+                     ended.output, re.MULTILINE)
     assert (tmp_path / "out.csv").read_text().count("\n") == len(about) + 1 + len(rows)
 
 
@@ -70,7 +72,10 @@ def test_allreduce_in_jobs_of_its_own():
     ended = python("-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks", 2,
                    "--json", "-")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert benchmark.BEAT not in ended.stderr and "native/this" in ended.stderr
+    assert benchmark.BEAT not in ended.stderr
+    assert re.findall(r"^ *(size|8 B|64 KiB)? +(threads|multi|serial) ", ended.stderr,
+                      re.MULTILINE) == [("size", "threads"), ("8 B", "multi"), ("", "serial"),
+                                        ("64 KiB", "multi"), ("", "serial")]
     content = json.loads(ended.stdout)
     assert content["environment"]["ranks"] == 2
     assert content["environment"]["thread_level"] == "multiple and serialized"
@@ -118,10 +123,10 @@ def check_latencies(rows, output):
         assert row["iterations"] == {4: 40, 12288: 4}[row["bytes"]]
         assert 0 < row["min_us"] <= row["avg_us"] <= row["max_us"] and row["median_us"] > 0
         assert ("overlap_percent" in row) == (row["test"] == "iallreduce")
-    # As the OSU micro-benchmarks print them with -f.
-    assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 3 + 4 * 6
-    assert len(re.findall(r"^12288 {5}( +\d+\.\d\d){7}$", output, re.MULTILINE)) == 6
-    assert output.count("a barrier before each call") == 3
+    for size in ("     4 B", "  12 KiB"):
+        assert len(re.findall(rf"^{size}( +[\d.]+\*?){{5}}$", output, re.MULTILINE)) == 1 + 2 * 4
+        assert len(re.findall(rf"^{size}( +[\d.]+\*?){{6}}$", output, re.MULTILINE)) == 2
+    assert output.count("a barrier before each call") == 1
 
 
 @pytest.mark.launch
@@ -218,7 +223,7 @@ def test_overlap_and_gloo(tmp_path):
                     (*OVERLAP[:-1], "mpiring,gloo", "--json", tmp_path / "out.json", "--plot",
                      tmp_path / "out.png"))
     assert ended.output.count("ended with status 0") == 4, ended.output
-    assert len(re.findall(r"Gloo +[\d,.]+ ", ended.output)) == 4
+    assert len(re.findall(r"^ +size .*auto .*Gloo +copy", ended.output, re.MULTILINE)) == 2
     assert (tmp_path / "out.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {(row["contender"], row["compute"]) for row in rows} == {

@@ -111,6 +111,19 @@ def test_rows_of_training_with_pytorch():
     assert ours["bound_ms"] != ours["bound_ms"]
 
 
+def test_the_table_of_a_model_has_a_title_and_the_columns_that_have_values():
+    lines = []
+    report = steps.TORCH_STEPS.report(lines.append)
+    rows = steps.torch_rows(TORCH, ABOUT, OPTIONS)
+    report.add(rows)
+    report.add([{**row, "model": "convnet"} for row in rows])
+    assert lines[1] == "# mlp of 0.3 M parameters, batch 8 per rank"
+    assert lines[2].split("  ")[-1] == "node B/p" and "/bound" not in lines[2]
+    assert lines[3].split() == ["compute", "only", "150.0", "1.00", "0.562", "-", "-", "-", "33.0"]
+    assert max(map(len, lines)) <= 100
+    assert lines[7].startswith("# convnet") and len(lines) == 12
+
+
 def test_the_bytes_on_the_wire(tmp_path):
     def interface(name, nbytes):
         (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
@@ -179,18 +192,43 @@ def test_latencies_as_osu_counts_and_prints_them():
         [4.5, 3, 6, 20])
     assert ours["median_us"] == pytest.approx(4.5) and ours["native_over_this"] == pytest.approx(2)
     assert hidden["overlap_percent"] == pytest.approx(50) and "init_us" not in ours
-    lines = latency.LATENCY.lines(rows)
-    assert ("# Allreduce Latency Test as osu_allreduce's: mpiring auto, comm.empty, "
-            "threads multiple, back to back") in lines
-    assert lines[lines.index("") + 2:lines.index("") + 5] == [
-        "# Datatype: MPI_FLOAT.",
-        "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations",
-        "4                       9.00              9.00              9.00          20"]
-    assert lines[-2:] == [
-        "# Size           Overall(us)       Compute(us)    Coll. Init(us)      MPI_Test(us)      "
-        "MPI_Wait(us)    Pure Comm.(us)        Overlap(%)",
-        "4                      12.00              8.00              1.00              0.00      "
-        "        3.00              8.00             50.00"]
+    lines = []
+    report = latency.LATENCY.report(lines.append, ["multiple", "serialized"])
+    report.add(rows[:3])
+    report.add(rows[3:])
+    assert lines == [
+        "", "# allreduce in comm.empty: mean us of a call, back to back, and MPI's over ours",
+        "    size  threads     MPI    auto  MPI/auto",
+        "     4 B  multi      9.00    4.50*     2.00",
+        "          serial     9.00       -         -",
+        "", "# iallreduce in comm.empty: mean us of a call alone, back to back, and % hidden "
+        "behind compute",
+        "    size  threads     MPI    auto   MPI %  auto %",
+        "     4 B  multi      6.00*   8.00    0.00    50.0"]
+
+
+def test_an_allreduce_side_by_side():
+    """Limits are no contenders, and a contender that cannot do the case has no column."""
+    lines = []
+    report = allreduce.ALLREDUCE.report(lines.append)
+    report.begin(ABOUT)
+    for nbytes in (1 << 20, 1 << 26):
+        found = [of_allreduce(one.labels["contender"], one.readings["call"], nbytes)
+                 for one in FOUND]
+        report.add(allreduce.rows(found, ABOUT, OPTIONS))
+    assert lines[1:] == [
+        "", "# float32 in comm.empty: median us of a call, and MPI's over auto's",
+        "    size     MPI    auto    copy  MPI/auto",
+        "   1 MiB    3000    1000*    500      3.00",
+        "  64 MiB    3000    1000*    500      3.00"]
+    names = [*(f"mpiring {name}" for name in NAMES), NATIVE, "Gloo", "Horovod"]
+    for ours in ("hierarchical", "shared"):
+        lines.clear()
+        report = allreduce.ALLREDUCE.report(lines.append, ["multiple", "serialized"])
+        report.add(allreduce.rows([of_allreduce(name, [1e-2]) for name in names
+                                   if not name.endswith(ours)], {**ABOUT, "nodes": 2},
+                                  Namespace(link_rate=1e9, goodput=0.9)))
+        assert max(map(len, lines)) <= 100
 
 
 def test_a_picture_of_pytorch_tells_what_was_hidden():

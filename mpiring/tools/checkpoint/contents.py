@@ -1,0 +1,147 @@
+"""Reads facts, arrays and damage of checkpoints, without loading them."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ...files import UNFINISHED
+from ...memory.pytrees import leaves
+from ...resilience.checkpoint_file import name_of, tree_text, verify
+from ...resilience.folder import DELETING, candidates, step_of
+from ...resilience.manifest import REPLICATED, SHARDED, own_name, read_manifest
+from ...resilience.tree import STORED_KINDS, Leaf, Stored, rebuild
+
+_STEP, _DAMAGED = "-step-", "damaged"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in a folder.
+
+    Attributes:
+        path: Its folder.
+        state: Whether it is complete, in words.
+        manifest: Its manifest; empty if that cannot be read.
+    """
+
+    path: Path
+    state: str
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int | None:
+        """Step of the training; None if its name has none."""
+        return step_of(self.path.name) if _is_named(self.path) else None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the manifest or the length of a file shows damage."""
+        return self.state.startswith(_DAMAGED)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all its files, in bytes."""
+        return sum(self.manifest.get("files", {}).values())
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, the newest last.
+
+    Raises:
+        CheckpointError: It is not a folder, or it cannot be read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder of checkpoints")
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if entry.is_dir())
+        usable, _ = candidates(folder)
+    except OSError as exc:
+        raise CheckpointError(f"{folder} cannot be read: {exc.strerror or exc}") from exc
+    return [_described(entry, usable) for entry in entries
+            if _is_named(entry) or entry.name.startswith((UNFINISHED, DELETING))]
+
+
+def _is_named(entry: Path) -> bool:
+    return _STEP in entry.name and not entry.name.startswith(".")
+
+
+def _described(path: Path, usable: list[str]) -> Checkpoint:
+    """Describe a checkpoint.
+
+    Args:
+        path: Its folder.
+        usable: Names of the checkpoints that a job may resume from, the newest first.
+    """
+    if not _is_named(path):
+        doing = "written" if path.name.startswith(UNFINISHED) else "deleted"
+        return Checkpoint(path, f"incomplete: it is being {doing}, or its job has ended", {})
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return Checkpoint(path, f"{_DAMAGED}: {error}", {})
+    for file, nbytes in manifest["files"].items():
+        if not (path / file).is_file():
+            return Checkpoint(path, f"{_DAMAGED}: {file} is missing", manifest)
+        if (path / file).stat().st_size != nbytes:
+            return Checkpoint(path, f"{_DAMAGED}: {file} has another length", manifest)
+    if path.name not in usable:
+        return Checkpoint(path, "incomplete: its job ended before it was the newest", manifest)
+    return Checkpoint(path, "complete, newest" if path.name == usable[0] else "complete", manifest)
+
+
+def chosen(folder: Path, step: int | None) -> Checkpoint:
+    """Return the newest complete checkpoint, or the newest one of a step.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = [each for each in checkpoints(folder) if each.manifest
+             and (each.state.startswith("complete") if step is None else each.step == step)]
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint" + (
+            f" of step {step}" if step is not None else ""))
+    return found[-1]
+
+
+def damaged_files(checkpoint: Checkpoint) -> Iterator[str]:
+    """Read all files, compare their hashes, and yield what is wrong with each damaged file."""
+    for file, nbytes in checkpoint.manifest["files"].items():
+        try:
+            verify(checkpoint.path / file, nbytes)
+        except CheckpointError as error:
+            yield str(error)
+
+
+def arrays_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Stored, int]]:
+    """Yield the arrays of a checkpoint: state, name, dtype and shape, bytes.
+
+    Of the states of single ranks, that of rank 0 stands for all.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    files = {name_of(file): (checkpoint.path / file, nbytes)
+             for file, nbytes in checkpoint.manifest["files"].items()}
+    for state, name in (("replicated", REPLICATED), ("sharded", SHARDED), ("own", own_name(0))):
+        if name in files:
+            for path, leaf, nbytes in arrays_in(*files[name]):
+                yield state, path, leaf, nbytes
+
+
+def arrays_in(path: Path, nbytes: int | None = None) -> Iterator[tuple[str, Stored, int]]:
+    """Yield the arrays of a file: name, dtype and shape, bytes.
+
+    Args:
+        path: The file.
+        nbytes: Its length; None for any.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    tree = rebuild(tree_text(path, nbytes), defaultdict(lambda: None), STORED_KINDS)
+    for keys, leaf in leaves(tree):
+        if isinstance(leaf, Stored):
+            yield "/".join(map(str, keys)), leaf, Leaf(leaf, None, leaf.dtype, leaf.shape).nbytes
