@@ -187,16 +187,18 @@ def _work(world: World, options: Namespace, load: str, training: "torch_training
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each method, compared with steps whose data is already on the device.
 
-    Ratios are medians over rounds, whose readings are close in time.
+    Ratios are those of medians.
     """
     table = []
     keys = ("model", "parameters", "loader", "thread_level")
     for measurement, case in with_case(measurements, *keys):
         labels, seconds = measurement.labels, measurement.readings["step"]
-        ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
+        ratio = timing.over(*(timing.in_rounds(each, labels["calls"])
+                              for each in (seconds, case[RESIDENT].readings["step"])))
         table.append({**labels, **timing.summary(seconds),
                       "loader_ms": timing.median(measurement.readings["loader"]) * 1e3,
-                      "over_resident": ratio, "efficiency_percent": 100 / ratio})
+                      **ratio.of("over_resident"),
+                      "efficiency_percent": 100 / ratio.value})
     return table
 
 

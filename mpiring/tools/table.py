@@ -27,12 +27,15 @@ class Column:
         width: Width in characters; negative to align left.
         digits: Number of significant digits of numbers; None for text.
         title: Its head; by default the key, with blanks.
+        interval: If true, rows also have the ends of the interval of the value, with the key and
+            "_low" or "_high".
     """
 
     key: str
     width: int
     digits: int | None = None
     title: str | None = None
+    interval: bool = False
 
 
 def head(columns: Sequence[Column]) -> str:
@@ -50,7 +53,7 @@ def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str
         columns: Columns of the table.
         best: Keys of values that are bold in a terminal, and marked elsewhere.
     """
-    cells = [_text(row.get(column.key), column) for column in columns]
+    cells = [_text(row, column) for column in columns]
     numbers = [number for number, column in enumerate(columns) if column.key in best]
     return _line(cells, columns, dict.fromkeys(numbers, "bold"))
 
@@ -100,10 +103,17 @@ def _styled(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, s
     return text.rstrip()
 
 
-def _text(value: Any, column: Column) -> str:
+def _text(row: Row, column: Column) -> str:
+    value = row.get(column.key)
     if value is None or value != value:
         return "-"
-    return str(value) if column.digits is None else significant(float(value), column.digits)
+    if column.digits is None:
+        return str(value)
+    low, high = (row.get(f"{column.key}_{end}", math.nan) for end in ("low", "high"))
+    text = significant(float(value), column.digits)
+    if not column.interval or low != low or low == high:
+        return text
+    return f"{text} ({significant(low, column.digits)}-{significant(high, column.digits)})"
 
 
 def significant(value: float, digits: int) -> str:

@@ -14,7 +14,7 @@ ROW = re.compile(
 
 
 def test_the_table_of_many_ranks_is_what_is_counted():
-    ranks = [int(cell) for cell in re.search(r"^\| operation \| a rank's \|(.*)\|$", PAGE,
+    ranks = [int(cell) for cell in re.search(r"^\| operation \| quantity \|(.*)\|$", PAGE,
                                              re.MULTILINE)[1].split("|")]
     rows = [(name, what, [int(cell.replace(",", "")) for cell in cells.split("|")])
             for name, what, cells in ROW.findall(PAGE)]

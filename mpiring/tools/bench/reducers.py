@@ -266,20 +266,14 @@ def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurem
           first: int) -> Row:
     """Return the times of steps, and the costs of a settled one.
 
-    Ratios are medians over the trainings of a method, if there are several: those of one number
-    are close in time.
-
     Args:
         runs: Trainings with one method.
         trainings: Trainings with each method.
         first: Number of the first step that is settled.
     """
-    def over(other: str) -> float:
-        return timing.median([
-            timing.median(run.readings["step"][first:])
-            / timing.median(reference.readings["step"][first:])
-            for run, reference in zip(runs, trainings.get(other, []))
-            if run.readings["step"][first:] and reference.readings["step"][first:]])
+    def over(other: str) -> timing.Ratio:
+        return timing.over(*([run.readings["step"][first:] for run in each]
+                             for each in (runs, trainings.get(other, []))))
 
     seconds = [value for run in runs for value in run.readings["step"][first:]]
     on_wire = reading(runs, "host_bytes")
@@ -287,7 +281,7 @@ def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurem
         "steps": min(len(run.readings["step"]) for run in runs),
         "training_s": fmean([sum(run.readings["step"]) for run in runs]),
         "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
-        "over_dense": over(DENSE), "over_alone": over(ALONE),
+        **over(DENSE).of("over_dense"), **over(ALONE).of("over_alone"),
         "compression_ratio": ratio(reading(runs, "dense_bytes"), reading(runs, "sent_bytes")),
         "wire_ratio": ratio(reading(trainings.get(DENSE, []), "host_bytes"), on_wire),
         "wire_MiB": on_wire / 2 ** 20,

@@ -1,5 +1,6 @@
 """Measures training steps of models: alone, with mpiring, and with MPI or the peers."""
 
+import dataclasses
 import gc
 import math
 import random
@@ -65,7 +66,7 @@ def _run(options: Namespace) -> int:
         settle_contenders(options, options.device, TORCH_ON_CPU, TORCH_ON_GPU)
         if options.sharded and options.device != "cpu":
             raise ConfigError("--sharded needs --device cpu")
-        return run(TORCH_STEPS, options)
+        return run(SHARDED_STEPS if options.sharded else TORCH_STEPS, options)
     if options.device != "cpu" or options.sharded or options.optimizer != "sgd":
         raise ConfigError("--device cuda, --optimizer adamw and --sharded need --framework torch")
     settle_contenders(options, "cpu", ON_CPU, ())
@@ -176,10 +177,7 @@ def numpy_rows(measurements: Sequence[Measurement], about: Environment, options:
 
 def torch_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
                ) -> list[Row]:
-    """Return a row for each model and contender, beside the compute alone and DDP with Gloo.
-
-    Ratios are medians over rounds, whose readings are close in time.
-    """
+    """Return a row for each model and contender, compared with the compute alone and with Gloo."""
     return [_torch_row(measurement, case, about, options)
             for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
 
@@ -205,10 +203,10 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
         **timing.summary(seconds),
         "samples_per_s": labels["batch"] * about["ranks"] / median,
         "communication_ms": communication * 1e3,
-        "over_compute": over_compute,
-        "efficiency_percent": 100 / over_compute,
+        **over_compute.of("over_compute"),
+        "efficiency_percent": 100 / over_compute.value,
         "hidden_percent": hidden,
-        "over_gloo": _over(measurement, case.get(GLOO)),
+        **_over(measurement, case.get(GLOO)).of("over_gloo"),
         "bound_ms": bound * 1e3,
         "over_bound": median / bound,
         "extra_MiB": extra / 2 ** 20,
@@ -217,12 +215,11 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
     }
 
 
-def _over(measurement: Measurement, other: Measurement | None) -> float:
-    """Return how many times longer the step is than another contender's: the median of rounds."""
-    if other is None:
-        return math.nan
-    return timing.over(measurement.readings["step"], other.readings["step"],
-                       measurement.labels["calls"])
+def _over(measurement: Measurement, other: Measurement | None) -> timing.Ratio:
+    """Return how many times longer the step is than another contender's."""
+    calls = measurement.labels["calls"]
+    return timing.over(*(timing.in_rounds(each.readings["step"] if each else [], calls)
+                         for each in (measurement, other)))
 
 
 def _title(row: Row) -> str:
@@ -239,10 +236,12 @@ NUMPY_STEPS = Benchmark("steps", lambda options: int(options.rounds), _measure_n
                         numpy_rows, _NUMPY_COLUMNS, _title)
 _TORCH_COLUMNS = [
     Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
-    Column("median_ms", 9, 4), Column("over_compute", 8, 3, "/compute"),
-    Column("over_gloo", 5, 3, "/Gloo"), Column("communication_ms", 8, 3, "comm. ms"),
-    Column("hidden_percent", 8, 3, "hidden %"), Column("over_bound", 6, 3, "/bound"),
-    Column("extra_MiB", 9, 3), Column("node_bytes_per_parameter", 8, 3, "node B/p")]
+    Column("median_ms", 9, 4), Column("over_compute", 17, 3, "/compute", interval=True),
+    Column("over_gloo", 17, 3, "/Gloo", interval=True), Column("over_bound", 6, 3, "/bound")]
 TORCH_STEPS = Benchmark(
     "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
-    _measure_torch, torch_rows, _TORCH_COLUMNS, _title)
+    _measure_torch, torch_rows,
+    [*_TORCH_COLUMNS, Column("hidden_percent", 8, 3, "hidden %"), Column("extra_MiB", 9, 3)],
+    _title)
+SHARDED_STEPS = dataclasses.replace(TORCH_STEPS, layout=[
+    *_TORCH_COLUMNS, Column("node_bytes_per_parameter", 8, 3, "node B/p")])

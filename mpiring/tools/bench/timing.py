@@ -2,19 +2,21 @@
 
 import contextlib
 import gc
+import itertools
 import math
 import random
 import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...gpu.device import Event
 from .world import World
 
 # Calls per case and round, at least and at most.
 _FEWEST, MOST_CALLS = 2, 200
+_RESAMPLES = 1000
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
 Stopwatch = Callable[[Action], float]
@@ -159,14 +161,60 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"steps": len(seconds), "median_ms": median(seconds) * 1e3, "p95_ms": p95(seconds) * 1e3}
 
 
-def over(seconds: Sequence[float], others: Sequence[float], calls: int) -> float:
-    """Return how many times longer one thing takes than another: the median of rounds.
+class Ratio(NamedTuple):
+    """How many times longer one thing takes than another.
+
+    Attributes:
+        value: Ratio of the medians.
+        low, high: Ends of its 95 % confidence interval; NaN for a single round.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def of(self, key: str) -> dict[str, float]:
+        """Return the entries of a row: the value with a key, and both ends of its interval."""
+        return {key: self.value, f"{key}_low": self.low, f"{key}_high": self.high}
+
+
+def over(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Ratio:
+    """Return the ratio of the medians of two things that were timed in the same rounds.
+
+    The interval is that of the paired bootstrap: rounds are drawn with replacement, the same ones
+    for both, since the readings of a round are close in time.
 
     Args:
-        seconds, others: Seconds of `calls` calls in each round; those of a round are close in time.
+        rounds: Seconds of one thing in each round.
+        others: Seconds of the other; a round without readings of one of both is ignored.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
-    return median([median(seconds[start:start + calls]) / median(others[start:start + calls])
-                   for start in range(0, len(seconds), calls)])
+    pairs = [(a, b) for a, b in zip(rounds, others) if a and b]
+    if not pairs:
+        return Ratio(math.nan, math.nan, math.nan)
+    value = _median_ratio(pairs)
+    if len(pairs) == 1:
+        return Ratio(value, math.nan, math.nan)
+    dice = random.Random(0)
+    ratios = sorted(_median_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    tail = _RESAMPLES // 40
+    return Ratio(value, ratios[tail], ratios[-1 - tail])
+
+
+def _median_ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+    seconds, others = (list(itertools.chain.from_iterable(side)) for side in zip(*pairs))
+    return median(seconds) / median(others)
+
+
+def in_rounds(seconds: Sequence[float], calls: int) -> list[Sequence[float]]:
+    """Return seconds by round.
+
+    Args:
+        seconds: Seconds of `calls` calls in each round.
+        calls: Number of calls in a round.
+    """
+    return [seconds[start:start + calls] for start in range(0, len(seconds), calls)]
 
 
 def overlap_percentage(compute_s: float, communication_s: float, total_s: float) -> float:

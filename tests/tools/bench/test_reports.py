@@ -1,5 +1,6 @@
 """Tests the rows and pictures of results."""
 
+import math
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -95,9 +96,12 @@ def test_rows_of_training_with_pytorch():
     found = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
     alone, ours, gloo, other = steps.torch_rows(found, {**ABOUT, "nodes": 2}, options)
     assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
-    # The median of what two rounds show, of which the second was twice as slow.
-    assert ours["over_compute"] == pytest.approx((1.1 + 1.2) / 2)
-    assert ours["over_gloo"] == pytest.approx((0.55 + 0.75) / 2) and gloo["over_gloo"] == 1
+    # Of the medians of two rounds; the ends of the intervals are those of a single round.
+    assert ours["over_compute"] == pytest.approx(175 / 150)
+    assert ours["over_compute_low"] == pytest.approx(1.1)
+    assert ours["over_compute_high"] == pytest.approx(1.2)
+    assert ours["over_gloo"] == pytest.approx(175 / 260) and gloo["over_gloo"] == 1
+    assert other["over_compute"] == 1 and math.isnan(other["over_compute_low"])
     assert ours["median_ms"] == pytest.approx(175) and ours["communication_ms"] == 50
     assert ours["hidden_percent"] == pytest.approx(50)
     assert gloo["hidden_percent"] == pytest.approx(0)
@@ -118,8 +122,10 @@ def test_the_table_of_a_model_has_a_title_and_the_columns_that_have_values():
     report.add(rows)
     report.add([{**row, "model": "convnet"} for row in rows])
     assert lines[1] == "# mlp of 0.3 M parameters, batch 8 per rank"
-    assert lines[2].split("  ")[-1] == "node B/p" and "/bound" not in lines[2]
-    assert lines[3].split() == ["compute", "only", "150.0", "1.00", "0.562", "-", "-", "-", "33.0"]
+    assert lines[2].split("  ")[-1] == "extra MiB" and "/bound" not in lines[2]
+    assert lines[3].split() == [
+        "compute", "only", "150.0", "1.00", "0.577", "(0.500-0.625)", "-", "-"]
+    assert "1.17 (1.10-1.20)" in lines[4]
     assert max(map(len, lines)) <= 100
     assert lines[7].startswith("# convnet") and len(lines) == 12
 
@@ -235,8 +241,8 @@ def test_a_picture_of_pytorch_tells_what_was_hidden():
     axes = needed("matplotlib.figure").Figure().subplots(1, 1)
     rows = steps.torch_rows(TORCH, ABOUT, OPTIONS)
     plot.step_bars([axes], rows)
-    assert [text.get_text() for text in axes.texts] == ["100 %", "87 %, 50 % hidden",
-                                                        "56 %, 0 % hidden"]
+    assert [text.get_text() for text in axes.texts] == ["100 %", "86 %, 50 % hidden",
+                                                        "58 %, 0 % hidden"]
     assert list(plot.DRAWINGS["steps"].panels(rows)) == ["mlp, 0.3 M parameters"]
 
 

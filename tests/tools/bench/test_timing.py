@@ -23,6 +23,17 @@ class Ranks:
         return [value + 10 for value in values]
 
 
+def test_a_ratio_has_an_interval_by_rounds():
+    # The machine was half as fast in the second round, for both.
+    assert timing.over([[3, 3], [6, 6]], [[1, 1], [2, 2]]) == (3, 3, 3)
+    ratio = timing.over([[1.0], [1.0], [1.0], [2.0]], 4 * [[1.0]])
+    assert ratio.value == ratio.low == 1 and 1 < ratio.high <= 2
+    assert ratio.of("x") == {"x": 1, "x_low": 1, "x_high": ratio.high}
+    single = timing.over([[1.0], []], [[2.0], [3.0]])
+    assert single.value == 0.5 and math.isnan(single.low) and math.isnan(single.high)
+    assert math.isnan(timing.over([[1.0]], []).value)
+
+
 def test_each_call_comes_after_a_barrier_and_the_slowest_rank_counts():
     ranks = Ranks()
 
