@@ -1,9 +1,9 @@
-"""Calls, and how ranks compare theirs before any of them uses another one's data.
+"""Calls, and the comparison of ranks' calls before any rank uses another rank's data.
 
-The ranks of a node compare in their shared memory. Between nodes, the lowest rank of
-each sends a short header to that of the next node before its first message, and
-compares that from the node before. If all neighbours agree, all ranks agree; a rank
-that disagrees raises before it has passed anything on, so no wrong result can spread.
+The ranks of a node compare their calls in shared memory. Between nodes, the lowest rank of each
+node sends a short header to that of the next node before its first message, and compares the header
+from the previous node. If all neighbors agree, all ranks agree. A rank that disagrees raises before
+it has sent anything on, so no wrong result can spread.
 """
 
 import functools
@@ -24,8 +24,8 @@ from ..memory.reduction import OPS
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
 from .algorithms import NAMES
 
-# What mpi4py calls the ops, and what they are here. The logical ones mean the same on bool only:
-# on numbers MPI leaves 0 and 1.
+# Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ones on bool only: on
+# numbers MPI's results are 0 and 1.
 _OF_MPI = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
            "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
 _LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
@@ -36,14 +36,14 @@ _REMEDY = ("every rank must call the same collectives in the same order with equ
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank was called to do; all ranks must make the same call.
+    """A rank's call of an operation; all ranks must make the same call.
 
     Attributes:
-        kind: "allreduce", "broadcast", …
-        detail: op, root, shape, dtype, algorithm: everything that must agree.
-        label: Bucket and parameter names, where there are any.
-        nbytes: Of the array, for the record; 0 where unknown. Need not agree.
-        remedy: What a user does if ranks have made calls of this kind that differ.
+        kind: Kind of the call: "allreduce", "broadcast", …
+        detail: Everything that must agree: op, root, shape, dtype, algorithm.
+        label: Names of bucket and parameters, if any.
+        nbytes: Number of bytes of the array, for the record; 0 if unknown. It need not agree.
+        remedy: Advice to a user whose ranks have made different calls of this kind.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Call:
 
     @functools.cached_property
     def header(self) -> bytes:
-        """HEADER_BYTES bytes that differ when the calls differ."""
+        """HEADER_BYTES bytes, which differ if the calls differ."""
         text = str(self).encode()
         if len(text) > HEADER_BYTES:
             # Long texts may differ only in their tails.
@@ -67,32 +67,33 @@ class Call:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits that differ when the headers differ."""
+        """63 bits, which differ if the headers differ."""
         return int.from_bytes(hashlib.blake2b(self.header, digest_size=8).digest(), "little") >> 1
 
 
 def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and memory of an array, in words.
+    """Return dtype, shape, order and memory of an array as a text.
 
     Args:
         x: The array.
-        vector: Its memory, see device.vector_of.
+        vector: Memory of the array, see gpu.arrays.vector_of.
     """
     return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_more(x, vector)}"
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
-    """Return the name of an op that may be one of mpi4py's, such as `MPI.SUM`.
+    """Return the name of an op, which may be an mpi4py op like `MPI.SUM`.
 
     Args:
-        dtype: Of what is combined.
+        op: Name, or op of mpi4py.
+        dtype: Dtype of the vectors.
 
     Raises:
-        ConfigError: It is neither a text nor an op that has a name here.
+        ConfigError: It is neither a string nor an op with a name in mpiring.
     """
     if isinstance(op, str):
         return op
-    # A program that has such an op has imported mpi4py.
+    # A program with such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
         for mpi_name, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
@@ -112,7 +113,7 @@ def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     return _allreduce_call(op, vector.dtype, _shape(x, vector), _more(x, vector), algorithm)
 
 
-# Cached: a program makes the same few calls again and again.
+# Cached, because a program makes the same few calls many times.
 @functools.lru_cache(maxsize=4096)
 def _allreduce_call(
     op: str, dtype: np.dtype[Any], shape: tuple[int, ...], more: str, algorithm: str,
@@ -126,11 +127,11 @@ def part_of(x: Any, vector: Any, chunk: Any) -> Any:
 
     Args:
         x: The array.
-        vector: Its memory.
-        chunk: Part of that.
+        vector: Memory of the array.
+        chunk: Part of this memory.
 
     Returns:
-        A view of `x`, with one dimension; of CuPy, where the package of `x` is unknown.
+        A one-dimensional view of `x`; a CuPy array if the package of `x` is unknown.
     """
     if x is vector or isinstance(x, np.ndarray):
         return chunk
@@ -141,7 +142,7 @@ def part_of(x: Any, vector: Any, chunk: Any) -> Any:
 
 
 def _shape(x: Any, vector: Any) -> tuple[int, ...]:
-    # Bare memory, such as a buffer of RAPIDS, has none.
+    # Bare memory, like a buffer of RAPIDS, has no shape.
     return tuple((x if hasattr(x, "shape") else vector).shape)
 
 
@@ -151,7 +152,7 @@ def _more(x: Any, vector: Any) -> str:
 
 
 def _is_fortran(x: Any) -> bool:
-    # What lacks the flags of NumPy and CuPy is taken in C order only.
+    # Arrays without the flags of NumPy and CuPy are accepted in C order only.
     return not getattr(getattr(x, "flags", None), "c_contiguous", True)
 
 
@@ -159,19 +160,19 @@ def agreed(
     net: Callable[[], Channel], node: Node | None, neighbours: tuple[int, int] | None,
     call: Call, schedule: Schedule[T],
 ) -> Schedule[T]:
-    """Run `schedule`, but stop after its first step if another rank made another call.
+    """Run `schedule`, but stop after its first step if another rank made a different call.
 
     Args:
-        net: Returns the operation's channel.
-        node: Its meeting place on this node; None for a rank that is alone there.
-        neighbours: For the lowest rank of a node, the lowest ranks of the nodes before and
-            after; None for other ranks, and where there is one node only.
-        call: This rank's.
-        schedule: Its first yield must come before anything received is used; it may be
-            the node's first barrier.
+        net: Function that returns the operation's channel.
+        node: Node of the rank; None if the rank is alone on it.
+        neighbours: Lowest ranks of the previous and the next node, for the lowest rank of a node;
+            None for other ranks, and on a single node.
+        call: Call of this rank.
+        schedule: Schedule of the operation. Its first yield must precede any use of received data;
+            it may be the node's first barrier.
 
     Raises:
-        BufferMismatchError: Names both ranks and both calls.
+        BufferMismatchError: Another rank made a different call; names both ranks and both calls.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -187,7 +188,7 @@ def agreed(
         first = next(schedule)
     except StopIteration as stop:
         first, schedule = (), _finished(stop.value)
-    # The data is under way already; only looking at it has to wait for the headers.
+    # The data is already in flight; only its use must wait for the headers.
     if node is not None:
         if node.met:
             yield first
@@ -210,10 +211,11 @@ def agreed(
 
 
 def refuse_others(call: Call, node: Node) -> None:
-    """Raise BufferMismatchError if a rank of the node made another call than `call`.
+    """Raise BufferMismatchError if a rank of the node made a different call from `call`.
 
     Args:
-        node: The operation's meeting place, after the first barrier.
+        call: Call of this rank.
+        node: Node of the operation, after the first barrier.
     """
     for rank, other in node.headers():
         if other != call.header:
@@ -229,6 +231,6 @@ def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:
 
 
 def _finished(value: T) -> Schedule[T]:
-    """Return `value`, without a step."""
+    """Return `value` without a step."""
     return value
     yield ()

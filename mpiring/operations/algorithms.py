@@ -1,4 +1,4 @@
-"""The table of algorithms: what each can do, how its schedules are built, which "auto" takes."""
+"""The table of algorithms: their abilities, their schedules, and the choice of "auto"."""
 
 import functools
 import logging
@@ -21,15 +21,15 @@ _log = logging.getLogger("mpiring")
 
 # A tuple, because its hash takes the least time.
 class Case(NamedTuple):
-    """What an algorithm is chosen for.
+    """The properties of an allreduce that determine its algorithm.
 
     Attributes:
-        nbytes, dtype: Of each rank's vector.
-        op: As in Reduction.
-        ranks: How many there are.
-        nodes: How many memories they share.
+        nbytes, dtype: Length and dtype of each rank's vector.
+        op: Name of the op, see Reduction.
+        ranks: Number of ranks.
+        nodes: Number of memories that they share.
         tuning: Lengths and counts.
-        gpu: The GPU that holds the vector, in words; "" for host memory.
+        gpu: Description of the GPU that holds the vector; "" for host memory.
     """
 
     nbytes: int
@@ -41,12 +41,13 @@ class Case(NamedTuple):
     gpu: str = ""
 
 
-# Given the operation, its vector, op, and what combines by that; to be called when the operation
-# is made, not from inside a running schedule.
+# Function of the operation, its vector, the op's name, and its implementation. Call it when the
+# operation is made, not from inside a running schedule.
 Allreduce = Callable[[Operation, Array, str, Combine], Schedule[None]]
-# Given the operation, its vector, the bounds of the ranks' slices, op, and what combines by that.
+# Function of the operation, its vector, the bounds of the ranks' slices, the op's name, and its
+# implementation.
 ReduceScatter = Callable[[Operation, Array, Sequence[int], str, Combine], Schedule[None]]
-# Given the operation, its vector, and the bounds of the ranks' slices.
+# Function of the operation, its vector, and the bounds of the ranks' slices.
 Allgather = Callable[[Operation, Array, Sequence[int]], Schedule[None]]
 
 
@@ -55,9 +56,9 @@ class Halves:
     """The two halves of an allreduce, between which each rank has its own slice.
 
     Attributes:
-        reduce_scatter, allgather: Build their schedules.
-        short: Takes their place for few bytes …
-        is_short: … so few.
+        reduce_scatter, allgather: Functions that build their schedules.
+        short: Halves that replace these for few bytes.
+        is_short: Function that tells whether a case has few bytes.
     """
 
     reduce_scatter: ReduceScatter
@@ -68,18 +69,19 @@ class Halves:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way to combine vectors over all ranks; a row of the table.
+    """A method to combine vectors over all ranks; a row of the table.
 
     Attributes:
-        name: What users and reports call it.
-        allreduce: Builds the schedule of an allreduce, in place.
-        halves: Its two halves; None where it cannot be halved.
-        refusal: Returns why it cannot do a case; "" if it can.
-        is_measured: Returns whether it is worth measuring, on so many nodes.
-        keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
-        on_gpus: Takes the place of `allreduce` there.
-        short: Takes its place for few bytes …
-        is_short: … so few.
+        name: Name for users and reports.
+        allreduce: Function that builds the schedule of an allreduce, in place.
+        halves: Its two halves; None if it cannot be halved.
+        refusal: Function that returns why a case is impossible; "" if it is possible.
+        is_measured: Function that tells whether it is worth measuring, given the number of nodes.
+        keeps_float32: If true, it adds 16-bit numbers in float32, and rounds at most once on each
+            level.
+        on_gpus: Function that replaces `allreduce` on GPUs.
+        short: Algorithm that replaces this one for few bytes.
+        is_short: Function that tells whether a case has few bytes.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Algorithm:
     is_short: Callable[[Case], bool] = lambda case: False
 
     def variant(self, case: Case) -> "Algorithm":
-        """Return what is run for a case in place of this algorithm, or itself."""
+        """Return the algorithm that runs a case: a replacement, or this one."""
         if self.short is not None and self.is_short(case):
             return self.short
         if case.gpu and self.on_gpus is not None:
@@ -101,7 +103,7 @@ class Algorithm:
         return self
 
 
-# Builders. What a schedule needs beside the operation's channel is scratch memory.
+# Builders. In addition to the operation's channel, a schedule needs scratch memory.
 
 def _ring(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     piece_bytes = operation.tuning.ring_bytes
@@ -186,19 +188,19 @@ def _unless_mpi_can(case: Case) -> str:
 
 
 def _is_short_for_many(case: Case) -> bool:
-    """Return whether many nodes of one rank take log2 p messages, not p - 1, for a few bytes."""
+    """Return whether many nodes of one rank need log2 p messages, not p - 1, for a few bytes."""
     return (case.nodes > case.tuning.direct_nodes and case.nbytes <= case.tuning.short_bytes
             # See shared.is_short.
             and case.dtype.char not in "gG")
 
 
-# Between many nodes, for few bytes; not where "direct" is wished for, whose sums are in rank order.
+# For few bytes between many nodes; not if the user asks for "direct", whose sums are in rank order.
 DOUBLING = Algorithm(
     "doubling", _doubling, Halves(_doubling_reduce_scatter, _allgather), keeps_float32=True)
-# On a node, for few bytes.
+# For few bytes on a node.
 EAGER = Algorithm("eager", shared.eager)
 EAGER_HALVES = Halves(shared.eager_reduce_scatter, shared.eager_allgather)
-# Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
+# The last measured algorithm sends the fewest bytes. For 16 bits, "auto" uses the first algorithm
 # that keeps float32.
 TABLE = (
     Algorithm("shared", shared.allreduce,
@@ -230,7 +232,7 @@ def named(name: str) -> Algorithm | None:
     """Return a row of the table; None for "auto".
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such algorithm.
     """
     if name not in NAMES:
         raise ConfigError(f"algorithm={name!r}: expected one of {', '.join(NAMES)}")
@@ -243,8 +245,8 @@ def candidates(ranks: int, nodes: int,
     """Return the algorithms that are worth measuring on a cluster.
 
     Args:
-        ranks, nodes, gpu: As in Case.
-        dtypes: Of the vectors whose mean or sum is needed; 16 bits are to be added in float32.
+        ranks, nodes, gpu: Properties of a case, see Case.
+        dtypes: Dtypes of the vectors to be averaged or added; 16 bits are added in float32.
     """
     cases = [Case(0, dtype, "mean", ranks, nodes, Tuning(), gpu) for dtype in dtypes]
     return tuple(
@@ -257,11 +259,12 @@ def choose(case: Case, wish: str = "auto", model: Model | None = None) -> Algori
     """Return the algorithm for an allreduce, the same on every rank.
 
     Args:
-        wish: "auto", or the algorithm that the user insists on.
-        model: What was measured.
+        case: Properties of the allreduce.
+        wish: "auto", or the algorithm that the user chose.
+        model: Measured costs; None if nothing was measured.
 
     Raises:
-        ConfigError: The wish is unknown, or cannot be done here.
+        ConfigError: The algorithm is unknown, or impossible here.
     """
     return _row(case, wish, model, TABLE).variant(case)
 
@@ -270,10 +273,12 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
     """Return the halves for a reduce-scatter or an allgather of slices, the same on every rank.
 
     Args:
-        wish: As for `choose`; an algorithm that cannot be halved counts as "auto".
-        model: What was measured.
+        case: Properties of the allreduce that the halves make up.
+        wish: The user's choice, see `choose`; an algorithm that cannot be halved counts as "auto".
+        model: Measured costs; None if nothing was measured.
 
-    Raises: as `choose`.
+    Raises:
+        ConfigError: As for `choose`.
     """
     halves = {row: row.halves for row in (*TABLE, DOUBLING) if row.halves is not None}
     chosen = halves[_row(case, wish, model, [row for row in TABLE if row in halves])]
@@ -281,7 +286,7 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
 
 
 def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
-    """Return the row that is wished for, or, unless it is one of `rows`, the best one of these."""
+    """Return the row that the user chose, or the best of `rows` if it is not among them."""
     row = named(wish)
     if row is None or row not in rows:
         return _best(case, model, [row for row in rows if not row.refusal(case)])
@@ -291,7 +296,7 @@ def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) 
 
 
 def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
-    """Return which of the rows, all able to do the case, "auto" takes."""
+    """Return the row that "auto" uses; all rows are possible for the case."""
     if case.nodes == 1:
         return rows[0]
     if widens(case.dtype, case.op):

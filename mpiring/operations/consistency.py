@@ -1,4 +1,4 @@
-"""Checks that all ranks pass the same values, and raises the error of one rank on every rank."""
+"""Checks that all ranks pass the same values, and raises one rank's error on every rank."""
 
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Number of this rank."""
 
     def allgather_object(self, obj: Any, /, *, label: str) -> list[Any]:
         """Return the objects of all ranks."""
@@ -30,23 +30,23 @@ class Ranks(Protocol):
 @contextmanager
 def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigError,
                 remedy: str = "pass the same on every rank") -> Iterator[dict[str, Any]]:
-    """Compare across ranks what the block writes into a dict, and raise errors on all ranks.
+    """Compare values across ranks that the block writes into a dict; raise errors on all ranks.
 
         with same_on_all(comm, "LocalSGD") as same:
             same["every"] = self.every = whole_number("every", every, 1)
 
-    An exception in the block of one rank is raised on that rank, and ends the call on all others
-    with its text. So no rank changes anything before all ranks have passed the block.
+    An exception in the block of one rank is raised on that rank, and its text ends the call on all
+    other ranks. No rank therefore changes anything before all ranks have passed the block.
 
     Args:
-        comm: The ranks.
-        call: What they have called; ranks that have called something else are refused, too.
-        error: Raised if values differ.
-        remedy: The end of its message.
+        comm: Communicator of the ranks.
+        call: Name of the call; ranks that have made a different call are also refused.
+        error: Type of the error to raise if values differ.
+        remedy: End of its message.
 
     Yields:
         A dict for values by name: numbers, strings, arrays, tensors, and mappings and lists of
-        them. Of `Sliced` tensors only shape and dtype are compared, of other objects the type.
+        them. `Sliced` tensors are compared by shape and dtype, other objects by type.
 
     Raises:
         MpiringError: The error of the lowest rank that has failed; or `error`, which names the
@@ -65,7 +65,7 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
     try:
         _compare(comm, call, error, failure, flat, remedy)
     finally:
-        # Its traceback has this frame: in a circle, it would keep the user's objects alive.
+        # The traceback refers to this frame; a cycle would keep the user's objects alive.
         failure = None
 
 
@@ -77,7 +77,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
     try:
         if failure is not None and not isinstance(failure, MpiringError):
             raise failure
-        # Each rank raises its own failure, others that of the lowest rank.
+        # Each rank raises its own failure; other ranks raise that of the lowest rank.
         for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
             if sent is not None:
                 kind, text = sent
@@ -87,7 +87,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
         failure = None
     if len({number for _, number in answers}) == 1:
         return
-    # From here on, time does not matter.
+    # From here on, the call fails, and time does not matter.
     expected = comm.broadcast_object(texts, root=0)
     first = next((path for path in {**expected, **texts}
                   if texts.get(path) != expected.get(path)), None)
@@ -102,7 +102,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
 
 def _difference(path: str, value: Any, on_rank_0: Any, texts: Mapping[str, str],
                 expected: Mapping[str, str]) -> str:
-    """Return a value of this rank and that of rank 0; of two arrays the first elements."""
+    """Return a value of this rank and that of rank 0; for arrays, the first different elements."""
     if isinstance(value, np.ndarray) and isinstance(on_rank_0, np.ndarray) and (
             value.size and (value.shape, value.dtype) == (on_rank_0.shape, on_rank_0.dtype)):
         bits, others = (bytes_of(x).reshape(value.size, -1) for x in (value, on_rank_0))
@@ -127,13 +127,13 @@ def _path_text(path: tuple[Any, ...]) -> str:
 
 
 def _on_host(x: Any) -> Any:
-    """Return tensors and arrays of GPUs as NumPy's, those of one element as numbers."""
+    """Return tensors and GPU arrays as NumPy arrays, and scalars as numbers."""
     if is_tensor(x):
         dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
         try:
             x = array_of(dense).reshape(dense.shape)
         except MpiringError:
-            # A dtype of fewer bits, which NumPy lacks: float32 has all its values.
+            # NumPy lacks small floating dtypes, but float32 can hold all their values.
             x = dense.float().numpy()
     elif hasattr(x, "__cuda_array_interface__") and hasattr(x, "get"):
         x = x.get()
@@ -141,9 +141,9 @@ def _on_host(x: Any) -> Any:
 
 
 def text_of(x: Any) -> str:
-    """Return a value as a text that is equal on two ranks if the values are.
+    """Return a text for a value; texts are equal on two ranks if the values are.
 
-    Numbers are equal whatever their types are; arrays are told by shape, dtype and a digest.
+    Types of numbers do not matter; arrays are represented by shape, dtype and a digest.
     """
     if isinstance(x, Sliced):
         return f"{x.dtype} {x.shape} in slices"

@@ -1,8 +1,8 @@
-"""Memory on GPUs that the ranks of a node have opened to each other.
+"""GPU memory that the ranks of a node have opened to each other.
 
-A rank must not free memory that another rank has open. So each rank names the windows that it
-does not use any more the next time that a window is made; a window that no rank uses is closed
-by all, then freed.
+A rank must not free memory that another rank has open. Therefore, whenever a window is made, each
+rank names the windows that it no longer uses. All ranks close a window that none of them uses, and
+then free it.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ..gpu.device import Device, DeviceVector
 from ..transport.base import Node, Schedule
 from .windows import Windows
 
-# How many windows can be given up each time: as many as a barrier takes numbers.
+# Number of windows that can be closed each time; a barrier carries this many numbers.
 _MOST = 8
 
 _log = logging.getLogger("mpiring")
@@ -28,43 +28,45 @@ _log = logging.getLogger("mpiring")
 
 @functools.cache
 def _say_problem(rank: int, device: str, problem: str) -> None:
-    """Log, once, why memory is not shared."""
+    """Log, once, why memory cannot be shared."""
     _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
                  "host memory", rank, device, problem)
 
 
 @dataclass(eq=False)
 class _Root:
-    """What all vectors in one window have in common; when it dies, the window is given up.
+    """Common owner of all vectors in one window; when it dies, the rank gives the window up.
 
     Attributes:
-        memory: This rank's, for users that outlive the communicator.
+        memory: Memory of this rank, for users that outlive the communicator.
     """
 
     memory: DeviceVector
 
 
 class Exports:
-    """The windows in the memory of GPUs of one communicator, on one rank.
+    """The windows in GPU memory of one communicator, on one rank.
 
     Args:
-        windows: Where collectives find them.
+        windows: Table in which collectives find them.
     """
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
-        # What is open, per rank of the node: in use, or given up by this rank alone.
+        # Open windows, per rank of the node: in use, or given up by this rank only.
         self._segments: dict[int, Sequence[DeviceVector]] = {}
         self._given_up: list[int] = []
 
     def empty(self, node: Node, device: Device, shape: Sequence[int], dtype: DTypeLike,
               number: int) -> Schedule[DeviceVector]:
-        """Return a vector in memory that is open to the node's other ranks, where possible.
+        """Return a vector in memory that is open to the node's other ranks, if possible.
 
         Args:
-            node: Of `device`'s work.
-            shape: Its product is the vector's length.
-            number: The window's own, the same on all ranks.
+            node: Node of the operation, for work on `device`.
+            device: GPU of this rank.
+            shape: Shape whose product is the vector's length.
+            dtype: Dtype of the elements.
+            number: Number of the window, unique and the same on all ranks.
 
         Collective: within the node. Blocking: no (a schedule).
         """
@@ -83,14 +85,14 @@ class Exports:
 
     def _opened(self, node: Node, device: Device,
                 memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
-        """Open all ranks' memory; None on all of them where one cannot."""
+        """Open all ranks' memory; return None on all ranks if one of them fails."""
         problem, handle, opened = "", (0,) * _MOST, []
         try:
             handle = device.gpu.export(memory)
         except OSError as error:
             problem = str(error)
         handles = yield from node.share(*handle)
-        # A rank that has none passes zeros.
+        # A rank that has failed passes zeros.
         if all(any(other) for other in handles):
             try:
                 for rank, other in enumerate(handles):
@@ -104,12 +106,12 @@ class Exports:
         if all(ok for ok, in answers):
             return opened
         self._close(opened, node.rank)
-        # No rank has it open when it is freed.
+        # After this barrier no rank has the memory open, so that it can be freed.
         yield (node.barrier(),)
         return None
 
     def _free(self, node: Node) -> Schedule[None]:
-        """Close what all ranks of the node have given up, and free this rank's part of it."""
+        """Close the windows that all ranks of the node have given up; free this rank's segments."""
         offered = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
         offers = yield from node.share(*offered)
         common = set(offers[0]).intersection(*offers[1:]) - {-1}

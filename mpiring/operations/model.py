@@ -1,8 +1,8 @@
-"""Model of how long each algorithm takes on this cluster, from a few measured times.
+"""Model of the time of each algorithm on this cluster, from a few measured times.
 
-The model is as plain as can be explained: an algorithm's time between two measured
-sizes lies on the line between them in a plot with logarithmic axes; beyond the largest
-it grows as between the last two, and below the smallest it is constant.
+The model is simple. Between two measured sizes, an algorithm's time is on the line between them in
+a plot with logarithmic axes. Beyond the largest size it grows as between the last two; below the
+smallest it is constant.
 """
 
 import bisect
@@ -14,34 +14,33 @@ from typing import Any
 
 from ..files import parsed
 
-# A bucket is long enough when latency is not more than this share of its time.
+# A bucket is long enough if latency is at most this share of its time.
 _LATENCY_SHARE = 0.1
-# Beyond the measured sizes bytes count, so that the algorithm that sends the fewest is
-# taken unless another promises to be clearly faster: small differences are noise, and
-# MPI may change its algorithm. (MPICH between 4 hosts was as fast as a ring at 2 MiB, and
-# took twice its time at 16 MiB.)
+# Beyond the measured sizes, the algorithm that sends the fewest bytes is used, unless another one
+# promises to be clearly faster. Small differences are noise, and MPI may change its algorithm.
+# (MPICH between 4 hosts was as fast as a ring at 2 MiB, and took twice its time at 16 MiB.)
 _UNMEASURED = 1.25
-# Beyond this many times the largest measured size only bytes count. (A link of 100 Mbit/s left time
-# for 64 KiB only; from there, the curves promised that MPI's call is the fastest for buckets of
-# 1 MiB, and a step took 1.1 times as long as by rings.)
+# Beyond this many times the largest measured size, only the number of bytes counts. (A link of 100
+# Mbit/s left time to measure 64 KiB only. From there, the curves promised that MPI's call is the
+# fastest for buckets of 1 MiB, and a step took 1.1 times as long as with rings.)
 _FAR = 4
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
-# An object of lists of pairs.
+# Depth of the JSON text: an object of lists of pairs.
 _LEVELS = 3
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The time of an allreduce by one algorithm, over its size.
+    """Time of an allreduce by one algorithm, as a function of its size.
 
     Attributes:
-        points: Pairs of bytes, ascending, and seconds; at least one.
+        points: Pairs of a size in bytes, ascending, and a time in seconds; at least one.
     """
 
     points: tuple[tuple[int, float], ...]
 
     def time_s(self, nbytes: int) -> float:
-        """Return the predicted seconds of an allreduce of so many bytes."""
+        """Return the predicted time of an allreduce of `nbytes` bytes, in seconds."""
         sizes = [size for size, _ in self.points]
         position = bisect.bisect_left(sizes, nbytes)
         if position == 0:
@@ -55,12 +54,12 @@ class Curve:
 
     @property
     def latency_s(self) -> float:
-        """Seconds of the shortest allreduce."""
+        """Number of seconds of the shortest allreduce."""
         return self.points[0][1]
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds of a further byte of a long allreduce."""
+        """Number of seconds of each further byte of a long allreduce."""
         (low, low_s), (high, high_s) = (self.points * 2)[-2:]
         if high <= low:
             return high_s / high
@@ -73,16 +72,17 @@ class Model:
     """The curves of the algorithms that can be used on this cluster.
 
     Attributes:
-        curves: By algorithm, in the order in which they were tried.
+        curves: Pairs of an algorithm's name and its curve, in the order of measurement.
     """
 
     curves: tuple[tuple[str, Curve], ...]
 
     def best(self, nbytes: int, candidates: Iterable[str]) -> str:
-        """Return the candidate that takes the least time; the first one if none was measured.
+        """Return the fastest candidate; the first one if none was measured.
 
         Args:
-            candidates: The one that sends the fewest bytes last.
+            nbytes: Number of bytes of the vector.
+            candidates: Names of algorithms; the last one sends the fewest bytes.
         """
         candidates = list(candidates)
         curves = dict(self.curves)
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def bucket_bytes(self) -> int:
-        """The shortest bucket of which latency is a small share, between 1 and 25 MiB."""
+        """Length of the shortest bucket with a small share of latency, between 1 and 25 MiB."""
         shortest = min(
             (curve.latency_s / curve.s_per_byte / _LATENCY_SHARE for _, curve in self.curves),
             default=_LARGEST_BUCKET)
@@ -113,10 +113,10 @@ class Model:
 
     @classmethod
     def from_json(cls, text: str) -> "Model":
-        """Return the model that a text holds.
+        """Return the model that a text contains.
 
         Raises:
-            ValueError: It holds none.
+            ValueError: It contains no model.
         """
         try:
             curves: Mapping[str, Any] = parsed(text.encode(), _LEVELS)

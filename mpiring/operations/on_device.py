@@ -1,8 +1,8 @@
-"""Runs a communicator's operations on vectors in the memory of GPUs.
+"""Runs a communicator's operations on vectors in GPU memory.
 
-Their schedules are the same as on the host. Their messages go through pinned host memory, or MPI
-takes the GPU's pointers; their sums are queued on the GPU; and a rank arrives at a barrier when all
-that it has queued is done. Staging slots are pinned memory.
+Their schedules are the same as on the host. Their messages go through pinned host memory, unless
+MPI accepts GPU pointers. Their sums are queued on the GPU. A rank arrives at a barrier when all of
+its queued work is done. Staging slots are pinned memory.
 """
 
 import functools
@@ -30,8 +30,8 @@ from .exports import Exports
 from .operation import Collectives
 from .windows import Windows, mapped
 
-# Each copy costs some ten microseconds of Python and CUDA; the first and the last have nothing to
-# hide behind. At each turn a rank fills so much of a slot for the others.
+# Each copy costs about ten microseconds of Python and CUDA, and the first and the last copy overlap
+# nothing. In each turn a rank fills this much of a slot for the others.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
@@ -39,20 +39,20 @@ TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTE
 SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
 
 Build = Callable[[Collectives], Schedule[T]]
-# Runs an operation among all ranks of the communicator.
+# Function that runs an operation among all ranks of the communicator.
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
 
 @dataclass(frozen=True)
 class GpuContext:
-    """A GPU, as the operations of one communicator use it.
+    """A GPU and the resources by which one communicator's operations use it.
 
     Attributes:
-        device: The GPU.
+        device: GPU of this rank.
         exports: Memory on it that is open to other ranks.
-        direct: MPI takes its pointers.
-        segments: Per rank of the node, pinned memory that all of them share, for the staging
-            slots of a few operations; None to use those of the node memory.
+        direct: If true, MPI accepts its pointers.
+        segments: Pinned memory for each rank of the node, which all of them share, for the staging
+            slots of a few operations; None to use the slots of the node memory.
         tuning: Lengths and counts for its vectors.
     """
 
@@ -64,13 +64,14 @@ class GpuContext:
 
 
 class DeviceCombine(Reduction):
-    """A Reduction of vectors on a GPU, where its work is queued.
+    """A Reduction of vectors on a GPU, which queues its work.
 
     Args:
-        op, dtype, size: See Reduction.
-        device: The GPU.
+        op, dtype, size: Arguments of Reduction.
+        device: GPU of the vectors.
 
-    Raises: as Reduction.
+    Raises:
+        ConfigError: As for Reduction.
     """
 
     def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
@@ -78,7 +79,7 @@ class DeviceCombine(Reduction):
         self._device = device
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function that combines these vectors as `combine` does."""
+        """Return a function that does `combine` on these vectors."""
         return functools.partial(self.combine, sources)
 
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
@@ -95,12 +96,12 @@ class DeviceCombine(Reduction):
 
 
 class DeviceNode:
-    """The meeting place of a node's ranks, for work that is queued on their GPUs; see base.Node.
+    """The node of an operation whose work is queued on GPUs; see base.Node.
 
     Args:
-        node: The meeting place.
-        device: This rank's GPU.
-        slots: Per rank of the node, the bytes of its staging slot; by default those of `node`.
+        node: Node of the operation on the host.
+        device: GPU of this rank.
+        slots: Bytes of the staging slot of each rank of the node; by default those of `node`.
     """
 
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
@@ -116,17 +117,17 @@ class DeviceNode:
         return self._node.met
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return, per rank of the node, a staging slot in pinned memory; see base.Node."""
+        """Return the staging slots of all ranks of the node, in pinned memory; see base.Node."""
         if self._slots is None:
             return self._node.slots(dtype, size)
         return [slot.view(dtype)[:size] for slot in self._slots]
 
     def barrier(self, *numbers: int) -> "_Arrival":
-        """Arrive when all that is queued is done; the request is for the other ranks, too."""
+        """Arrive when all queued work is done; the request also waits for the other ranks."""
         return _Arrival(self._device.event(), lambda: self._node.barrier(*numbers))
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Arrive likewise, and return per rank the numbers that each has passed."""
+        """Arrive likewise; return the numbers that each rank has passed, per rank."""
         yield (self._device.event(),)
         return (yield from self._node.share(*numbers))
 
@@ -140,7 +141,7 @@ class DeviceNode:
             status = call.run(LOOK, x)
 
     def lane(self, index: int) -> "DeviceNode":
-        """Return a further meeting place of the same operation."""
+        """Return another node object of the same operation, with separate barriers."""
         return DeviceNode(self._node.lane(index), self._device, self._slots)
 
 
@@ -155,7 +156,7 @@ class _Arrival:
         return repr(self._barrier or "work queued on a GPU")
 
     def test(self) -> bool:
-        """Return whether all have arrived."""
+        """Return whether all ranks have arrived."""
         if self._barrier is None:
             if not self._event.test():
                 return False
@@ -164,17 +165,17 @@ class _Arrival:
 
 
 class DeviceCollectives(Collectives):
-    """The schedules of an operation on vectors that lie in a GPU's memory.
+    """The schedules of an operation on vectors in GPU memory.
 
     Args:
-        host: The operation.
-        context: The GPU.
+        host: Collectives of the operation on the host.
+        context: GPU and its resources.
     """
 
     __slots__ = ("_host", "_context", "_channel")
 
     def __init__(self, host: Collectives, context: GpuContext) -> None:
-        # As in NodeMemory, every fourth operation has the same slots.
+        # As in NodeMemory, every fourth operation uses the same slots.
         start = host.sequence % AREAS * SLOT_BYTES
         slots = None if context.segments is None else [
             segment[start:start + SLOT_BYTES] for segment in context.segments]
@@ -186,7 +187,7 @@ class DeviceCollectives(Collectives):
 
     @property
     def gpu(self) -> str:  # type: ignore[override]
-        """The GPU."""
+        """The description of the GPU."""
         return str(self._context.device)
 
     @property
@@ -199,15 +200,15 @@ class DeviceCollectives(Collectives):
 
     @property
     def bytes_sent(self) -> int:
-        """How many this rank has sent in this operation so far; see Statistics."""
+        """Number of bytes that this rank has sent in this operation so far; see Statistics."""
         return self._host.bytes_sent
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
-        """Lend memory on the GPU for n elements, as long as the operation needs it."""
+        """Lend memory on the GPU for n elements within a block."""
         return self._context.device.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
-        """Return what combines vectors on the GPU."""
+        """Return the implementation of an op on the GPU."""
         return DeviceCombine(op, dtype, size, self._context.device)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
@@ -227,13 +228,13 @@ def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
 
 def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
                build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
-    """Return a schedule on a GPU that ends when all that it has queued is done.
+    """Return a schedule on a GPU that ends when all of its queued work is done.
 
     Args:
-        collectives: Of the operation.
-        context: The GPU.
-        ready: When the vectors may be used.
-        build: Returns the schedule, given the collectives on the GPU.
+        collectives: Collectives of the operation.
+        context: GPU and its resources.
+        ready: Events after which the vectors may be used.
+        build: Function that returns the schedule, given the collectives on the GPU.
     """
     on_gpu = DeviceCollectives(collectives, context)
     schedule = build(on_gpu)
@@ -250,12 +251,12 @@ def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> S
 
 
 class GpuOperations:
-    """The GPUs that operations of one communicator use, on one rank.
+    """The GPUs that the operations of one communicator use, on one rank.
 
     Args:
-        windows: Where collectives find memory that ranks share.
-        run: Runs an operation.
-        config: Its `gpu_aware`: whether MPI takes pointers of a GPU's memory.
+        windows: Table in which collectives find shared memory.
+        run: Function that runs an operation.
+        config: Settings; `gpu_aware` tells whether MPI accepts GPU pointers.
     """
 
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
@@ -264,7 +265,7 @@ class GpuOperations:
         self._known: dict[int, GpuContext] = {}
 
     def where(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` for where a vector lies: in host memory, or on a GPU; see `on`."""
+        """Return `build` for a vector in host memory, or for one on a GPU; see `on`."""
         if not isinstance(vector, DeviceVector):
             return build
         return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
@@ -273,9 +274,9 @@ class GpuOperations:
         """Return a function that builds the same schedule for vectors on a GPU.
 
         Args:
-            device: The GPU.
-            ready: When the vectors may be used.
-            build: Returns a schedule, given the collectives bound to its channel.
+            device: GPU of the vectors.
+            ready: Events after which the vectors may be used.
+            build: Function that returns a schedule, given the collectives of its channel.
 
         Collective: yes, the first time for each GPU. Blocking: yes, then.
         """
@@ -283,11 +284,11 @@ class GpuOperations:
         return lambda collectives: in_context(collectives, context, ready, build)
 
     def _of(self, device: Device) -> GpuContext:
-        """Return a GPU as operations use it."""
+        """Return a GPU and its resources; the first time, all ranks must call."""
         context = self._known.get(id(device))
         if context is None:
-            # Kept alive by the context, so that no other one can have its id.
-            # All ranks need the same: their schedules differ.
+            # The context keeps the device alive, so that no other device gets its id. All ranks
+            # must use the same package, because the schedules differ.
             way = "CuPy" if device.gpu.programmable else "PyTorch alone"
             context = self._known[id(device)] = self._run(
                 Call("prepare", f"GPU number {len(self._known)} for operations by {way}"),
@@ -299,18 +300,18 @@ class GpuOperations:
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
-                # As long as a job's start, the first time.
+                # The first time, this takes as long as a job's start.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),
                     device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
-        # What a rank lays out at a time for the other ranks of its node fits a turn together.
+        # The pieces that a rank stages at a time for the other ranks of its node fit one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
         return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
 
     def _segments(self, collectives: Collectives,
                   device: Device) -> Schedule[Sequence[Array] | None]:
-        """Return pinned memory that the node's ranks share, if there are several."""
+        """Return pinned memory that the node's ranks share; None if this rank is alone."""
         if collectives.node.size == 1:
             yield ()
             return None

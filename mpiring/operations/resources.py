@@ -1,4 +1,4 @@
-"""What the operations of one communicator have in common."""
+"""The resources that the operations of one communicator share."""
 
 import functools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class OperationChannel(Channel, Protocol):
 
 
 class Transport(native.NativeTransport, Protocol):
-    """The part of the MPI transport that is used here."""
+    """The part of the MPI transport that operations need."""
 
     rank: int
     size: int
@@ -32,19 +32,19 @@ class Transport(native.NativeTransport, Protocol):
 
 @dataclass(frozen=True)
 class Resources:
-    """What the operations of one communicator have in common.
+    """The resources that the operations of one communicator share.
 
     Attributes:
-        transport: For channels, and MPI's own collectives.
-        turns: The order of native collectives.
-        scratch: Where receive buffers come from.
-        windows: The arrays in node-shared memory.
+        transport: Transport for channels and MPI's own collectives.
+        turns: Order of native collectives.
+        scratch: Pool of receive buffers.
+        windows: Arrays in node-shared memory.
         order: All ranks, node after node, so that a ring leaves each node only once.
-        nodes: The ranks that share a memory, for each memory, in that order.
-        algorithm: What "auto" means, from the configuration.
-        model: What the algorithms cost here, if it was measured.
+        nodes: Ranks that share a memory, for each memory, in that order.
+        algorithm: Algorithm that "auto" stands for, from the configuration.
+        model: Measured costs of the algorithms, if there are any.
         tuning: Lengths and counts that make the algorithms fast.
-        chosen: The algorithms, or halves, of the calls made so far, with this model.
+        chosen: Cache of the algorithms, or halves, of earlier calls, with this model.
     """
 
     transport: Transport
@@ -60,5 +60,5 @@ class Resources:
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether the ranks are in node order as they are."""
+        """Whether the communicator's ranks are already in node order."""
         return tuple(self.order) == tuple(range(len(self.order)))

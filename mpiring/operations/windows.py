@@ -1,4 +1,4 @@
-"""The node-shared arrays of a communicator: makes, finds and forgets them."""
+"""The node-shared arrays of a communicator: creation, lookup and removal."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ from ..transport.base import Node, Schedule, T
 
 _log = logging.getLogger("mpiring")
 
-# A bucket needs a single entry; a program may take ever new parts of an array.
+# A bucket needs only one entry, but a program may pass ever new parts of an array.
 _MOST_SLICES = 64
 
 
@@ -31,25 +31,27 @@ def _say_problem(rank: int, problem: str) -> None:
 
 
 class NodeGroup(Protocol):
-    """The ranks of a node, as far as `mapped` needs them; see transport.base.Node."""
+    """The part of a node that `mapped` needs; see transport.base.Node."""
 
     rank: int
     size: int
     ranks: Sequence[int]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return, per rank of the node, the numbers that each has passed."""
+        """Return the numbers that each rank of the node has passed, per rank."""
 
 
 def mapped(node: NodeGroup, nbytes: int, *,
            private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
-    """Return, per rank of the node, `nbytes` bytes of zeros that all share.
+    """Return `nbytes` bytes of zeros for each rank of the node, in memory that all share.
 
     Args:
-        private_in_forks: See `window.segments`.
+        node: Ranks of the node.
+        nbytes: Length of each rank's segment.
+        private_in_forks: Argument of `window.segments`.
 
     Returns:
-        None on all ranks if any rank cannot have them, which logs why.
+        The segments; None on all ranks if any rank cannot have them, which logs why.
 
     Collective: within the node. Blocking: no (a schedule).
     """
@@ -61,10 +63,10 @@ def mapped(node: NodeGroup, nbytes: int, *,
 
 
 def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, str]]:
-    """Return `nbytes` bytes of zeros that lie once in the node's memory: the same for all ranks.
+    """Return `nbytes` bytes of zeros that exist once in the node's memory, the same for all ranks.
 
     Returns:
-        None on all ranks if any rank cannot have them; and on that rank why not.
+        The memory, or None on all ranks if any rank cannot have it; and this rank's problem.
 
     Collective: within the node. Blocking: no (a schedule).
     """
@@ -76,7 +78,9 @@ def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int],
     """Map a new file in all ranks of a node; return how `layout` cuts it, and this rank's problem.
 
     Args:
-        layout: `window.segments` or `window.whole`.
+        node: Ranks of the node.
+        nbytes: Length of each rank's segment, or of the complete memory.
+        layout: Function `window.segments` or `window.whole`.
     """
     problem = ""
     descriptor, memory = -1, None
@@ -94,7 +98,7 @@ def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int],
             memory = layout(descriptor, node.rank, node.size, nbytes)
     except OSError as error:
         problem = error.strerror or str(error)
-    # The file must not be closed before all others have opened it.
+    # The file must not be closed before all other ranks have opened it.
     answers = yield from node.share(int(memory is not None))
     if descriptor >= 0:
         os.close(descriptor)
@@ -105,10 +109,10 @@ class _Window:
     """A node-shared array.
 
     Attributes:
-        number: The same on all ranks of the node.
-        segments: Per rank of the node.
-        address, nbytes: Of this rank's segment.
-        slices: What `Windows.slices` has returned, by its arguments.
+        number: Number of the window, the same on all ranks of the node.
+        segments: Bytes of each rank of the node.
+        address, nbytes: Address and length of this rank's segment.
+        slices: Results of `Windows.slices`, by its arguments.
     """
 
     def __init__(self, number: int, segments: Sequence[Array], rank: int) -> None:
@@ -119,7 +123,7 @@ class _Window:
         self.slices: dict[Any, list[Array]] = {}
 
     def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
-        """Return what in each rank's segment corresponds to the vector `x` of this rank."""
+        """Return the vectors in all ranks' segments that correspond to the vector `x`."""
         return [segment[offset:offset + x.nbytes].view(x.dtype)
                 for segment, (_, offset) in zip(self.segments, positions)]
 
@@ -134,12 +138,15 @@ class Windows:
     def empty(
         self, node: Node, shape: Sequence[int], dtype: DTypeLike, number: int,
     ) -> Schedule[Array]:
-        """Return an array in memory that is shared within the node, where possible.
+        """Return an array in memory that is shared within the node, if possible.
 
-        Its content is undefined: memory that is shared begins as zeros, other does not.
+        Its content is undefined: shared memory begins as zeros, other memory does not.
 
         Args:
-            number: The window's own, the same on all ranks.
+            node: Node of the operation.
+            shape: Shape of the array.
+            dtype: Dtype of the array.
+            number: Number of the window, unique and the same on all ranks.
 
         Collective: within the node. Blocking: no (a schedule).
         """
@@ -147,19 +154,19 @@ class Windows:
         segments = yield from mapped(node, math.prod(shape) * dtype.itemsize)
         if segments is None:
             return np.empty(shape, dtype)
-        # Not a slice: NumPy would base views on the segment, past the root.
+        # A slice would not do: NumPy would base views on the segment, not on the root.
         root = np.frombuffer(segments[node.rank].data, np.uint8)
         self.add(root, number, segments, node.rank)
         return root.view(dtype).reshape(shape)
 
     def add(self, root: object, number: int, segments: Sequence[Array], rank: int) -> None:
-        """Note a window, until its root dies.
+        """Add a window, until its root dies.
 
         Args:
-            root: The `base` of all arrays in this rank's segment.
-            number: The window's own, the same on all ranks.
-            segments: Per rank of the node, its bytes.
-            rank: This rank among them.
+            root: Object that is the `base` of all arrays in this rank's segment.
+            number: Number of the window, unique and the same on all ranks.
+            segments: Bytes of each rank of the node.
+            rank: Number of this rank among them.
         """
         self._windows[id(root)] = _Window(number, segments, rank)
         weakref.finalize(root, self._windows.pop, id(root)).atexit = False
@@ -168,7 +175,7 @@ class Windows:
         """Return the number of the window that holds the vector `x`, and its byte offset.
 
         Returns:
-            NOWHERE if no window holds it.
+            The pair; NOWHERE if no window holds the vector.
         """
         window, offset = self._find(x)
         return NOWHERE if window is None else (window.number, offset)
@@ -188,9 +195,14 @@ class Windows:
     def slices(
         self, node: Node, positions: Sequence[tuple[int, ...]], x: Array,
     ) -> Sequence[Array] | None:
-        """Return, per rank of the node, the slice of its vector that this rank combines.
+        """Return the slice of each rank's vector that this rank combines, per rank of the node.
 
-        Args: as `vectors`.
+        Args:
+            node: Node of the operation.
+            positions, x: Arguments of `vectors`.
+
+        Returns:
+            The slices; None unless all vectors are in one window.
         """
         window = self._common(positions, x)
         if window is None:
@@ -205,13 +217,14 @@ class Windows:
         return slices
 
     def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
-        """Return, per rank of the node, its vector in shared memory.
+        """Return each rank's vector in shared memory, per rank of the node.
 
         Args:
-            positions: Per rank of the node, what `position_of` has returned for its vector.
+            positions: Result of `position_of` on each rank of the node for its vector.
+            x: Vector of this rank.
 
         Returns:
-            None unless all vectors lie in one window.
+            The vectors; None unless all of them are in one window.
         """
         window = self._common(positions, x)
         return None if window is None else window.vectors(positions, x)

@@ -1,1 +1,1 @@
-"""What a rank did and what it cost: the recorder, trace files, statistics."""
+"""A rank's operations and their costs: the recorder, trace files, statistics."""

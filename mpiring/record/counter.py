@@ -1,4 +1,4 @@
-"""Keeps what a group's operations have in common on this rank, in words that fast calls change."""
+"""Operation counter of a group, in memory that compiled code can update."""
 
 import threading
 from array import array
@@ -12,8 +12,8 @@ from ..transport.layout import (
     RING_SEQUENCE, RING_WORDS)
 from .flight import Flight
 
-# So many calls are known by their identities. Beyond, those are forgotten that are neither in the
-# ring nor among the newer half.
+# Number of calls that are known by their identities. Beyond it, calls are forgotten that are
+# neither in the ring nor among the newer half.
 _MOST_CALLS = 4 * RING
 _FORGOTTEN = Call("a fast call", "of long ago")
 
@@ -21,14 +21,14 @@ _FORGOTTEN = Call("a fast call", "of long ago")
 class OperationCounter:
     """The number of a group's next operation, and its last fast calls; see transport.layout.
 
-    Attributes:
-        words: COUNTER_WORDS words, which compiled code changes, too; never resized.
-        group: The group's name in reports; see Recorder.name.
+    It is also a lock. A thread holds it (`with counter:`) to number an operation in Python, and to
+    run a fast call. Compiled code does not acquire it to begin a call, but reads a word that says
+    whether the lock is held. It is never held for a long wait, and never acquired by a thread that
+    holds the engine's lock. It is reentrant, because a signal handler may make a call.
 
-    It is a lock, held (`with counter:`) to number an operation in Python, and to run a fast call
-    but its beginning in compiled code, which finds out by a word that the lock is held; never for a
-    long wait, and never taken by a thread that holds the engine's. Reentrant, because a signal's
-    handler may make a call.
+    Attributes:
+        words: COUNTER_WORDS words, which compiled code also changes; never resized.
+        group: Name of the group in reports; see Recorder.name.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,16 @@ class OperationCounter:
 
     @property
     def fast_calls(self) -> int:
-        """How many fast calls were complete without the engine."""
+        """Number of fast calls that were completed without the engine."""
         return self.words[COUNTER_CALLS]
 
     @property
     def fast_s(self) -> float:
-        """Seconds that callers spent in these."""
+        """Number of seconds that callers spent in these calls."""
         return self.words[COUNTER_NANOSECONDS] / 1e9
 
     def close(self, reason: int) -> None:
-        """Close the gate: no fast call begins.
+        """Close the gate, so that no fast call begins.
 
         Args:
             reason: GATE_CLOSED or another bit, see transport.layout.
@@ -71,21 +71,21 @@ class OperationCounter:
         self.words[COUNTER_GATE] |= reason
 
     def open(self, reason: int) -> None:
-        """Open the gate again, as far as it was closed for a reason."""
+        """Open the gate again, unless it is closed for another reason."""
         self.words[COUNTER_GATE] &= ~reason
 
     def fork(self) -> None:
-        """Close the gate in a fork of this process, where nobody may be left to free the lock."""
+        """Close the gate in a fork, which may have no thread that could release the lock."""
         self._lock = threading.RLock()
         self.words[COUNTER_HELD] = 0
         self.close(GATE_FORKED)
 
     def identity_of(self, call: Call, algorithm: str) -> int:
-        """Return a new number by which fast calls are noted.
+        """Return a new number by which fast calls are recorded.
 
         Args:
-            call: What they are.
-            algorithm: Which algorithm they take, for reports.
+            call: Description of the calls.
+            algorithm: Name of their algorithm, for reports.
         """
         with self:
             if len(self._calls) >= _MOST_CALLS:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..operations.agreement import Call
 
-# Reports cut a call's text here: the names of all gradients in a bucket fill pages.
+# Reports cut a call's text to this length: the names of all gradients in a bucket fill pages.
 _WIDTH = 100
 
 
@@ -14,11 +14,11 @@ class Flight:
     """An operation of this rank, from its call to its end; holds no array.
 
     Attributes:
-        call: What it is.
-        sequence: Its number among its communicator's operations.
-        group: Its communicator; see Recorder.name.
-        algorithm: Of an allreduce; "" where there is no choice, or it is not known yet.
-        called_s, started_s, ended_s: Times of time.monotonic(); 0 for what has not happened.
+        call: Description of the operation.
+        sequence: Number among its communicator's operations.
+        group: Name of its communicator; see Recorder.name.
+        algorithm: Algorithm of an allreduce; "" if there is no choice, or if it is not yet known.
+        called_s, started_s, ended_s: Times of time.monotonic(); 0 for events that are yet to come.
         exposed_s: Seconds that callers have waited for it.
     """
 
@@ -35,11 +35,11 @@ class Flight:
         return f"#{self.sequence} {self.call}"
 
     def line(self, now_s: float, clock_s: float) -> str:
-        """Return a line about it.
+        """Return a line about the operation.
 
         Args:
-            now_s: A time of time.monotonic().
-            clock_s: Add this to times of time.monotonic() for those of time.time().
+            now_s: Current time of time.monotonic().
+            clock_s: Difference of time.time() and time.monotonic().
         """
         text = repr(self)
         text = text if len(text) <= _WIDTH else f"{text:.{_WIDTH}}…"

@@ -1,4 +1,4 @@
-"""Records a rank's last operations: what they were, when they ran, how long callers waited."""
+"""Records a rank's last operations: their calls, their times, and how long callers waited."""
 
 import time
 import weakref
@@ -13,26 +13,26 @@ from .counter import OperationCounter
 from .flight import Flight
 from .trace_file import TraceFile
 
-# A few steps of a large model; a megabyte at most.
+# Enough for a few steps of a large model; a megabyte at most.
 CAPACITY = 1024
 _NAME_WIDTH = 40
-# All other ranks may ask for a report at once: the last operations are saved this often at most.
+# Seconds between two saves, because all other ranks may ask for a report at once.
 _SAVE_S = 1.0
 
 
 class Recorder:
     """The last operations of a rank, in all communicators that share an engine.
 
-    Adding to it takes no lock: they are in a bounded deque.
+    Adding an operation needs no lock, because a bounded deque holds them.
 
     Args:
-        rank: This rank in the first of those communicators.
+        rank: Number of this rank in the first of these communicators.
 
     Attributes:
-        rank: As above.
-        trace: A file of all operations, waits and steps, or None.
-        counters: Of those communicators; their fast calls are operations, too.
-        add: Note that this rank calls an operation.
+        rank: The argument of the same name.
+        trace: File of all operations, waits and steps, or None.
+        counters: Counters of these communicators; their fast calls are also operations.
+        add: Function that records that this rank calls an operation.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -40,7 +40,7 @@ class Recorder:
         self.counters: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
-        # No method, for speed: a blocking call takes microseconds.
+        # An attribute instead of a method, for speed: a blocking call takes microseconds.
         self.add: Callable[[Flight], None] = self._flights.append
         self._names: Counter[str] = Counter()
         self._steps = 0
@@ -51,34 +51,34 @@ class Recorder:
         """Return a new name for a communicator, the same on all its ranks.
 
         Args:
-            ranks: Of the first communicator, whose own name is "".
+            ranks: Ranks of the first communicator, whose own name is "".
 
-        Collective: yes, among those ranks, but without a message. Blocking: no.
+        Collective: yes, among these ranks, but without a message. Blocking: no.
         """
         text = f"ranks {_name_of(ranks)}" if self._names else ""
         self._names[text] += 1
         return text if self._names[text] == 1 else f"{text} ({self._names[text]})"
 
     def ended(self, flight: Flight, ended_s: float) -> None:
-        """Note when an operation became complete."""
+        """Record when an operation was completed."""
         flight.ended_s = ended_s
         if self.trace is not None:
             self.trace.operation(flight)
 
     def waited(self, flight: Flight, began_s: float, ended_s: float) -> None:
-        """Note from when to when a caller waited for an operation."""
+        """Record when a caller waited for an operation."""
         flight.exposed_s += ended_s - began_s
         if self.trace is not None:
             self.trace.waited(flight, began_s, ended_s)
 
     def waited_for_data(self, began_s: float, ended_s: float) -> None:
-        """Note from when to when the program waited for its next batch."""
+        """Record when the program waited for its next batch."""
         if self.trace is not None:
             self.trace.waited_for_data(began_s, ended_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note from when to when a part of a step runs: "forward", "optimizer"."""
+        """Record when a part of a step runs, like "forward" or "optimizer"."""
         began_s = time.monotonic()
         yield
         if self.trace is not None:
@@ -86,12 +86,12 @@ class Recorder:
 
     def end_step(self, waited_s: float = 0.0, tokens: float | None = None,
                  ready_s: Sequence[float] = ()) -> None:
-        """Note that a training step ends now and the next one begins.
+        """Record that a training step ends now and the next one begins.
 
         Args:
-            waited_s: When all were ready, and the wait for their means began.
-            tokens: How many this rank had in the step; None if that is unknown.
-            ready_s: When each gradient became ready, in the model's order; empty if unknown.
+            waited_s: Time when all gradients were ready, and the wait for their means began.
+            tokens: Number of tokens of this rank in the step; None if unknown.
+            ready_s: Times when each gradient became ready, in the model's order; empty if unknown.
         """
         now = time.monotonic()
         if self.trace is not None and self._steps:
@@ -115,21 +115,21 @@ class Recorder:
         return flights[max(0, len(flights) - last):]
 
     def report(self, last: int) -> str:
-        """Return lines about the `last` operations; where there is a trace, save all of them."""
+        """Return lines about the `last` operations; if there is a trace, save all operations."""
         more, lines = self.save(), self.lines(last)
         head = f"the last operations of rank {self.rank}, by its clock{more}:"
         return "\n".join([head, *(f"  {line}" for line in lines)]) if lines else ""
 
     def dump(self, last: int, file: TextIO) -> None:
-        """Print what `report` returns, in one write, so that ranks' lines do not mix."""
+        """Print the result of `report` in one write, so that lines of ranks do not mix."""
         file.write(f"mpiring: {self.report(last) or 'there were no operations yet'}\n")
         file.flush()
 
     def save(self) -> str:
-        """Write all that is known to a file beside the trace, if there is one; return its name.
+        """Save everything known to a file next to the trace, if there is one.
 
         Returns:
-            Text to append to a report.
+            Text with the file's name, to append to a report.
         """
         if self.trace is not None and time.monotonic() - self._saved_s > _SAVE_S:
             unfinished = [flight for flight in list(self._flights) if not flight.ended_s]
@@ -139,7 +139,7 @@ class Recorder:
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """Return ranks as ranges; a long text is cut, with a digest of all of it."""
+    """Return ranks as ranges; a long text is cut, and ends with a digest of the complete text."""
     text = ranges(ranks)
     return text if len(text) <= _NAME_WIDTH else (
         f"{text[:_NAME_WIDTH - 10]}…{zlib.crc32(text.encode()):08x}")

@@ -1,7 +1,7 @@
-"""Writes a rank's operations, waits and steps as JSON that Chrome's viewer and Perfetto read.
+"""Writes a rank's operations, waits and steps as JSON for Chrome's viewer and Perfetto.
 
-The format is the array of Chrome's Trace Event Format, an event a line: it may end anywhere,
-so the file of a job that was killed can be read, too.
+The format is the array of Chrome's Trace Event Format, with one event per line. The array may end
+anywhere, so the file of a killed job is also readable.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from .flight import Flight
 
 _log = logging.getLogger("mpiring")
 
-# Lanes, which Chrome calls threads, of each rank.
+# Lanes of each rank, which Chrome calls threads.
 STEPS, PROGRAM, OPERATIONS = 0, 1, 100
-# What a job that is killed may lose of its last moments.
+# Seconds that a killed job may lose from the end of its trace.
 _PERIOD_S = 0.25
-# If more happens in a period, the rest is left out: memory stays bounded.
+# Events in a period beyond this number are left out, so that memory stays bounded.
 _MOST_EVENTS = 1 << 16
-# And so does the disk: at 5 kB per step, some 50,000 steps.
+# A limit on disk use: at 5 kB per step, about 50,000 steps.
 _MOST_BYTES = 256 << 20
-# Of so many steps, the times at which each gradient became ready are written as well: enough to
-# learn how they vary, and a few megabytes for a large model.
+# For this many steps, the trace also contains the times when each gradient became ready. This is
+# enough to learn how they vary, and takes a few megabytes for a large model.
 _DETAILED_STEPS = 500
-# The fastest of this many answers counts: disturbances only make them slower.
+# The fastest of this many answers counts, because disturbances only make them slower.
 _ANSWERS = 20
 
 Event = dict[str, Any]
@@ -50,9 +50,9 @@ class ClockReading:
     """Offset of a rank's time.monotonic() from rank 0's.
 
     Attributes:
-        at_s: When it was measured, by this rank's clock.
+        at_s: Time of the measurement, by this rank's clock.
         offset_s: This rank's time minus rank 0's.
-        error_s: The most by which `offset_s` may be wrong.
+        error_s: Bound on the error of `offset_s`.
     """
 
     at_s: float = 0.0
@@ -61,13 +61,13 @@ class ClockReading:
 
 
 def compare_clocks(comm: Any) -> ClockReading:
-    """Return the offset from rank 0's clock, by the fastest of several questions and answers.
+    """Return the offset from rank 0's clock, from the fastest of several questions and answers.
 
-    In step k, ranks 2^k to 2^(k+1) ask those 2^k before them, which know their own offsets by then:
-    ceil(log2 p) steps. The errors along the way from rank 0 add up.
+    In step k, ranks 2^k to 2^(k+1) ask the 2^k ranks before them, which already know their offsets.
+    This takes ceil(log2 p) steps. The errors along the path from rank 0 add up.
 
     Args:
-        comm: An MPI communicator on which nothing else is sent.
+        comm: MPI communicator on which nothing else is sent.
 
     Collective: yes. Blocking: yes.
     Source: Cristian, Distributed Computing 3, 1989.
@@ -106,19 +106,18 @@ def _answer_clock(comm: Any, other: int, reading: ClockReading) -> None:
 
 
 class TraceFile:
-    """A file of what one rank does from now on.
+    """A file that records what one rank does from now on.
 
-    Events are queued by the threads in which they happen; a thread of its own writes them down
-    now and then. Where the disk is full, or the file too long, the trace ends and training
-    continues.
+    The threads in which events happen queue them; a separate thread writes them from time to time.
+    If the disk is full, or the file too long, the trace ends and training continues.
 
     Args:
-        comm: An MPI communicator over the ranks; duplicated.
-        folder: Where the files are written; made if there is none.
-        node: This rank's.
+        comm: MPI communicator of the ranks; duplicated.
+        folder: Folder for the files; created if it does not exist.
+        node: Number of this rank's node.
 
     Attributes:
-        path: Of the file.
+        path: Name of the file.
 
     Collective: yes. Blocking: yes.
     """
@@ -126,13 +125,13 @@ class TraceFile:
     def __init__(self, comm: Any, folder: str, node: int) -> None:
         self._comm = comm.Dup()
         self._rank, self._node = self._comm.rank, node
-        # Functions that make events, with their arguments: the recording thread is in a hurry.
+        # Functions that make events, with their arguments, so that recording is quick.
         self._events: deque[tuple[Any, ...]] = deque()
         self._left_out = 0
         self._written = 0
         self._lane_ends: list[float] = []
         self._threads: dict[int, int] = {threading.get_ident(): PROGRAM}
-        # Held to write; reentrant, because a signal's handler may ask for a report.
+        # Held to write. Reentrant, because a signal handler may ask for a report.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._start = compare_clocks(self._comm)
@@ -149,7 +148,7 @@ class TraceFile:
         self._thread.start()
 
     def _open(self) -> int | None:
-        """Return a new file; rank 0 warns of ranks that cannot make theirs."""
+        """Return a new file; rank 0 warns of ranks that cannot create theirs."""
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -165,18 +164,18 @@ class TraceFile:
     def _path(self, kind: str, ending: str) -> str:
         return str(self._folder / f"{kind}-{self._job}-rank{self._rank:05d}.{ending}")
 
-    # What a Recorder calls
+    # Interface for a Recorder
 
     def operation(self, flight: Flight) -> None:
-        """Record an operation that is complete."""
+        """Record a complete operation."""
         self._add(self._operation, flight, flight.ended_s)
 
     def waited(self, flight: Flight, began_s: float, ended_s: float) -> None:
-        """Record from when to when a caller waited for an operation."""
+        """Record when a caller waited for an operation."""
         self._add(self._wait, flight, began_s, ended_s, threading.get_ident())
 
     def waited_for_data(self, began_s: float, ended_s: float) -> None:
-        """Record from when to when the program waited for its next batch."""
+        """Record when the program waited for its next batch."""
         self._add(self._data, began_s, ended_s, threading.get_ident())
 
     def step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
@@ -185,24 +184,24 @@ class TraceFile:
         self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
 
     def model(self, **about: Any) -> None:
-        """Record what is trained from now on."""
+        """Record the model that is trained from now on."""
         self._add(lambda: [_metadata(self._rank, "model", about)])
 
     def span(self, name: str, category: str, began_s: float, ended_s: float, **about: Any) -> None:
-        """Record anything else that a rank did."""
+        """Record any other activity of the rank."""
         self._add(self._span, name, category, began_s, ended_s, about, threading.get_ident())
 
     def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
-        """Write the last operations to a file beside the trace, and return its name.
+        """Write the last operations to a file next to the trace, and return its name.
 
-        Operations that are not complete are also traced, as if they ended now.
+        Incomplete operations are also traced, as if they ended now.
         """
         now, name = time.monotonic(), self._path("flight", "txt")
         try:
             with replacing(Path(name)) as new:
                 new.file.write("\n".join([*lines, ""]).encode())
         except OSError:
-            # The lines are in the log as well.
+            # The log also contains the lines.
             name = ""
         self.flush()
         with self._lock:
@@ -211,10 +210,10 @@ class TraceFile:
         return name
 
     def close(self, *, together: bool) -> None:
-        """Write what is left, and end the file.
+        """Write the remaining events, and end the file.
 
         Args:
-            together: All ranks call this: compare their clocks again.
+            together: If true, all ranks call this, and compare their clocks again.
 
         Collective: if `together`. Blocking: yes.
         """
@@ -244,7 +243,7 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has happened so far."""
+        """Write the events so far."""
         with self._lock:
             events: list[Event] = []
             # Events that are added meanwhile are written next time.
@@ -296,7 +295,7 @@ class TraceFile:
             _metadata(self._rank, "mpiring", {
                 "job": self._job, "rank": self._rank, "size": self._comm.size,
                 "node": self._node}),
-            # As Horovod has it.
+            # Horovod's timelines also have this event.
             _metadata(self._rank, "start", {
                 "start_time_since_epoch_in_micros": time.time_ns() // 1000}),
             self._clock("clock at start", self._start)]
@@ -307,7 +306,7 @@ class TraceFile:
             "error_us": round(reading.error_s * 1e6, 3)})
 
     def _us(self, seconds: float) -> float:
-        """Return a time of this rank's clock in µs since the start of the trace by rank 0's."""
+        """Return a time of this rank's clock in µs since the start of the trace on rank 0's."""
         return round((seconds - self._start.offset_s - self._zero_s) * 1e6, 3)
 
     def _slice(self, lane: int, name: str, category: str, began_s: float, ended_s: float,
@@ -327,7 +326,7 @@ class TraceFile:
             queued_us=round((started - flight.called_s) * 1e6, 3))]
 
     def _lane(self, started_s: float, ended_s: float) -> tuple[int, list[Event]]:
-        """Return the first lane free since `started_s`, and the event that names a new one."""
+        """Return the first lane free since `started_s`, and the events that name a new one."""
         for index, end in enumerate(self._lane_ends):
             if end <= started_s:
                 self._lane_ends[index] = ended_s
@@ -373,7 +372,7 @@ class TraceFile:
 
 
 def _short(flight: Flight) -> str:
-    """Return an operation's name, short enough for a picture: "bucket 3"."""
+    """Return an operation's name, short enough for a picture, like "bucket 3"."""
     return flight.call.label.partition(" (")[0] or flight.call.kind
 
 

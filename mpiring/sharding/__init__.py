@@ -1,1 +1,1 @@
-"""Ranges of tensors that lie on ranks: held, gathered, saved, loaded, moved to other buckets."""
+"""Ranges of tensors on ranks: held, gathered, saved, loaded, moved to other buckets."""

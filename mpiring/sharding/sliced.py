@@ -1,4 +1,4 @@
-"""Tensors of which ranges are here, such as one rank's slice of an optimizer's state."""
+"""Tensors of which a rank has only some ranges, like its slice of an optimizer's state."""
 
 import bisect
 import math
@@ -13,32 +13,32 @@ from ..memory.arrays import Array
 from ..memory.pytrees import mapped
 from ..transport.base import Schedule
 
-# Start and stop.
+# Start and stop of elements.
 Range = tuple[int, int]
-# By tensor, and by the name of a vector that has an element for each of the tensor's.
+# Values by tensor, and by the name of a vector with one element for each element of the tensor.
 Leaves = dict[str, dict[str, Any]]
 
 
 class Sliced:
-    """A tensor of which ranges are here.
+    """A tensor of which only some ranges are present.
 
-    One rank's in a state that is to be saved, those of all ranks in one that was loaded.
-    Elements are never copied here, and those of a memory-mapped piece are read only when `read` or
-    `whole` asks for them.
+    In a state to be saved, these are the ranges of one rank; in a loaded state, those of all ranks.
+    It never copies elements when it is made. It reads elements of a memory-mapped piece only when
+    `read` or `whole` asks for them.
 
     Args:
-        shape: Of the whole tensor.
-        pieces: The elements that are here, as vectors in host memory, by their range (start, stop)
-            of the flattened tensor, in C order, without padding. Ranges do not overlap; empty ones
-            are left out.
-        dtype: Of the elements; needed where there are no pieces.
+        shape: Shape of the complete tensor.
+        pieces: Elements that are present, by their range (start, stop) of the flattened tensor in
+            C order, without padding. Each piece is a vector in host memory. Ranges do not overlap;
+            empty ones are left out.
+        dtype: Dtype of the elements; needed if there are no pieces.
 
     Attributes:
-        shape, dtype: Of the whole tensor.
-        pieces: In the order of their ranges.
+        shape, dtype: Shape and dtype of the complete tensor.
+        pieces: Pieces in the order of their ranges.
 
     Raises:
-        ConfigError: A piece is not such a vector, or ranges do not fit.
+        ConfigError: A piece is not such a vector, or the ranges do not fit.
     """
 
     def __init__(self, shape: Iterable[int], pieces: Mapping[Range, Array],
@@ -80,7 +80,7 @@ class Sliced:
         return f"Sliced(shape={self.shape}, dtype={self.dtype}, pieces of [{ranges}])"
 
     def __iter__(self) -> NoReturn:
-        """Refuse, as the plain optimizers of PyTorch iterate over what they cannot take.
+        """Raise an error, because plain PyTorch optimizers iterate over what they cannot use.
 
         Raises:
             ConfigError: Always.
@@ -91,14 +91,17 @@ class Sliced:
 
     @property
     def size(self) -> int:
-        """Number of elements of the whole tensor."""
+        """Number of elements of the complete tensor."""
         return math.prod(self.shape)
 
     def read(self, start: int, stop: int) -> Array:
         """Return elements of the flattened tensor, as a new vector.
 
+        Args:
+            start, stop: Range of the elements.
+
         Raises:
-            ConfigError: Some of them are in no piece; says which.
+            ConfigError: Some elements are in no piece; says which.
         """
         if not 0 <= start <= stop <= self.size:
             raise ConfigError(f"elements {start} to {stop - 1} are not in a tensor of shape "
@@ -123,7 +126,7 @@ class Sliced:
         return elements
 
     def whole(self) -> Array:
-        """Return the whole tensor, as a new array.
+        """Return the complete tensor, as a new array.
 
         Raises:
             ConfigError: Some elements are in no piece; says which.
@@ -131,7 +134,10 @@ class Sliced:
         return self.read(0, self.size).reshape(self.shape)
 
     def merged(self, others: Iterable["Sliced"]) -> "Sliced":
-        """Return the same tensor with the pieces of others, too.
+        """Return the same tensor with the pieces of the others added.
+
+        Args:
+            others: Other pieces of the same tensor.
 
         Raises:
             ConfigError: Their shapes or dtypes differ, or pieces overlap.
@@ -150,13 +156,13 @@ class Sliced:
 
 
 def whole(nest: Any) -> Any:
-    """Return a copy of a nest in which each `Sliced` is a whole array.
+    """Return a copy of a pytree in which each `Sliced` is a complete array.
 
     Args:
-        nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves stay as they are.
+        nest: Pytree of dicts, lists and tuples, like `Saved.sharded`; other leaves are kept.
 
     Raises:
-        ConfigError: Elements of one are in no piece; says which.
+        ConfigError: Elements of a tensor are in no piece; says which.
 
     Collective: no.
     """
@@ -170,8 +176,8 @@ def slices_of(shapes: Mapping[str, Iterable[int]],
 
     Args:
         shapes: Shape of each tensor.
-        dtypes: By tensor, the dtypes of its vectors by name; all, also those of other ranks.
-        pieces: Tensor, name of the vector, first element, and elements of what is here.
+        dtypes: Dtypes of all vectors, by tensor and by name, including vectors of other ranks.
+        pieces: Tensor, name of the vector, first element, and elements of each piece of this rank.
     """
     ranges: dict[str, dict[str, dict[Range, Array]]] = {
         name: {vector: {} for vector in its} for name, its in dtypes.items()}
@@ -196,18 +202,18 @@ def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
     """Return the schedule that returns complete tensors, made of the ranges of all ranks.
 
     Args:
-        collectives: Of the ranks.
-        slices: The same tensors on all ranks, of which each has at most one range, in the order
-            of ranks.
+        collectives: Collectives of the ranks.
+        slices: Tensors, the same on all ranks. Each rank has at most one range of each tensor, in
+            rank order.
         keep: If false, this rank only sends its ranges, and the result is empty.
 
     Raises:
-        ConfigError: Elements of a tensor are on no rank, or in another order.
+        ConfigError: Elements of a tensor are on no rank, or in a different order.
     """
     ranges = np.array([next(iter(x.pieces), (0, 0)) for x in slices], np.int64).reshape(-1, 2)
     rows = yield from collectives.allgather_bytes(ranges.reshape(-1).view(np.uint8))
     tensors = []
-    # Of all ranks, by tensor: starts and stops.
+    # Starts and stops on all ranks, by tensor.
     for leaf, ends in zip(slices, np.stack([row.view(np.int64).reshape(-1, 2) for row in rows], 1)):
         bounds = [0]
         for start, stop in ends.tolist():

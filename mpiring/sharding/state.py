@@ -1,7 +1,7 @@
 """State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
 
-Residuals of Reducers, momenta of optimisers: whatever a rank remembers of its slices of buckets
-from step to step.
+Examples are residuals of Reducers and momenta of optimizers: anything that a rank remembers of its
+slices of buckets from step to step.
 """
 
 import copy
@@ -21,9 +21,11 @@ from ..transport.base import Schedule
 from .sliced import Range
 
 Wide = NDArray[np.float32]
-# Returns the dtype of each vector that follows its tensors, by name; the same on all ranks.
+# Function that returns the dtype of each vector that follows its tensors, by name; the same on all
+# ranks.
 Vectors = Callable[[BucketPlan], Mapping[str, DTypeLike]]
-# Completes a vector over a bucket, given its bounds, with the slices of other ranks; in place.
+# Function that completes a vector over a bucket, given its bounds, with the slices of other ranks,
+# in place.
 Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
 
@@ -32,9 +34,9 @@ class TensorRange:
     """A tensor, or a range of it, in a slice of a bucket.
 
     Attributes:
-        name, shape: Of the tensor.
+        name, shape: Name and shape of the tensor.
         start, stop: Elements of the slice.
-        offset: First element of the tensor, flattened, that is here.
+        offset: First element of the flattened tensor that is in the slice.
     """
 
     name: str
@@ -50,12 +52,12 @@ class TensorRange:
 
     @property
     def elements(self) -> slice:
-        """Elements of the slice."""
+        """The elements of the slice."""
         return slice(self.start, self.stop)
 
     @property
     def ends(self) -> Range:
-        """Elements of the flattened tensor: start and stop."""
+        """The elements of the flattened tensor: start and stop."""
         return self.offset, self.offset + self.size
 
 
@@ -64,10 +66,10 @@ class TensorState:
     """State of a tensor outside of buckets.
 
     Attributes:
-        steps: Steps that have counted.
-        pieces: By the range of elements of the flattened tensor (its padding follows it), the
-            vectors by name.
-        arrays: By name.
+        steps: Number of steps that have counted.
+        pieces: Vectors by name, by the range of elements of the flattened tensor (its padding
+            follows it).
+        arrays: Arrays by name.
     """
 
     steps: int
@@ -76,19 +78,19 @@ class TensorState:
 
 
 class SliceState:
-    """State of one slice of a bucket: vectors with an element for each of the slice, and arrays.
+    """State of one slice of a bucket: arrays, and vectors with the length of the slice.
 
-    Double-buffered: what is written to an array of `next` counts from `commit` on; `drop` leaves
-    everything as it was.
+    It is double-buffered. Data written to an array of `next` counts from `commit` on, and `drop`
+    leaves everything unchanged.
 
     Args:
-        plan: The bucket's.
-        first, last: Elements of the bucket.
-        device: The GPU on which vectors lie; None for host memory.
+        plan: Plan of the bucket.
+        first, last: Range of the slice in the bucket.
+        device: GPU that holds the vectors; None for host memory.
 
     Attributes:
-        ranges: The tensors in it, without padding.
-        size: Number of elements, padding included.
+        ranges: Tensors in the slice, without padding.
+        size: Number of elements, including padding.
     """
 
     def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
@@ -96,7 +98,7 @@ class SliceState:
         self.size = last - first
         self._padded = list(ranges_in(plan, first, last, padded=True))
         self._device = device
-        # By name and tensor; a vector's is "".
+        # By name and tensor; a vector has the tensor "".
         self._now: dict[tuple[str, str], Any] = {}
         self._next: dict[tuple[str, str], Any] = {}
         self._spare: dict[tuple[str, str], Any] = {}
@@ -112,7 +114,9 @@ class SliceState:
         """Return an array of any shape, in host memory, that belongs to a tensor.
 
         Args:
-            first: Makes it; called again when the tensor is in another bucket.
+            name: Name of the array.
+            tensor: Name of the tensor.
+            first: Function that makes it; called again when the tensor is in another bucket.
         """
         key = name, tensor
         if key not in self._now:
@@ -121,7 +125,7 @@ class SliceState:
         return array
 
     def next(self, name: str, tensor: str = "") -> Any:
-        """Return what `commit` replaces a vector or array by; undefined content."""
+        """Return the memory by which `commit` replaces a vector or array; undefined content."""
         key = name, tensor
         if key not in self._next:
             now, spare = self._now[key], self._spare.pop(key, None)
@@ -132,13 +136,13 @@ class SliceState:
         return self._next[key]
 
     def commit(self) -> None:
-        """Let what `next` has returned count."""
+        """Make the results of `next` count."""
         for key, array in self._next.items():
             self._spare[key], self._now[key] = self._now[key], array
         self._next.clear()
 
     def drop(self) -> None:
-        """Forget what `next` has returned."""
+        """Discard the results of `next`."""
         self._spare.update(self._next)
         self._next.clear()
 
@@ -157,10 +161,10 @@ class SliceState:
                 tensors[tensor].arrays[name] = x.copy()
 
     def load(self, tensors: Mapping[str, TensorState]) -> None:
-        """Take copies of the state of its tensors, as far as they have any.
+        """Copy the state of its tensors, if they have any.
 
         Raises:
-            ConfigError: Of a tensor's state, not all that belongs to this slice is there.
+            ConfigError: A part of a tensor's state that belongs to this slice is missing.
         """
         loaded: dict[str, Array] = {}
         is_there = np.zeros(self.size, bool)
@@ -190,7 +194,7 @@ class SliceState:
 
 def ranges_in(plan: BucketPlan, first: int, last: int, *,
               padded: bool = False) -> Iterator[TensorRange]:
-    """Yield the tensors in elements `first` to `last` of a bucket; `padded`: with what follows."""
+    """Yield the tensors in elements `first` to `last` of a bucket, with padding if `padded`."""
     origin = 0
     for tensor in plan.tensors:
         size = tensor.padded_size if padded else tensor.size
@@ -207,11 +211,11 @@ class BucketState:
     Args:
         bucket: The bucket.
         bounds: Offsets at which it is cut into slices, from 0 to its size.
-        slice_numbers: Of this rank's slices.
+        slice_numbers: Numbers of this rank's slices.
 
     Attributes:
-        slices: By number.
-        steps: Steps that have counted.
+        slices: State of each slice, by number.
+        steps: Number of steps that have counted.
     """
 
     def __init__(self, bucket: Bucket, bounds: Sequence[int], slice_numbers: Iterable[int]) -> None:
@@ -222,7 +226,7 @@ class BucketState:
                        for j in slice_numbers}
 
     def commit_step(self, applied: bool) -> None:
-        """End a step; one that was not applied changes nothing."""
+        """End a step; a step that was not applied changes nothing."""
         for state in self.slices.values():
             if applied:
                 state.commit()
@@ -231,10 +235,10 @@ class BucketState:
         self.steps += applied
 
     def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
-        """Return the schedule that returns the state of all its tensors, whole, without arrays.
+        """Return the schedule that returns the complete state of all its tensors, without arrays.
 
         Args:
-            known, gather: See BucketStates.rebuild.
+            known, gather: Arguments of BucketStates.rebuild.
         """
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
@@ -251,36 +255,37 @@ class BucketState:
 class BucketStates:
     """State of this rank's slices of all buckets of a model.
 
-    It follows tensors when other buckets are built, and is saved by tensor and range.
+    It follows tensors when buckets are rebuilt, and is saved by tensor and range.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[BucketPlan, BucketState] = {}
-        # Of tensors that are in no bucket now.
+        # State of tensors that are in no bucket now.
         self._aside: dict[str, TensorState] = {}
 
     def of(self, bucket: Bucket) -> BucketState | None:
-        """Return the state of a bucket; None before it was given to `rebuild`."""
+        """Return the state of a bucket; None unless it was passed to `rebuild`."""
         return self._buckets.get(bucket.plan)
 
     def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
                 bounds: Callable[[Bucket], Sequence[int]], slice_numbers: Sequence[int],
                 gather: Gather) -> Schedule[None]:
-        """Return the schedule that takes the state to other buckets, or there what was loaded.
+        """Return the schedule that moves the state, or the loaded state, to other buckets.
 
-        The state of tensors that are in none of them waits until they are again. Arrays stay
-        behind.
+        The state of tensors in none of these buckets is kept until they are in one again. Arrays
+        are not moved.
 
         Args:
-            buckets: All that there are from now on.
-            known: Returns the vectors that follow their tensors, given a bucket's plan.
-            bounds: Returns the offsets at which a bucket is cut into slices, from 0 to its size.
+            buckets: All buckets from now on.
+            known: Function that returns the vectors that follow their tensors, given a plan.
+            bounds: Function that returns the offsets at which a bucket is cut into slices, from 0
+                to its size.
             slice_numbers: Numbers of this rank's slices.
-            gather: Returns the schedule that completes, in place, a vector over a bucket with
-                the slices of the ranks that have the others, given the bounds.
+            gather: Function that returns a schedule, given a vector over a bucket and the bounds.
+                The schedule completes the vector in place with the slices of other ranks.
 
         Raises:
-            ConfigError: What was loaded lacks something that belongs to this rank's slices.
+            ConfigError: The loaded state lacks a part that belongs to this rank's slices.
         """
         for before in self._buckets.values():
             if before.steps:
@@ -296,7 +301,7 @@ class BucketStates:
                 self._aside.pop(name, None)
 
     def commit_step(self, applied: bool) -> None:
-        """End a step; one that was not applied changes nothing."""
+        """End a step; a step that was not applied changes nothing."""
         for bucket in self._buckets.values():
             bucket.commit_step(applied)
 
@@ -309,7 +314,7 @@ class BucketStates:
                 vectors.multiply(x, factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what this rank has, by tensor: numbers and arrays."""
+        """Return copies of this rank's state, by tensor: numbers and arrays."""
         tensors = copy.deepcopy(self._aside)
         for bucket in self._buckets.values():
             tensors |= {tensor.name: TensorState(bucket.steps) for tensor in bucket.plan.tensors}
@@ -321,10 +326,10 @@ class BucketStates:
             for name, tensor in tensors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has returned, from the next `rebuild` on.
+        """Continue from a result of `state_dict`, from the next `rebuild` on.
 
-        Of several ranks' states, the pieces of each tensor may be put together in one list: then
-        any number of ranks can go on from it.
+        The pieces of each tensor from several ranks' states may be joined in one list. Any number
+        of ranks can then continue from it.
         """
         self._buckets = {}
         self._aside = {name: TensorState(

@@ -1,1 +1,1 @@
-"""A cluster that is only calculated: networks, nodes and prices for the same schedules."""
+"""A simulated cluster: networks, nodes and prices for the same schedules."""

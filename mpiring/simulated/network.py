@@ -1,11 +1,11 @@
-"""A whole cluster, simulated in one process on a virtual clock.
+"""A complete cluster, simulated in one process on a virtual clock.
 
-No threads and no real time: an event queue, the same for the same seed. A
-message costs latency plus bytes over bandwidth, and messages that meet at a
-node's full-duplex network interface (NIC) share it. Computing takes time where it
-is given a price: a busy rank neither posts nor goes on. With a seed the network is an
-adversary: it delays and reorders whatever MPI allows it to, reads send buffers
-late, and fills receive buffers with junk until the message is there.
+It needs neither threads nor real time: an event queue gives the same result for the same seed. A
+message costs latency plus bytes over bandwidth. Messages that share a node's full-duplex network
+interface (NIC) share its bandwidth. Computing takes time if it has a price: a busy rank neither
+posts requests nor continues. With a seed the network is an adversary: it delays and reorders
+whatever MPI allows, reads send buffers late, and fills receive buffers with junk until the message
+arrives.
 """
 
 import heapq
@@ -26,7 +26,7 @@ from .prices import Computing, Cores, Link
 
 @dataclass(frozen=True)
 class Lost:
-    """Fault: message `index` (from 0) from `source` to `dest` is lost; it blocks its channel."""
+    """Fault: message `index` (from 0) from `source` to `dest` is lost, and blocks its channel."""
 
     source: int
     dest: int
@@ -35,7 +35,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Dead:
-    """Fault: `rank` stops for ever once it has sent `after_messages` messages."""
+    """Fault: `rank` stops forever once it has sent `after_messages` messages."""
 
     rank: int
     after_messages: int = 0
@@ -50,11 +50,11 @@ class Slow:
 
 
 Fault = Lost | Dead | Slow
-# Length of the parts in which messages travel, and their number at most: TCP's are finer, would
-# take longer to simulate, and change little.
+# Length of the parts in which messages are sent, and their largest number. TCP's parts are smaller,
+# but would take longer to simulate, and change little.
 _QUANTUM_BYTES = 256 << 10
 _MOST_QUANTA = 16
-# Chunks that SymmetricNetwork takes to be equal may differ by an element.
+# Chunks that SymmetricNetwork assumes to be equal may differ by an element of this many bytes.
 _LONGEST_ELEMENT = 32
 
 
@@ -83,7 +83,7 @@ class _Message:
 
 @dataclass
 class _Lane:
-    """All that is under way from one rank to another in one lane of a channel, in order."""
+    """All messages in flight from one rank to another in one lane of a channel, in order."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[tuple[Array, _Pending]] = field(default_factory=deque)
@@ -119,9 +119,9 @@ class _Channel:
         return self.network._receive(self, array, source)
 
 
-# The ranks at the ends of messages that stay in order.
+# Ranks at the ends of messages that stay in order.
 _Flow = tuple[int, int]
-# Called with the times at which the first and the last byte pass.
+# Function of the times at which the first and the last byte pass.
 _Passed = Callable[[float, float], None]
 
 
@@ -129,8 +129,8 @@ class _Interface:
     """One direction of a node's network interface (NIC), which flows share in turns.
 
     Args:
-        link: Its rate and burst.
-        clock: The network, for its virtual time.
+        link: Link with the rate and the burst.
+        clock: Network, for its virtual time.
     """
 
     def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
@@ -141,13 +141,13 @@ class _Interface:
         self._at_work = False
 
     def carry(self, flow: _Flow, nbytes: float, passed: _Passed) -> None:
-        """Take bytes that come now, behind those of the same flow."""
+        """Accept bytes that arrive now, behind those of the same flow."""
         self._flows.setdefault(flow, deque()).append((nbytes, passed))
         if not self._at_work:
             self._serve()
 
     def _serve(self) -> None:
-        """Let pass what can pass now, of one flow after the other, and go on when it has."""
+        """Pass all bytes that can pass now, flows in turn; continue when they have passed."""
         now_s, self._at_work = self._clock.time_s, True
         while self._flows and self._free_s <= now_s:
             flow = next(iter(self._flows))
@@ -164,11 +164,11 @@ class _Interface:
 
 
 class _Wires:
-    """The interfaces of all nodes: messages that meet at one share it, as TCP's streams do.
+    """The interfaces of all nodes; messages share them like TCP streams do.
 
     Args:
-        link: Between any two nodes.
-        clock: The network, for its virtual time.
+        link: Link between any two nodes.
+        clock: Network, for its virtual time.
     """
 
     def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
@@ -181,13 +181,15 @@ class _Wires:
         """Carry a message from one node to another.
 
         Args:
-            flow: Messages of a flow stay in order.
-            slowness: Multiplies all times.
-            left, landed: Called with the times at which its last byte has left and is there.
+            flow: Flow of the message; messages of a flow stay in order.
+            source_node, dest_node: Numbers of the nodes.
+            nbytes: Length of the message.
+            slowness: Factor of all times.
+            left, landed: Functions of the times at which its last byte has left and has arrived.
         """
         latency_s = slowness * self._link.latency_s
         if self._link.bandwidth == math.inf:
-            # Nothing to share: a short cut, which most adversarial networks take.
+            # There is nothing to share: a shortcut, which most adversarial networks use.
             left(self._clock.time_s)
             landed(self._clock.time_s + latency_s)
             return
@@ -213,22 +215,21 @@ class SimulatedNetwork:
 
     Args:
         size: Number of ranks.
-        between: Link between nodes; ranks of a node share its bandwidth, each way.
+        between: Link between nodes; ranks of a node share its bandwidth in each direction.
         within: Link between two ranks of a node.
-        node_of: The node of each rank, also unevenly; or n, where ranks r with equal `r // n`
-            share a node.
-        computing: What computing costs.
-        seed: Makes the network an adversary, deterministic in the seed.
-        faults: What goes wrong.
-        payload: False moves sizes only; give the schedules `ghost` arrays then.
+        node_of: Node of each rank; or a number n, so that ranks r with equal `r // n` share a node.
+        computing: Costs of computing.
+        seed: Seed that makes the network a deterministic adversary; None for none.
+        faults: Faults that occur.
+        payload: If false, move only sizes; then pass `ghost` arrays to the schedules.
 
     Attributes:
-        node_of: The node of each rank.
-        stepped: The ranks whose schedules are run: all.
-        slack_bytes: By how much messages may differ from what was expected.
-        time_s: Virtual seconds until the last rank finished.
-        bytes_sent, messages_sent: Per rank.
-        bytes_between: What each node has sent to others, by node.
+        node_of: Node of each rank.
+        stepped: Ranks whose schedules are run: all.
+        slack_bytes: Largest accepted difference from a message's expected length.
+        time_s: Virtual time until the last rank has finished, in seconds.
+        bytes_sent, messages_sent: Number of bytes and messages that each rank has sent.
+        bytes_between: Number of bytes that each node has sent to other nodes, by node.
     """
 
     def __init__(
@@ -269,15 +270,16 @@ class SimulatedNetwork:
         """Run programs on all ranks at once, each program in its own channel.
 
         Args:
-            programs: Each is called once per rank with its channel, and returns a schedule.
-            return_errors: Put a rank's error in place of its result instead of raising it.
+            programs: Functions that return a schedule; each is called once per rank with its
+                channel.
+            return_errors: If true, return a rank's error as its result instead of raising it.
 
         Returns:
-            Per rank, the result of its schedule, or a list of them for several programs.
+            The result of each rank's schedule; for several programs, a list of results per rank.
 
         Raises:
-            StallError: The schedules wait for messages that never come; says which ranks wait
-                for what.
+            StallError: The schedules wait for messages that never arrive; says which ranks wait
+                for which messages.
         """
         for rank in self.stepped:
             for tag, program in enumerate(programs):
@@ -296,7 +298,7 @@ class SimulatedNetwork:
         self._tasks, self._errors = [[] for _ in range(self.size)], {}
         failed = [result for result in results if isinstance(result, Exception)]
         if failed and not return_errors:
-            # A rank's own error explains the stall of the others.
+            # A rank's error explains the stall of other ranks.
             raise min(failed, key=lambda error: isinstance(error, StallError))
         return results
 
@@ -309,7 +311,7 @@ class SimulatedNetwork:
         return tasks[0].result if len(tasks) == 1 else [task.result for task in tasks]
 
     def _waits(self, rank: int) -> str:
-        """Return, in words, what a rank waits for; "" if it has finished."""
+        """Return a text about what a rank waits for; "" if it has finished."""
         tasks = self._tasks[rank]
         if all(task.done for task in tasks) or rank in self._errors:
             return ""
@@ -320,22 +322,24 @@ class SimulatedNetwork:
         return f"rank {rank} waits for {', '.join(waits)}"
 
     def _at(self, time_s: float, rank: int, action: Callable[[], None]) -> None:
-        """Do `action` at a virtual time, then look at what `rank` can go on with."""
+        """Do `action` at a virtual time, then resume `rank` as far as possible."""
         self._count += 1
         shuffle = self._random.random() if self._random else 0.0
         heapq.heappush(self._events, (time_s, shuffle, self._count, rank, action))
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Do `action`, which concerns no rank by itself, at a virtual time."""
+        """Do `action`, which concerns no particular rank, at a virtual time."""
         self._count += 1
         heapq.heappush(self._events, (time_s, 0.0, self._count, None, action))
 
     def work(self, rank: int, seconds: float, *, on_own_core: bool = False) -> None:
-        """Keep a rank busy: what it posts from now on leaves later, and it goes on later.
+        """Keep a rank busy: it sends messages and continues only after this work.
 
         Args:
-            on_own_core: Where ranks share cores, this work waits for the one that is the rank's,
-                as what computes for long stays where it is.
+            rank: Number of the rank.
+            seconds: Duration of the work.
+            on_own_core: If true, and if ranks share cores, the work waits for the rank's own core,
+                like a long computation, which stays on its core.
         """
         now_s = self.clock_s(rank)
         self._busy_until_s[rank] = (
@@ -343,13 +347,13 @@ class SimulatedNetwork:
             if self._cores and seconds else now_s + seconds)
 
     def worked(self, rank: int) -> Request:
-        """Return a request that is complete when a rank has done the work that it has so far."""
+        """Return a request that is complete when a rank has done its present work."""
         request = _Pending("the end of its own work")
         self._complete(request, rank, self.clock_s(rank))
         return request
 
     def clock_s(self, rank: int) -> float:
-        """Return the virtual time of a rank, which is ahead of the others' while it computes."""
+        """Return a rank's virtual time, which is ahead of the network's while it computes."""
         return max(self.time_s, self._busy_until_s[rank])
 
     def later(self, delay_s: float, rank: int, action: Callable[[], None]) -> None:
@@ -371,7 +375,7 @@ class SimulatedNetwork:
                 self._errors[rank] = error
 
     def _wake(self, rank: int) -> None:
-        """Look at a busy rank again when it has done; once, however much happens meanwhile."""
+        """Resume a busy rank once, after its work, however many events occur meanwhile."""
         if rank not in self._to_wake:
             self._to_wake.add(rank)
             self._at(self.clock_s(rank), rank, lambda: self._to_wake.discard(rank))
@@ -385,8 +389,8 @@ class SimulatedNetwork:
         self._sent_to[source, dest] += 1
         self.messages_sent[source] += 1
         self.bytes_sent[source] += nbytes
-        # An adversary may read the buffer only when the receiver is ready: a
-        # schedule must neither change it early nor rely on MPI to keep a copy.
+        # An adversary may read the buffer only when the receiver is ready. A schedule must
+        # neither change it early nor rely on MPI to keep a copy.
         late = self._random is not None and self._random.random() < 0.5
         content = array if late or not self._payload else array.copy()
         message = _Message(content, nbytes, request, late)
@@ -400,7 +404,7 @@ class SimulatedNetwork:
         return request
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
-        """Put a message on its way, and see to it when it has left and when it has arrived."""
+        """Send a message on its way; handle its departure and its arrival."""
         source_node, dest_node = self.node_of[channel.rank], self.node_of[dest]
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
@@ -412,7 +416,7 @@ class SimulatedNetwork:
                 self._complete(message.request, channel.rank, time_s)
 
         def landed(time_s: float) -> None:
-            # A lost message blocks its lane: MPI lets no later one overtake it.
+            # A lost message blocks its lane: MPI lets no later message overtake it.
             if not lost:
                 lane.last_arrival_s = max(time_s + self._delay_s(), lane.last_arrival_s)
                 if source_node != dest_node:
@@ -421,7 +425,7 @@ class SimulatedNetwork:
 
         factor = self._slow.get(channel.rank, 1.0)
         if source_node == dest_node:
-            # A message within a node is a copy, which its sender makes.
+            # A message within a node is a copy made by its sender.
             self.work(channel.rank, factor * message.nbytes / self._within.bandwidth)
             left_s = self.clock_s(channel.rank)
             left(left_s)
@@ -430,15 +434,15 @@ class SimulatedNetwork:
             self.bytes_between[source_node] += message.nbytes
             self._wires.carry((channel.rank, dest), source_node, self.node_of[to], message.nbytes,
                               factor, left, landed)
-            # It departs meanwhile.
+            # The sender makes its copy while the message departs.
             self.work(channel.rank, copying_s)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:
-        """Return whom a message comes from, and on which of the stepped ranks it arrives."""
+        """Return the sender of a message, and the stepped rank at which it arrives."""
         return source, dest
 
     def _delay_s(self) -> float:
-        """Return how long an adversary keeps something back."""
+        """Return an adversary's delay."""
         if self._random is None:
             return 0.0
         return self._random.choice((0.0, self._random.expovariate(1.0)))
@@ -461,7 +465,7 @@ class SimulatedNetwork:
         self._match(lane, source, None)
 
     def _match(self, lane: _Lane, source: int, dest: int | None) -> None:
-        """Hand arrived messages to posted receives, both strictly in order."""
+        """Match arrived messages with posted receives, both strictly in order."""
         while lane.receives and lane.messages and lane.messages[0].arrived:
             (array, request), message = lane.receives.popleft(), lane.messages.popleft()
             if abs(array.nbytes - message.nbytes) > self.slack_bytes:
@@ -477,26 +481,26 @@ class SimulatedNetwork:
 
 
 def cyclic(node: int, nodes: int) -> int:
-    """Return the opposite node: it sends to node 0 when node 0 sends to `node`."""
+    """Return the opposite node, which sends to node 0 when node 0 sends to `node`."""
     return -node % nodes
 
 
 def pairwise(node: int, nodes: int) -> int:
-    """Return the same node: where nodes exchange in pairs, as in recursive doubling."""
+    """Return the same node, for nodes that exchange in pairs, as in recursive doubling."""
     return node
 
 
 class SymmetricNetwork(SimulatedNetwork):
-    """A cluster of which only the ranks of node 0 are run, as all nodes do the same at once.
+    """A cluster of which only the ranks of node 0 are run, because all nodes do the same at once.
 
-    What a rank sends to another node arrives as what the opposite node sends here; chunks
-    are taken to be equal, although they may differ by an element. It can neither carry data,
-    nor run a schedule that does not treat all nodes alike.
+    A message to another node arrives as the message that the opposite node sends to node 0. Chunks
+    are assumed to be equal, although they may differ by an element. The network can neither carry
+    data, nor run a schedule that treats nodes differently.
 
     Args:
-        nodes, ranks_per_node: Of the cluster.
-        symmetry: Which node is opposite: `cyclic`, or `pairwise`.
-        prices: As of SimulatedNetwork.
+        nodes, ranks_per_node: Size of the cluster.
+        symmetry: Function that returns the opposite node: `cyclic`, or `pairwise`.
+        prices: Arguments of SimulatedNetwork.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, symmetry: Callable[[int, int], int],

@@ -1,4 +1,4 @@
-"""The memory that ranks of a simulated node share: the words and slots of NodeMemory, seen late."""
+"""The shared memory of a simulated node: words and slots as in NodeMemory, visible with delay."""
 
 import zlib
 from array import array
@@ -18,12 +18,12 @@ from .network import SimulatedNetwork
 class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
-    With a seed in the network, each rank sees late which flags the others have published. All
-    else is seen at once, also what is written too early; slots hold junk at first.
+    With a seed in the network, each rank sees the flags of other ranks late. It sees everything
+    else at once, also data that is written too early. Slots contain junk at first.
 
     Args:
-        network: Its clock and its nodes.
-        barrier_s: Virtual seconds until a published flag is seen.
+        network: Network with the clock and the nodes.
+        barrier_s: Virtual seconds until a published flag is visible.
         slot_bytes: Length of a slot.
     """
 
@@ -35,19 +35,19 @@ class SimulatedMemory:
         self.members: dict[int, list[int]] = defaultdict(list)
         for rank, node in enumerate(network.node_of):
             self.members[node].append(rank)
-        # Of all ranks, what they have written: words, headers, slots by area.
+        # Words, headers and slots (by area) that all ranks have written.
         self.words: list[dict[int, int]] = [{} for _ in network.node_of]
         self.texts: list[dict[int, bytes]] = [{} for _ in network.node_of]
         self.slots: dict[tuple[int, int], Array] = {}
         self.ranks = [_RankMemory(self, rank) for rank in range(len(network.node_of))]
 
     def node(self, rank: int, operation: int = 0, header: bytes = b"") -> SharedNode:
-        """Return the meeting place of a rank's operation.
+        """Return the node object of a rank's operation.
 
         Args:
-            rank: In the network.
-            operation: Its number.
-            header: Of the rank's call.
+            rank: Number of the rank in the network.
+            operation: Number of the operation.
+            header: Header of the rank's call.
         """
         return self.ranks[rank].node(operation, header, zlib.crc32(header))
 
@@ -64,17 +64,18 @@ class _RankMemory(NodeMemory):
         self.others = [words for words in self.words if words.owner != rank]
 
     def slots(self, area: int, dtype: "np.dtype[Any]", size: int | None) -> Sequence[Array]:
-        """Return, per rank, the first `size` elements of an area's slot."""
+        """Return the first `size` elements of an area's slot, per rank."""
         return [self._shared.slots.setdefault(
             (rank, area), np.full(self._shared.slot_bytes, 255, np.uint8)).view(dtype)[:size]
             for rank in self.ranks]
 
 
 class _Words:
-    """The words of one rank's segment, as another one sees them.
+    """The words of one rank's segment, as seen by another rank.
 
     Args:
-        owner, reader: Which ranks these are.
+        shared: Memory of the cluster.
+        owner, reader: Numbers of the two ranks.
     """
 
     def __init__(self, shared: SimulatedMemory, owner: int, reader: int) -> None:
@@ -101,13 +102,13 @@ class _Words:
 
 
 def _show(flags: dict[int, int], word: int, value: int) -> None:
-    """Let a rank see a flag."""
-    # Of two of one rank, the later one may be seen first.
+    """Make a flag visible to a rank."""
+    # Of two flags of one rank, the later one may become visible first.
     flags[word] = max(value, flags.get(word, 0))
 
 
 class _Texts:
-    """The headers of a rank's operations, by where they begin."""
+    """The headers of a rank's operations, by their offset."""
 
     def __init__(self, texts: dict[int, bytes]) -> None:
         self._texts = texts

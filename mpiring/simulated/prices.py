@@ -1,4 +1,4 @@
-"""Prices of what a simulated cluster does: messages on links, and computing."""
+"""Prices of a simulated cluster: messages on links, and computing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,13 @@ from ..transport.base import Array
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks: seconds before the first byte, bytes per second after.
+    """A link between two ranks.
 
     Attributes:
-        burst_bytes: What passes without waiting after a pause: the links of clouds, and
-            of Linux's `tc tbf`, are limited on average only, by a bucket of tokens.
+        latency_s: Seconds before the first byte arrives.
+        bandwidth: Bytes per second afterwards.
+        burst_bytes: Number of bytes that pass without waiting after a pause. Links of clouds and of
+            Linux's `tc tbf` are limited on average only, by a bucket of tokens.
     """
 
     latency_s: float = 0.0
@@ -27,13 +29,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Computing:
-    """What computing costs.
+    """Costs of computing.
 
     Attributes:
-        overhead_s: What each message costs its sender, and its receiver.
-        copy_rate: Bytes per second that both of them copy of a message between nodes, as the
-            system does for TCP.
-        cores: Number of cores on which all ranks compute, as in a lab; 0: a core for each.
+        overhead_s: Cost of each message for its sender and for its receiver.
+        copy_rate: Bytes per second at which both copy a message between nodes, as the system does
+            for TCP.
+        cores: Number of cores on which all ranks compute, as in a lab; 0 for one core per rank.
     """
 
     overhead_s: float = 0.0
@@ -42,23 +44,25 @@ class Computing:
 
 
 class Cores:
-    """The cores of a machine, which take work as it comes.
+    """The cores of a machine, which accept work in the order of its arrival.
 
     Args:
-        count: How many.
+        count: Number of cores.
     """
 
     def __init__(self, count: int) -> None:
         self._free_s = [-math.inf] * count
 
     def take(self, now_s: float, seconds: float, number: int | None = None) -> float:
-        """Return when work is done that can begin at `now_s`.
+        """Return the time at which work is done that can begin at `now_s`.
 
         Args:
-            number: Of the core, modulo their number; None for the first that is free.
+            now_s: Time at which the work can begin.
+            seconds: Duration of the work.
+            number: Number of the core, modulo the number of cores; None for the first idle one.
         """
         if number is None:
-            # The core that fell idle last is most often where this rank has been.
+            # The core that became idle last is most often the one that this rank has used.
             idle = [free_s for free_s in self._free_s if free_s <= now_s]
             number = self._free_s.index(max(idle) if idle else min(self._free_s))
         number %= len(self._free_s)
@@ -67,7 +71,7 @@ class Cores:
 
 
 class _Ghost(np.ndarray[Any, np.dtype[Any]]):
-    """A vector without memory: all elements are one, which is never written."""
+    """A vector without memory: all elements are a single one, which is never written."""
 
     copied: Callable[[int], None] | None = None
 
@@ -88,7 +92,9 @@ def ghost(n: int, dtype: DTypeLike, copied: Callable[[int], None] | None = None)
     """Return a vector of `n` elements without memory, for a network without payload.
 
     Args:
-        copied: Called with the number of bytes of each copy into it, or into a part of it.
+        n: Number of elements.
+        dtype: Dtype of the elements.
+        copied: Function of the number of bytes of each copy into it, or into a part of it.
     """
     x = np.broadcast_to(np.empty((), dtype), (n,)).view(_Ghost)
     x.copied = copied
@@ -120,9 +126,9 @@ class PricedCombine(NoCombine):
     """A `Combine` that only takes time, for a network without payload.
 
     Args:
-        work: Keeps the rank busy for so many seconds.
+        work: Function that keeps the rank busy for a number of seconds.
         rate: Bytes per second that it reads and writes.
-        copied: Bytes per second that it copies to one vector, reading and writing each.
+        copied: Bytes per second that it copies to one vector, where it reads and writes each.
     """
 
     def __init__(self, work: Callable[[float], None], rate: float,

@@ -1,1 +1,1 @@
-"""Averages what a training step computes, and keeps replicas equal."""
+"""Averages the gradients of training steps, and keeps replicas equal."""

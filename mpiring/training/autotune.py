@@ -19,14 +19,14 @@ from .search import TURNS, Axis, Choice, Descent, Outcome, Search
 
 _log = logging.getLogger("mpiring")
 
-# To be raised when saved choices mean something else.
+# Increase it when saved choices change their meaning.
 _EDITION = 1
 MOST_STEPS = 60
-# The first step with other settings finds new memory; the fastest of those that follow counts.
+# The first step with other settings allocates memory; the fastest of the following ones counts.
 _IGNORED_STEPS, _TIMED_STEPS = 1, 2
-# A step that orders the gradients comes first, and a comparison last.
+# The step that orders the gradients comes first, and a comparison last.
 _MOST_TRIALS = (MOST_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
-# Shorter buckets cost more messages than they hide, on any network.
+# On any network, shorter buckets cost more messages than they hide.
 _SHORTEST_BUCKET = 256 << 10
 _OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
 
@@ -35,7 +35,7 @@ def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
     """Return whether to tune in the first steps.
 
     Raises:
-        ConfigError: The user wants that, and equal bits in all runs.
+        ConfigError: The user asks for tuning, and for identical bits in all runs.
     """
     if fusion.autotune is None:
         if fusion.deterministic and comm.config.autotune and comm.rank == 0:
@@ -51,15 +51,15 @@ def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
 class Autotuner:
     """Times the first steps with different settings, and keeps the fastest ones.
 
-    Each rank times by itself. After the last step of a trial the ranks agree on the time of the
-    slowest, and so take the same decisions; other steps have no message.
+    Each rank measures its own time. After the last step of a trial the ranks agree on the time of
+    the slowest rank, and so make the same decisions. Other steps need no message.
 
     Args:
-        comm: The ranks.
-        overlaps: Whether several operations may be in flight.
+        comm: Communicator of the ranks.
+        overlaps: If true, several operations may be in flight.
 
     Attributes:
-        first: The settings before the first trial; None while there was none.
+        first: Settings before the first trial; None before it.
     """
 
     def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
@@ -74,8 +74,8 @@ class Autotuner:
         """Time the step that ends; return whether tuning is over.
 
         Args:
-            fused: What is tuned.
-            fixed: Whether buckets have to stay as they are.
+            fused: Tensors whose settings are tuned.
+            fixed: If true, buckets must stay unchanged.
 
         Collective: yes. Blocking: yes, at the end of a trial.
         """
@@ -95,7 +95,7 @@ class Autotuner:
         return False
 
     def _begin(self, fused: FusedTensors, *, fixed: bool) -> bool:
-        """Use saved settings, or begin to search; return whether there are some."""
+        """Use saved settings, or begin to search; return whether there are saved settings."""
         self.first = first = fused.choice
         plans = _plans(fused, fixed=fixed)
         axes = self._axes(fused, list(plans))
@@ -130,7 +130,7 @@ class Autotuner:
         names = candidates(comm.size, len(nodes), {bucket.plan.dtype for bucket in fused.buckets},
                            fused.gpu)
         algorithms = ["auto", *names] if comm.config.algorithm == "auto" else ["auto"]
-        # Pieces and slices are sent by messages. On GPUs they fill memory that is there.
+        # Pieces and slices matter for messages only. On GPUs they fill memory of a fixed size.
         sends = len(nodes) > 1 and not fused.gpu
         axes = [Axis("bucket_bytes", lengths), Axis("long", algorithms, ordered=False)]
         if self._overlaps:
@@ -143,7 +143,7 @@ class Autotuner:
         return axes
 
     def _saved(self, first: Choice, axes: list[Axis]) -> Choice | None:
-        """Return the choice that rank 0 finds on its disk, if all its values may be chosen."""
+        """Return the choice that rank 0 has on disk, if all its values may be chosen."""
         value: Any = None
         if self._comm.rank == 0 and self._cache is not None:
             value = self._cache.read("choice")
@@ -166,12 +166,12 @@ class Autotuner:
 
     def _say(self, text: object) -> None:
         if self._comm.rank == 0:
-            # Of a level that is shown where nobody configures logging: the user has asked for it.
+            # A warning appears even if nobody configures logging: the user has asked for tuning.
             _log.warning("autotune: %s", text)
 
 
 def _plans(fused: FusedTensors, *, fixed: bool) -> dict[int, tuple[BucketPlan, ...]]:
-    """Return lengths of buckets, ascending, that make different buckets; the present one, too."""
+    """Return lengths of buckets, ascending, that make different buckets, and the present length."""
     first = fused.choice.bucket_bytes
     present = fused.plan(first)
     if fixed:

@@ -1,4 +1,4 @@
-"""Averages named tensors in buckets, each of which leaves once it is full, in an agreed order."""
+"""Averages named tensors in buckets, which are sent once they are full, in an agreed order."""
 
 import difflib
 import logging
@@ -30,14 +30,14 @@ from .fused import FusedTensors, Fusion, Placement
 from .search import Choice
 from .weighing import Weighing
 
-# Each rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. Of longer ones, each
-# rank checks its slices, and a short message makes the result known.
+# Each rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. If there are more, each
+# rank checks its slices only, and a short message spreads the result.
 _LONGEST_CHECK_BYTES = 1 << 20
-# Checking all gradients takes 1.0 to 1.7 % of a step (13 MB of them in 80 ms: 0.8 to 1.4 ms),
-# checking the last bucket 0.1 %. That holds the gradients of the first layers, to which backward
-# takes every NaN of the layers behind them.
+# Checking all gradients takes 1.0 to 1.7 % of a step (13 MB in 80 ms: 0.8 to 1.4 ms), and checking
+# the last bucket 0.1 %. It holds the gradients of the first layers, to which backward carries every
+# NaN of later layers.
 _CLOSE_STEPS = 10
-# After as many in a row, a loss scale that is too large is not the reason any more.
+# After this many steps in a row, a large loss scale is no longer the reason.
 HOPELESS_STEPS = 10
 
 _log = logging.getLogger("mpiring")
@@ -46,37 +46,38 @@ _log = logging.getLogger("mpiring")
 class Averager(FusedTensors):
     """Tensors as views into buckets, averaged over ranks while others are still being written.
 
-    A step: write tensors into `views`, mark each with `ready`, and `wait`. Buckets leave in one
-    order, the same on all ranks. After the first step the buckets are built again, once, in the
-    order in which rank 0's tensors really became ready.
+    In a step, write tensors into `views`, mark each with `ready`, and call `wait`. Buckets are sent
+    in one order, the same on all ranks. After the first step the buckets are rebuilt, once, in the
+    order in which rank 0's tensors became ready.
 
     Args:
-        tensors: The same, in the same order, on every rank.
-        comm: The ranks to average over.
-        fusion: How tensors are fused and averaged.
-        placement: Where they are.
-        weighing: That of earlier buckets.
-        steps: Steps that were complete before, in other buckets.
-        overlap: Buckets leave as soon as they are full. Else they leave in `wait`, one after the
-            other, since ranks compute on all cores until then; the same on all ranks.
+        tensors: Tensors, the same and in the same order on every rank.
+        comm: Communicator of the ranks to average over.
+        fusion: Settings by which tensors are fused and averaged.
+        placement: Memory of the tensors.
+        weighing: Weighing of earlier buckets; a new one by default.
+        steps: Number of steps that were completed in earlier buckets.
+        overlap: If true, send buckets as soon as they are full. Otherwise `wait` sends them, one
+            after another, since ranks compute on all cores until then. The same on all ranks.
 
     Attributes:
-        steps: Steps that are complete.
-        updates: Steps of optimizers since the last of these; counted by the adapter.
-        label: The present step in words, where the adapter counts other steps; see `step_label`.
-        compared: Texts by source, such as what an optimizer has done with the means of the last
-            step. Ranks compare them when the next buckets are sent.
-        scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
-        finite: Whether all means of the last complete step are finite; the same on all ranks. True
+        steps: Number of completed steps.
+        updates: Number of optimizer steps since the last completed step; the adapter counts them.
+        label: Description of the present step, if the adapter counts steps; see `step_label`.
+        compared: Texts by source, for example what an optimizer has done with the means of the
+            last step. Ranks compare them when they send the next buckets.
+        scatters: If true, only this rank's slices of the buckets receive means; see `scatter`.
+        finite: Whether all means of the last completed step are finite; the same on all ranks. True
             before the first step.
-        nonfinite: Whose own gradients held NaN or Inf.
-        tally: Counts the operations of a step. (Gradients that lie elsewhere may belong to it.)
-        statistics: What those of the last complete step cost; no others.
-        weighing: The factor by which gradients are to be multiplied before they are ready.
+        nonfinite: Record of the ranks whose own gradients contained NaN or Inf.
+        tally: Counter of a step's operations. (Gradients in other memory may belong to the step.)
+        statistics: Costs of the last completed step's operations only.
+        weighing: Factor by which to multiply gradients before they are ready.
 
-    FusedTensors has the other attributes.
+    FusedTensors documents the other attributes.
 
-    Raises: as FusedTensors.
+    Raises:
+        ConfigError: As for FusedTensors.
 
     Collective: yes. Blocking: yes.
     """
@@ -86,7 +87,7 @@ class Averager(FusedTensors):
                  weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
         super().__init__(tensors, comm, fusion, placement)
         self._overlaps = overlap
-        # Tensors that are averaged in place of others would be tuned again each time.
+        # Tensors in buckets that replace earlier ones would be tuned again each time.
         self._autotuner = (Autotuner(comm, overlaps=overlap)
                            if not steps and is_wanted(fusion, comm) else None)
         self.weighing = weighing or Weighing(comm)
@@ -94,28 +95,28 @@ class Averager(FusedTensors):
         self.compared: dict[str, str] = {}
         self.label = ""
         self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
-        # Of the present step: since when each tensor is ready, in their order, and the reductions
-        # of the buckets that have left; None for one that was waited for at once.
+        # The time when each tensor became ready in the present step, in this order, and the
+        # reductions of the sent buckets. None stands for one that was waited for at once.
         self._ready_s: dict[str, float] = {}
         self._handles: list[Handle[None] | None] = []
-        # The trace that knows these tensors.
+        # Trace that already describes these tensors.
         self._described_in: object = None
-        # By what tensors are scaled otherwise than in the step before.
+        # Factor between the scale of the tensors now and in the previous step.
         self._rescaled = 1.0
         self._optimizer: weakref.ref[object] | None = None
         comm.prepare()
 
     @property
     def step_label(self) -> str:
-        """The present step in words; compared across ranks."""
-        # A rank has skipped a step of the others, unless all ranks have several optimizers.
+        """The description of the present step, which ranks compare."""
+        # This rank has skipped a step of other ranks, unless all ranks have several optimizers.
         more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
                 if self.updates > min(self.steps, 1) else "")
         return self.label or f"step {self.steps}{more}"
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun: some tensor is ready."""
+        """Whether a step has begun, so that some tensor is ready."""
         return bool(self._ready_s)
 
     @property
@@ -124,14 +125,17 @@ class Averager(FusedTensors):
         return [name for name, bucket in self.home.items() if name in bucket.missing]
 
     def expects(self, name: str) -> bool:
-        """Return whether a tensor is yet to be marked as written in this step."""
+        """Return whether a tensor must still be marked as written in this step."""
         return name in self.home[name].missing
 
     def ready(self, name: str) -> None:
-        """Mark a tensor as written; send its bucket if it and all earlier ones are full.
+        """Mark a tensor as written; send its bucket if this bucket and all earlier ones are full.
+
+        Args:
+            name: Name of the tensor.
 
         Raises:
-            GradientError: The name is unknown, or was marked in this step already.
+            GradientError: The name is unknown, or was already marked in this step.
 
         Collective: yes, over a step. Blocking: no.
         """
@@ -177,15 +181,15 @@ class Averager(FusedTensors):
 
     @property
     def _leaves_slices(self) -> bool:
-        # What is in other buckets soon is needed as a whole.
+        # Complete means are needed to move them to other buckets.
         return self.scatters and self.is_final
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
-        """Return when every tensor is the mean over ranks, and end the step.
+        """Wait until every tensor is the mean over ranks, and end the step.
 
         Args:
             elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
-            finite: Whether there are none of that kind, on all ranks.
+            finite: False if any rank has such gradients.
 
         Raises:
             GradientError: Some tensors were not marked ready; names them.
@@ -216,8 +220,8 @@ class Averager(FusedTensors):
             self._autotuner = None
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; values move along. See FusedTensors."""
-        # A rank that had chosen otherwise would wait for messages that nobody sends.
+        """Use other settings from the next step on; values are moved. See FusedTensors."""
+        # A rank with different settings would wait for messages that no rank sends.
         self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
         super().use(choice)
 
@@ -233,7 +237,7 @@ class Averager(FusedTensors):
             if handle is not None:
                 handle.wait()
             if bucket.finite is None:
-                # While later buckets are in flight.
+                # This overlaps with later buckets in flight.
                 start, stop = bucket.bounds(size)[rank:rank + 2]
                 bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
             if self._leaves_slices:
@@ -250,7 +254,7 @@ class Averager(FusedTensors):
         return finite, bad_means
 
     def _record_step(self, waited_s: float) -> None:
-        """End a step in the trace, which is told once what is trained."""
+        """End a step in the trace; describe the tensors once."""
         recorder = self._comm.recorder
         if recorder.trace is not None and recorder.trace is not self._described_in:
             self._described_in = recorder.trace
@@ -264,7 +268,10 @@ class Averager(FusedTensors):
     # Between two steps
 
     def rescale(self, factor: float) -> None:
-        """Multiply what Reducers remember: the tensors are scaled otherwise from now on.
+        """Multiply what Reducers remember, because the tensors have another scale from now on.
+
+        Args:
+            factor: Ratio of the new scale to the old one.
 
         Raises:
             ConfigError: The factor is no finite number above 0.
@@ -277,7 +284,7 @@ class Averager(FusedTensors):
         self.compared["rescale"] = f"rescaled by {self._rescaled:.15g}"
 
     def close(self) -> None:
-        """Let Reducers serve another model, or these tensors in other buckets."""
+        """Release Reducers for another model, or for these tensors in other buckets."""
         operations = self._comm.config.operations_in_flight
         if self.choice.operations != operations:
             self._comm.tunable.operations_in_flight = operations
@@ -292,20 +299,21 @@ class Averager(FusedTensors):
     # Slices
 
     def scatter(self) -> None:
-        """Leave, from the next step on, each rank the means of its own slices only; see `own`.
+        """From the next step on, leave each rank the means of its slices only; see `own`.
 
-        The rest of the buckets holds junk after a step, and a NaN in each tensor that is not in
-        the slices as a whole; what is not taken from the slices before buckets are built again is
-        lost. Where NaN or Inf is in a slice of any rank, all buckets of all ranks hold NaN.
+        After a step, the rest of the buckets holds junk, and a NaN in each tensor that is not
+        completely in the slices. Copy the slices before the next step, since rebuilding buckets
+        discards them. If a slice of any rank contains NaN or Inf, all buckets of all ranks are
+        filled with NaN.
 
         Raises:
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: while settings are tuned, which it ends.
+        Collective: yes. Blocking: while settings are being tuned, which ends.
         """
         self._refuse_amid("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
-            # Buckets have to stay where they are from now on, but not where a trial has put them.
+            # From now on buckets must not move, but a trial's buckets are not the ones to keep.
             self.use(self._autotuner.first)
             self._autotuner = None
         self.scatters = True
@@ -313,12 +321,12 @@ class Averager(FusedTensors):
     def bounds(self, bucket: Bucket) -> list[int]:
         """Return the offsets that cut a bucket into slices, one for each rank.
 
-        Without `scatter` every rank has all of it: [0, size].
+        Without `scatter` every rank has the complete bucket: [0, size].
         """
         return bucket.bounds(self._comm.size) if self.scatters else [0, bucket.plan.size]
 
     def own(self, bucket: Bucket) -> slice:
-        """Return which elements of a bucket are this rank's."""
+        """Return the elements of a bucket that belong to this rank."""
         bounds, rank = self.bounds(bucket), self._comm.rank if self.scatters else 0
         return slice(bounds[rank], bounds[rank + 1])
 
@@ -326,7 +334,7 @@ class Averager(FusedTensors):
         """Raise an error if `claim` is not possible.
 
         Args:
-            scatters: As for `claim`.
+            scatters: Argument of `claim`.
 
         Raises:
             ConfigError: Another optimizer updates the tensors, or has done so with slices.
@@ -347,10 +355,11 @@ class Averager(FusedTensors):
             self._refuse_amid("scatter()")
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Let one optimizer update the tensors, once `refuse_claim` has passed on all ranks.
+        """Let one optimizer update the tensors, after `refuse_claim` has passed on all ranks.
 
         Args:
-            scatters: It updates slices; see `scatter`.
+            optimizer: The optimizer.
+            scatters: If true, it updates slices; see `scatter`.
 
         Collective: yes. Blocking: no.
         """
@@ -360,30 +369,32 @@ class Averager(FusedTensors):
 
 
 class NonFinite:
-    """Looks for NaN and Inf in the gradients of all ranks, before they are averaged.
+    """Finds NaN and Inf in the gradients of all ranks before they are averaged.
 
-    Once one rank's gradient is NaN, so is the mean on all ranks, which overwrites that gradient. In
-    each step each rank therefore checks the bucket that is sent last, and in the ten steps after
-    one whose means were not finite it checks all buckets. The ranks exchange names only if the
-    means are not finite.
+    Once one rank's gradient is NaN, so is the mean on all ranks, which overwrites the gradient. In
+    each step each rank therefore checks the bucket that is sent last. In the ten steps after a step
+    with nonfinite means it checks all buckets. Ranks exchange names only if means are not finite.
+
+    Args:
+        comm: Communicator of the ranks.
 
     Attributes:
-        by_rank: The names of such gradients in the last complete step; the same on all ranks.
+        by_rank: Names of nonfinite gradients in the last completed step; the same on all ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.by_rank: Mapping[int, Sequence[str]] = {}
         self._comm = comm
-        # Of this rank, and of the means.
+        # Names of nonfinite gradients of this rank, and of nonfinite means.
         self._names: list[str] = []
         self._means: Sequence[str] = ()
         self._step = self._steps_in_row = self._close_steps = 0
         self._is_reported = self._is_known = self._saw_all = False
 
     def check(self, bucket: Bucket, *, last: bool) -> None:
-        """Check a bucket that is about to leave, if it is the last one or all are checked.
+        """Check a bucket that is about to be sent, if it is the last one or all are checked.
 
-        On a GPU only then: backward would have to be waited for.
+        On a GPU it is checked only if all are, since the check waits for backward.
 
         Collective: no.
         """
@@ -392,7 +403,7 @@ class NonFinite:
 
     @property
     def unreported(self) -> bool:
-        """Whether `report` would log the last complete step; the same on all ranks."""
+        """Whether `report` would log the last completed step; the same on all ranks."""
         return self._steps_in_row > 0 and not (self._is_reported or self._is_known)
 
     def end_step(self, step: int, elsewhere: Sequence[str], bad_means: Sequence[str], *,
@@ -400,10 +411,10 @@ class NonFinite:
         """Complete a step.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
-            bad_means: Names of means in which this rank has seen NaN or Inf.
-            finite: Whether all means of all ranks are finite.
+            bad_means: Names of means in which this rank has found NaN or Inf.
+            finite: True if all means of all ranks are finite.
 
         Collective: yes. Blocking: yes.
         """
@@ -423,14 +434,14 @@ class NonFinite:
                        f"explains")
 
     def leave_to_user(self) -> None:
-        """Note that the user has asked about the last complete step: no report of it is needed.
+        """Record that the user has asked about the last completed step, which needs no report.
 
         Collective: no.
         """
         self._is_known = True
 
     def report(self) -> None:
-        """Warn that such gradients are used: on rank 0, and once for several such steps in a row.
+        """Warn on rank 0 that such gradients are used, once for several such steps in a row.
 
         Collective: no.
         """
@@ -438,7 +449,7 @@ class NonFinite:
             self._warn()
 
     def _warn(self, more: str = "") -> None:
-        # In the next step, the rank can be named as well.
+        # The next step, which checks all buckets, can then name the rank in a second warning.
         self._is_known, self._is_reported = True, bool(self.by_rank) or self._saw_all
         if self._comm.rank:
             return
@@ -459,7 +470,7 @@ class NonFinite:
 
 
 def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
-    """Return ranks and names as a text, ranks with the same names together."""
+    """Return ranks and names as a text that groups ranks with the same names."""
     ranks_by_names: dict[tuple[str, ...], list[str]] = {}
     for rank, names in names_by_rank.items():
         ranks_by_names.setdefault(tuple(names), []).append(str(rank))
@@ -469,7 +480,7 @@ def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
 
 
 class Tally:
-    """Cost of the operations submitted through it, whatever else is in flight."""
+    """Costs of the operations submitted through it, whatever else is in flight."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -478,14 +489,14 @@ class Tally:
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:
-        """Begin an operation that counts; see Communicator.submit."""
+        """Begin an operation that is counted; see Communicator.submit."""
         handle = self._comm.submit(call, self._counted(build), device=device, ready=ready)
         self._flights.append(handle.flight)
         return handle
 
     def run(self, call: Call, build: Build[T], *, device: Device | None = None,
             ready: Sequence[Event] = ()) -> T:
-        """Run an operation that counts; see Communicator.run."""
+        """Run an operation that is counted; see Communicator.run."""
         began_s = time.monotonic()
         result = self._comm.run(call, self._counted(build), device=device, ready=ready)
         if self._comm.size > 1:
@@ -501,7 +512,7 @@ class Tally:
         return counted
 
     def take(self) -> Statistics:
-        """Return the cost of those since the last call, which should all be complete."""
+        """Return the costs since the last call; all operations should be complete."""
         flights = sorted((flight for flight in self._flights if flight.ended_s),
                          key=lambda flight: flight.started_s)
         seconds = until = 0.0

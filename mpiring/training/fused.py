@@ -1,4 +1,4 @@
-"""Fuses named tensors into buckets, and moves them when buckets are built again."""
+"""Fuses named tensors into buckets, and moves them when buckets are rebuilt."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from .search import Choice
 
 @dataclass(frozen=True)
 class Fusion:
-    """How tensors are fused into buckets, and how these are averaged: what users choose.
+    """How tensors are fused into buckets, and how buckets are averaged: the user's choices.
 
     Attributes:
-        bucket_bytes: Size of a bucket; None for `usual_bytes`.
-        reducer: How a bucket becomes its mean; or a mapping from names and patterns.
-        deterministic: Keep the first plan, so that results do not depend on the order
-            in which tensors became ready.
-        order: As `order` was when a state was saved, to go on from it with the same buckets.
-        autotune: Find the fastest settings in the first steps; None: if Config says so.
+        bucket_bytes: Length of a bucket; None for `usual_bytes`.
+        reducer: Reducer that averages buckets; or a mapping from names and patterns to Reducers.
+        deterministic: If true, keep the first plan, so that results do not depend on the order in
+            which tensors became ready.
+        order: Value of `order` when a state was saved, to continue with the same buckets.
+        autotune: If true, find the fastest settings in the first steps; None for Config's setting.
     """
 
     bucket_bytes: int | None = None
@@ -43,15 +43,16 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an adapter's tensors are, and how it learns that they have moved.
+    """The memory of an adapter's tensors, and the function that tells it that they have moved.
 
     Attributes:
-        device: The GPU that tensors are to lie on; in host memory by default.
-        mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
-            CuPy's stream by default.
-        moved: Called with a name when its view has moved to a new bucket, to let go of the old
-            view: an old bucket's memory is free once all its views have moved. Without it, old
-            buckets are filled with NaN, so that a view of them that is still used is noticed.
+        device: GPU that holds the tensors; None for host memory.
+        mark: Function that returns the event after which the GPU has written a ready tensor; by
+            default it marks CuPy's stream.
+        moved: Function to call with a tensor's name when its view has moved to a new bucket. It
+            must drop the old view, because an old bucket's memory is free once all its views have
+            moved. Without this function, old buckets are filled with NaN, so that use of an old
+            view is noticed.
     """
 
     device: Device | None = None
@@ -64,7 +65,7 @@ class Views(Mapping[str, Array]):
 
     Args:
         views: The tensors; may change.
-        holder: What the user calls this mapping, for messages.
+        holder: Name by which the user knows this mapping, for messages.
     """
 
     _error: type[MpiringError] = GradientError
@@ -83,11 +84,11 @@ class Views(Mapping[str, Array]):
         return len(self._views)
 
     def __setitem__(self, name: str, value: object) -> None:
-        """Accept the end of `views[name] += value`, which has written in place already.
+        """Accept the end of `views[name] += value`, which has already written in place.
 
         Raises:
-            GradientError, or ConfigError for masters: Another array is assigned, which would not
-                be used.
+            GradientError: Another array is assigned, which would not be used. For masters, the
+                error is a ConfigError.
         """
         if value is not self._views.get(name):
             view = f"{self._holder}[{name!r}]"
@@ -97,14 +98,14 @@ class Views(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """How a bucket becomes its mean, decided when the bucket is built.
+    """How a bucket is averaged, decided when the bucket is built.
 
     Attributes:
-        reducer: Its Reducer.
-        bucket: The bucket that the Reducer knows: perhaps a copy in host memory.
-        reduce: Returns the schedule, given collectives.
-        scatter: The same where each rank needs its own slice only.
-        device: The GPU on whose memory the schedule works; None for host memory.
+        reducer: Reducer of the bucket.
+        bucket: Bucket that the Reducer averages; it may be a copy in host memory.
+        reduce: Function that returns the schedule, given collectives.
+        scatter: Like `reduce`, but each rank needs its own slice only.
+        device: GPU on whose memory the schedule works; None for host memory.
     """
 
     reducer: Reducer
@@ -115,38 +116,38 @@ class BucketReduction:
 
     @functools.cached_property
     def text(self) -> str:
-        """Reducer and vector, for messages."""
+        """The Reducer and the vector, for messages."""
         plan = self.bucket.plan
         return f"{self.reducer!r} of {plan.dtype.name} ({plan.size},)"
 
 
 class FusedTensors:
-    """Tensors as views into buckets, which are built again when a better order is known.
+    """Tensors as views into buckets, which are rebuilt when a better order is known.
 
-    At first, tensors are fused in the reverse of their order, which is that of most backward
-    passes.
+    At first, tensors are fused in reverse order, which is the order of most backward passes.
 
     Args:
-        tensors: The same, in the same order, on every rank.
-        comm: The ranks to average over.
-        fusion: How they are fused.
-        placement: Where they are.
+        tensors: Tensors, the same and in the same order on every rank.
+        comm: Communicator of the ranks to average over.
+        fusion: Settings by which tensors are fused.
+        placement: Memory of the tensors.
 
     Attributes:
-        tensors: By name, in the given order.
-        views: By name; replaced by new views when buckets are built again.
-        buckets: In the order in which they leave.
+        tensors: Tensors by name, in the given order.
+        views: Views by name; replaced by new views when buckets are rebuilt.
+        buckets: Buckets in the order in which they are sent.
         version: Number of times that buckets were built.
-        reductions: How each of them becomes its mean.
-        home: The bucket of each tensor.
-        compressors: The Reducers that have a state.
-        mark: As in the placement.
-        choice: The length of buckets, and other settings of speed.
-        is_final: Whether the order stays as it is.
-        dense_bytes: What this rank sends to other nodes in a step without compression.
+        reductions: How each bucket is averaged.
+        home: Bucket of each tensor.
+        compressors: Reducers that have a state.
+        mark: Function `mark` of the placement.
+        choice: Length of buckets, and other settings of speed.
+        is_final: Whether the order is final.
+        dense_bytes: Number of bytes that this rank would send to other nodes in a step without
+            compression.
 
     Raises:
-        ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
+        ConfigError: A reducer is invalid or unsuitable, a pattern matches no name, or an order has
             other names.
 
     Collective: yes. Blocking: yes.
@@ -170,7 +171,7 @@ class FusedTensors:
         self.buckets: list[Bucket] = []
         self.version = 0
         self.reductions: list[BucketReduction] = []
-        # Buckets that were replaced, and that views of the user's may still show.
+        # Buckets that were replaced, but that the user's views may still show.
         self._retired: list[Bucket] = []
         self.is_final = fusion.deterministic or fusion.order is not None
         for compressor in self.compressors:
@@ -182,13 +183,13 @@ class FusedTensors:
 
     @property
     def order(self) -> list[str] | None:
-        """The names in the order in which they are fused; None while that may change."""
+        """The names in the order in which they are fused; None while it may change."""
         return [tensor.name for tensor in self._fused] if self.is_final else None
 
     def _begin_step(self) -> None:
-        """Follow a state that a Reducer has loaded; give up the buckets that were replaced.
+        """Apply a state that a Reducer has loaded; give up the buckets that were replaced.
 
-        Collective: if there is such a state. Blocking: then.
+        Collective: if there is such a state. Blocking: if there is.
         """
         self._resume()
         for bucket in self._retired:
@@ -196,12 +197,12 @@ class FusedTensors:
         self._retired = []
 
     def _end_step(self, ready: Sequence[str]) -> None:
-        """Expect all tensors again; after the first step, fuse them as rank 0's became ready.
+        """Expect all tensors again; after the first step, fuse them in rank 0's order.
 
         Args:
-            ready: The names in this rank's order.
+            ready: Names in the order in which this rank's tensors became ready.
 
-        Collective: yes, after the first step. Blocking: then.
+        Collective: yes, after the first step. Blocking: after the first step.
         """
         if not self.is_final:
             self.is_final = True
@@ -210,7 +211,7 @@ class FusedTensors:
             bucket.expect_all()
 
     def fuse(self, order: Sequence[str]) -> None:
-        """Fuse the tensors in another order; values move along.
+        """Fuse the tensors in another order; values are moved.
 
         Args:
             order: All names.
@@ -221,7 +222,10 @@ class FusedTensors:
         self._follow_plan()
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; values move along.
+        """Use other settings from the next step on; values are moved.
+
+        Args:
+            choice: The settings.
 
         Collective: yes. Blocking: yes.
         """
@@ -229,18 +233,18 @@ class FusedTensors:
         self._follow_plan()
 
     def _follow_plan(self) -> None:
-        """Build other buckets if tensors are to be fused otherwise."""
+        """Rebuild the buckets if the plan has changed."""
         if self.plan(self.choice.bucket_bytes) != tuple(bucket.plan for bucket in self.buckets):
             self._rebuild()
 
     def _resume(self) -> bool:
-        """Build the buckets as they were when the state was saved that a Reducer has loaded."""
+        """Build the buckets of the state that a Reducer has loaded; return False without one."""
         orders = [compressor.loaded_order for compressor in self.compressors
                   if compressor.loaded_order is not None]
         if not orders:
             return False
         self._fused = [self._ordered(order) for order in orders][0]
-        # A rank that has not loaded anything finds out here.
+        # This call fails on a rank that has not loaded a state.
         self._comm.submit(Call("load", "the states of all ranks' reducers"),
                           lambda collectives: collectives.barrier()).wait()
         self.is_final = True
@@ -248,10 +252,10 @@ class FusedTensors:
         return True
 
     def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
-        """Return the tensors in the order that a saved state has.
+        """Return the tensors in the order of a saved state.
 
         Raises:
-            ConfigError: It is of another model.
+            ConfigError: The state is of another model.
         """
         if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
             raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
@@ -263,16 +267,16 @@ class FusedTensors:
         return [self.tensors[name] for name in order]
 
     def plan(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
-        """Return how tensors would be fused into buckets of another length."""
+        """Return the plans of the buckets for another bucket length."""
         return plan(self._fused, bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
 
     @property
     def gpu(self) -> str:
-        """The GPU on which the buckets lie, in words; "" for host memory."""
+        """The description of the GPU that holds the buckets; "" for host memory."""
         return "" if self._device is None else str(self._device)
 
     def _rebuild(self) -> None:
-        """Build buckets, one after the other, and move the tensors into them."""
+        """Build buckets, one after another, and move the tensors into them."""
         if self._moved is None:
             self._retired += self.buckets
         self.buckets, self.reductions = [], []
@@ -280,7 +284,7 @@ class FusedTensors:
         self.home.clear()
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         if self._arrays and self.mark is not None:
-            # What is to be moved may have been written a moment ago.
+            # Tensors to be moved may have been written a moment ago.
             await_event(self.mark())
         for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
             bucket = Bucket(index, bucket_plan, empty, self._device)
@@ -288,7 +292,7 @@ class FusedTensors:
             self._move_into(bucket)
             self.reductions.append(self._reduction_of(bucket))
         if self._device is not None:
-            # Others than CuPy may write on streams of their own.
+            # Packages other than CuPy may write on other streams.
             await_event(self._device.gpu.mark())
         order = [tensor.name for tensor in self._fused]
         for compressor in self.compressors:
@@ -328,11 +332,11 @@ class FusedTensors:
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,
              reducer: Reducer) -> BucketReduction:
-    """Return how a Reducer averages a bucket on a GPU in a copy in pinned host memory."""
+    """Return the reduction of a bucket on a GPU through a copy in pinned host memory."""
     def pinned(n: int, dtype: "np.dtype[Any]") -> Array:
         return device.gpu.pinned(n * dtype.itemsize).view(dtype)
 
-    # What the node's ranks share can be pinned, too; other memory begins anywhere.
+    # Memory that the node's ranks share can be pinned; other memory may begin anywhere in a page.
     shared = comm.local_size > 1
     copy = Bucket(bucket.index, bucket.plan, comm.empty if shared else pinned)
     if shared:

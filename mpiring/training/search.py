@@ -1,7 +1,7 @@
 """Settings that change the speed of a training step, and the search for the fastest ones.
 
-They are tried in real steps, amid the computing that competes with communication: AutoCCL, Xu et
-al., NSDI 2025.
+They are tried in real steps, during the computation that competes with communication: AutoCCL, Xu
+et al., NSDI 2025.
 """
 
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -16,23 +16,23 @@ from ..engine.group import Build
 from ..operations.operation import Collectives
 from ..transport.base import Schedule, T
 
-# Smaller gains are noise.
+# Smaller gains count as noise.
 _LEAST_GAIN = 0.01
-# At the end the best settings and the first ones take turns, so often.
+# Number of turns in which the best and the first settings are compared at the end.
 TURNS = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that change the speed of a step; of its results, they change rounding at most.
+    """Settings that change the speed of a step, and at most the rounding of its results.
 
     Attributes:
-        bucket_bytes: Length of buckets, as in Fusion.
-        operations: Number of operations that advance at a time, as in Config.
+        bucket_bytes: Length of buckets, see Fusion.
+        operations: Number of operations that advance at a time, see Config.
         long, short: Algorithm for buckets, and for those of at most FIRST_BUCKET_BYTES; "auto"
-            is the configured one.
+            means the configured one.
         pieces: Factor for the lengths into which algorithms cut buckets.
-        slices: Number of a rank's slices that are exchanged between nodes at a time.
+        slices: Number of a rank's slices that are in flight between nodes at a time.
     """
 
     bucket_bytes: int
@@ -54,11 +54,11 @@ class Choice:
         return ", ".join(parts)
 
     def algorithm(self, nbytes: int) -> str:
-        """Return the algorithm for a bucket of so many bytes."""
+        """Return the algorithm for a bucket of `nbytes` bytes."""
         return self.short if nbytes <= FIRST_BUCKET_BYTES else self.long
 
     def applied(self, build: Build[T], nbytes: int) -> Build[T]:
-        """Return `build` for an operation on a bucket of so many bytes, with these settings."""
+        """Return `build` with these settings, for an operation on a bucket of `nbytes` bytes."""
         algorithm = self.algorithm(nbytes)
         if (algorithm, self.pieces, self.slices) == ("auto", 1, Tuning.in_flight):
             return build
@@ -83,8 +83,9 @@ class Axis:
 
     Attributes:
         name: Field of Choice.
-        values: Values, the first one of the search among them.
-        ordered: Whether neighbors are alike: the search walks along them. Else it tries all.
+        values: Values to try, including the first one of the search.
+        ordered: If true, neighboring values give similar speeds, so the search walks along them;
+            otherwise it tries all values.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Outcome:
     Attributes:
         choice: Settings to keep.
         first: Settings of the first steps.
-        seconds, first_s: Seconds of a step with each of them.
+        seconds, first_s: Duration of a step with each of them, in seconds.
     """
 
     choice: Choice
@@ -122,13 +123,13 @@ class _Exhausted(Exception):
 
 
 class Descent:
-    """A search that changes one setting after the other, as long as steps become faster.
+    """A search that changes one setting after another, as long as steps become faster.
 
     Args:
         first: Settings to begin with.
         axes: Settings that may change, the most important first.
-        identity: Returns equal values for choices that make equal steps.
-        trials: Number of choices that may be tried, from 1.
+        identity: Function that returns equal values for choices with equal steps.
+        trials: Number of choices that may be tried, at least 1.
     """
 
     def __init__(self, first: Choice, axes: Sequence[Axis],
@@ -140,7 +141,7 @@ class Descent:
         self._others_s: dict[Choice, float] = {}
 
     def search(self) -> Search:
-        """Yield settings to try; take the seconds of a step with each of them.
+        """Yield settings to try; receive the duration of a step with them, in seconds.
 
         Returns:
             The outcome: the best settings, if a comparison at the end confirms that they are
@@ -148,7 +149,7 @@ class Descent:
         """
         try:
             yield from self._try(self._first)
-            # Also processors, and memory, have to warm up.
+            # Repeat the first trial, because processors and memory must warm up.
             self._tried.clear()
             yield from self._try(self._first)
             before = None
@@ -161,7 +162,7 @@ class Descent:
         return (yield from self._compare())
 
     def _try(self, choice: Choice) -> Generator[Choice, float, bool]:
-        """Try settings, unless equal ones were; return whether they are the best so far."""
+        """Try settings, unless equal ones were tried; return whether they are the best so far."""
         identity = self._identity(choice)
         if identity in self._tried:
             return False
@@ -185,7 +186,7 @@ class Descent:
             yield from self._try(replace(self._best, **{axis.name: value}))
 
     def _walk(self, axis: Axis) -> Generator[Choice, float, None]:
-        """Walk along the values in either direction, first by two, then by one."""
+        """Walk along the values in either direction, first in steps of two, then of one."""
         for stride in (2, 1):
             for direction in (stride, -stride):
                 start, moves = self._best, True
@@ -197,10 +198,10 @@ class Descent:
                     break
 
     def _compare(self) -> Search:
-        """Compare the best settings with the first ones, in turns; keep these in doubt.
+        """Compare the best settings with the first ones, in turns; in doubt, keep the first ones.
 
-        Where the first ones were the best, the next best have another chance: a step that was
-        fast by luck would hide all others.
+        If the first settings were the best, the next best have another chance, because a step
+        that was fast by luck would hide all others.
         """
         best, first = self._best, self._first
         if best == first:

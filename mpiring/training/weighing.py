@@ -10,21 +10,21 @@ from ..engine.handle import Handle
 from ..errors import GradientError
 from ..operations.agreement import Call
 
-# From here on, float64 does not hold all whole numbers.
+# Beyond it, float64 cannot represent all whole numbers.
 _MOST_TOKENS = 2**53
 
 
 class Weighing:
     """The factor of this rank's gradients in the mean over ranks, step by step.
 
-    A rank that has n of all N tokens of a step, and the mean gradient of its own, counts as
-    n * size / N. All ranks' tokens are summed in the background.
+    A rank with n of all N tokens of a step, whose gradient is the mean over its own tokens, gets
+    the factor n * size / N. All ranks' tokens are summed in the background.
 
     Args:
-        comm: The ranks.
+        comm: Communicator of the ranks.
 
     Attributes:
-        tokens: Of this rank, in the present step; None if `begin` was not called.
+        tokens: Number of tokens of this rank in the present step; None if `begin` was not called.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -37,15 +37,15 @@ class Weighing:
         self._handle: Handle[None] | None = None
 
     def begin(self, tokens: Any, *, sums: bool = True) -> None:
-        """Note how many tokens this rank's gradients of the present step are a mean over.
+        """Set the number of tokens over which this rank's gradients of the present step are a mean.
 
         Args:
-            tokens: A finite number from 0.
-            sums: Sum those of all ranks; else `use` has to be called.
+            tokens: Number of tokens, finite, at least 0.
+            sums: If true, sum the tokens of all ranks; otherwise `use` must be called.
 
         Raises:
-            ConfigError: Not such a number.
-            GradientError: This was called already in this step, or comes too late.
+            ConfigError: It is not such a number.
+            GradientError: This was already called in this step, or comes too late.
 
         Collective: yes, if `sums`. Blocking: no.
         """
@@ -70,11 +70,12 @@ class Weighing:
 
     @property
     def factor(self) -> float:
-        """Factor of this rank's gradients in the present step, to be asked for when one is there.
+        """The factor of this rank's gradients in the present step; read it when one is ready.
 
-        0 where they count as zeros, whatever they hold: a mean over no tokens is NaN.
+        A factor of 0 means that gradients count as zeros, whatever they contain: a mean over no
+        tokens is NaN.
 
-        Collective: no. Blocking: where the ranks' tokens are not summed yet.
+        Collective: no. Blocking: until the ranks' tokens are summed.
         """
         self._is_used = True
         if self._handle is not None:
@@ -87,14 +88,14 @@ class Weighing:
         """Weigh this rank's gradients of the present step.
 
         Args:
-            tokens: What they are a mean over.
-            total: The sum of that over all ranks; if 0, the mean is 0.
+            tokens: Number of tokens over which the gradients are a mean.
+            total: Sum of the tokens over all ranks; if 0, the mean is 0.
         """
         self._is_used = True
         self._factor = tokens * self._comm.size / total if total else 0.0
 
     def end_step(self) -> float | None:
-        """Weigh all ranks alike from now on; return `tokens` of the step that ends.
+        """Reset the factor to 1; return `tokens` of the step that ends.
 
         Collective: no. Blocking: no.
         """
