@@ -91,7 +91,7 @@ class TokenBatches:
             within windows of the given order, and all epochs are the same.
         window: Approximate number of batches in a window, within which samples are sorted by
             length. A window has at least 4096 samples. A larger window makes less padding, but the
-            same samples meet more often in a batch.
+            same samples are more often in the same batch.
 
     Raises:
         ConfigError: A length is not such a number, a sample is longer than `tokens`, a setting is
