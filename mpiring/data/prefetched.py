@@ -67,9 +67,9 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
             batches; None for no record.
 
     Returns:
-        A Prefetched: an iterable, with a length if the loader has one, and with state. Each
-        iteration is one of the loader, whose exceptions are raised after the batches before them.
-        An iteration that is left early waits up to 5 s for the batch that is being loaded.
+        An iterable with state, and with a length if the loader has one. Each iteration is one of
+        the loader, whose exceptions are raised after the batches before them. An iteration that is
+        left early waits up to 5 s for the batch that is being loaded.
 
     Raises:
         ConfigError: There is no such device, or `comm` is not a communicator.

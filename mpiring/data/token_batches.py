@@ -90,8 +90,8 @@ class TokenBatches:
         shuffle: If true, each epoch has a new order. If false, samples are sorted by length only
             within windows of the given order, and all epochs are the same.
         window: Approximate number of batches in a window, within which samples are sorted by
-            length; at least 4096 samples. A larger window makes less padding, but the same samples
-            meet more often in a batch.
+            length. A window has at least 4096 samples. A larger window makes less padding, but the
+            same samples are more often in the same batch.
 
     Raises:
         ConfigError: A length is not such a number, a sample is longer than `tokens`, a setting is
@@ -241,7 +241,7 @@ class TokenBatches:
         """Share of padding in this epoch, if each rank pads samples to its longest in each batch.
 
         The share is a fraction from 0 to 1 of all tokens with padding, over all batches and ranks.
-        The first access computes it, in some seconds per million samples.
+        The first access computes it, in a few seconds per million samples.
         """
         return self._waste()[0]
 

@@ -1,7 +1,8 @@
 """Averages vectors between nodes, either encoded or dense; each rank adds up one chunk in float32.
 
-For any number of ranks, an encoded number is rounded twice. The rank that contributes it rounds it,
-and so does the rank that adds up its chunk. A rank does not encode its contribution to its own chunk.
+For any number of ranks, an encoded number is rounded twice. The rank that contributes it rounds
+it, and so does the rank that adds up its chunk. A rank does not encode its contribution to its own
+chunk.
 """
 
 from collections.abc import Sequence

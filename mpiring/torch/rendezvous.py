@@ -170,7 +170,7 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
-    """Send a token to every peer that connects, by which ranks recognize rank 0's host."""
+    """Send every peer that connects a token, by which it recognizes rank 0's host."""
     done = threading.Event()
     listener.settimeout(0.05)
 

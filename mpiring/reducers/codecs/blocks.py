@@ -31,9 +31,9 @@ class EightBit(BlockCodec):
     """Rounds x to multiples of max|x| / 127 in each block, up or down at random.
 
     The code of x is floor(x / scale + u). The offset u, a hash of key and index, is uniform in
-    [0, 1), so that the mean over keys is x. A block whose scale would be zero or subnormal gets scale 0, and
-    becomes zero. A block with Inf or NaN becomes NaN. Payload: all scales, then an int8 of each
-    element.
+    [0, 1), so that the mean over keys is x. A block whose scale would be zero or subnormal gets
+    scale 0, and becomes zero. A block with Inf or NaN becomes NaN. Payload: all scales, then an
+    int8 of each element.
 
     Args:
         block: Number of elements that share a scale.
