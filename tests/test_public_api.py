@@ -29,7 +29,8 @@ def signature_of(item):
     signature = inspect.signature(item)
     bare = [parameter.replace(annotation=inspect.Parameter.empty)
             for parameter in signature.parameters.values() if parameter.name != "self"]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    shown = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return re.sub(r" at 0x\w+", "", shown)
 
 
 def member_of(cls, name):
@@ -40,20 +41,26 @@ def member_of(cls, name):
     return name + (signature_of(member) if inspect.isfunction(member) else "")
 
 
-def documented():
-    """Yield what the pages of the reference declare: functions, classes and members of classes.
+def declared():
+    """Yield each function and class on the pages of the reference, and the members listed there.
 
-    Where a page hides a constructor by `()`, users get such objects, and do not import them.
+    If a page hides a constructor by `()`, mpiring makes the objects. Users do not import the class.
     """
     for path in sorted(REFERENCE.glob("*.md")):
         for name, hidden, members in DIRECTIVE.findall(path.read_text()):
             module, _, last = name.rpartition(".")
             item = getattr(importlib.import_module(module), last)
-            yield last if hidden else name + signature_of(item)
             listed = [word.strip() for word in members.split(",")] if members.strip() else [
                 word for word in vars(item) if not word.startswith("_")] if members else []
-            yield from (f"{last if hidden else name}.{member_of(item, word)}"
-                        for word in sorted(listed))
+            yield name, item, hidden, sorted(listed)
+
+
+def documented():
+    """Yield what the pages of the reference declare: functions, classes and members of classes."""
+    for name, item, hidden, members in declared():
+        shown = name.rpartition(".")[2] if hidden else name
+        yield shown if hidden else shown + signature_of(item)
+        yield from (f"{shown}.{member_of(item, word)}" for word in members)
 
 
 def exported():
