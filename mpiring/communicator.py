@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -28,6 +28,8 @@ from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor
+from .names import (
+    COMMUNICATOR, INIT, OPS_BY_OTHER_NAMES, AlgorithmName, OpName, explaining)
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
@@ -62,6 +64,7 @@ class Prepared(NamedTuple):
 _world: "Communicator | None" = None
 
 
+@explaining(INIT)
 def init(*, config: Config | None = None) -> "Communicator":
     """Start MPI if necessary, and return a new Communicator of all ranks.
 
@@ -141,6 +144,7 @@ class Communicator:
     Collective: yes. Blocking: yes.
     """
 
+    @explaining(INIT)
     def __init__(self, mpi_comm: "MPI.Intracomm", *, config: Config | None = None) -> None:
         self._join(Group(mpi_comm, _settings(config)))
 
@@ -153,6 +157,13 @@ class Communicator:
         self.local_rank, self.local_size = nodes.local_rank, nodes.local_size
         self.node_rank, self.num_nodes = nodes.node_rank, nodes.num_nodes
         weakref.finalize(self, group.drop).atexit = False
+
+    if not TYPE_CHECKING:
+        # For type checkers there would be no unknown name.
+        def __getattr__(self, name: str) -> Any:
+            if name in COMMUNICATOR:
+                raise AttributeError(f"a Communicator has no {name}; use {COMMUNICATOR[name]}")
+            raise AttributeError(f"a Communicator has no {name}", name=name, obj=self)
 
     @property
     def memory_groups(self) -> list[list[int]]:
@@ -203,7 +214,8 @@ class Communicator:
             Call("empty", name, nbytes=like.nbytes),
             lambda collectives: collectives.empty(like.shape, like.dtype))
 
-    def allreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> A:
+    def allreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum",
+                  algorithm: AlgorithmName = "auto") -> A:
         """Combine `x` over all ranks, in place, and return it.
 
         Args:
@@ -229,6 +241,8 @@ class Communicator:
         if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
                 "allreduce", x, op):
             return x
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.allreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
         prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
@@ -243,7 +257,8 @@ class Communicator:
             self._fast_calls.note(kind, prepared.call, x, op_or_root)
         return result
 
-    def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
+    def iallreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum",
+                   algorithm: AlgorithmName = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
 
         The operation advances in the background; leave `x` alone until `wait()` returns it.
@@ -256,13 +271,15 @@ class Communicator:
         may_be_fast = type(x) is np.ndarray and algorithm == "auto"
         if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.iallreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
         if may_be_fast:
             self._fast_calls.note("allreduce", call, x, op)
         return handle
 
-    def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
+    def reduce_scatter(self, x: A, *, op: "OpName | MPI.Op" = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
 
         Args:
@@ -279,6 +296,8 @@ class Communicator:
         """
         if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
             return cast(A, slice_of(flat(x), self.rank, self.size))
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.reduce_scatter(x, op=OPS_BY_OTHER_NAMES[op])
         prepared = self._reduce_scatter(x, op)
         chunk = self._run(prepared, "reduce_scatter", x, op)
         return cast(A, part_of(x, prepared.vector, chunk))
@@ -327,7 +346,7 @@ class Communicator:
             self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
                       "barrier", NOTHING)
 
-    def persistent_allreduce(self, x: A, *, op: str = "sum") -> Persistent[A]:
+    def persistent_allreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum") -> Persistent[A]:
         """Return an operation that combines `x` over all ranks, in place, each time it is called.
 
         Arguments are checked, and the algorithm is chosen, once. `op()` is an `allreduce` that
@@ -345,7 +364,8 @@ class Communicator:
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
                                 "allreduce", name)
 
-    def persistent_reduce_scatter(self, x: A, *, op: str = "sum") -> Persistent[A]:
+    def persistent_reduce_scatter(self, x: A, *,
+                                  op: "OpName | MPI.Op" = "sum") -> Persistent[A]:
         """Return an operation that is a `reduce_scatter` of `x` each time; see there.
 
         Collective: yes. Blocking: yes.
@@ -391,15 +411,14 @@ class Communicator:
             self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
             result, self, vector=vector, kind=kind, op_or_root=op_or_root)
 
-    def _allreduce(self, x: Any, op: str, algorithm: str) -> Prepared:
+    def _allreduce(self, x: Any, op: Any, algorithm: str) -> Prepared:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)
-        if type(op) is not str:
-            op = op_named(op, vector.dtype)
+        op = op_named(op, vector.dtype)
         return Prepared(allreduce_call(op, x, vector, algorithm), self._where(
             vector, lambda collectives: collectives.allreduce(
                 vector, op=op, algorithm=algorithm)), vector)
 
-    def _reduce_scatter(self, x: Any, op: str) -> Prepared:
+    def _reduce_scatter(self, x: Any, op: Any) -> Prepared:
         vector = vector_of(x)
         op = op_named(op, vector.dtype)
         return self._prepared("reduce_scatter", f"{op} of {described(x, vector)}", vector,
@@ -592,6 +611,15 @@ class Communicator:
         return self._group.stop_trace()
 
     # Life
+
+    @overload
+    def split(self, color: None, *, key: int = 0) -> None: ...
+
+    @overload
+    def split(self, color: int, *, key: int = 0) -> "Communicator": ...
+
+    @overload
+    def split(self, color: int | None, *, key: int = 0) -> "Communicator | None": ...
 
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":
         """Wait for the operations under way; return a communicator of the ranks of one color.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .names import CONFIG, AlgorithmName, explaining
 
 PREFIX = "MPIRING_"
 PROGRESS = ("auto", "thread", "inline")
@@ -79,7 +80,7 @@ class Config:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
     """
 
-    algorithm: str = _setting("auto")
+    algorithm: AlgorithmName = _setting("auto")
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
@@ -111,6 +112,9 @@ class Config:
                 value = _converted(given, type(default), source)
                 _check_range(entry.name, value, source, entry.metadata["allowed"])
             object.__setattr__(self, entry.name, value)
+
+
+Config.__init__ = explaining(CONFIG)(Config.__init__)  # type: ignore[method-assign]
 
 
 def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:

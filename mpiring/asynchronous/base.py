@@ -29,7 +29,7 @@ class AsynchronousTraining(ABC):
         self.closed = False
         self._calls, self._waited_s, self._in_flight_s = 0, 0.0, 0.0
         # Closed when the program ends: a rank that has not called what others wait in is noticed.
-        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._comm = comm.split(0)
         self._messages = self._comm.messages()
 
     @abstractmethod

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import (
     COMPLEX, FLOATING, INTEGER, Array, chunks_of, cut, dtype_named)
 from ..memory.reduction import reduction
+from ..names import OpName
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..reducers.adasum import adasum
@@ -377,12 +378,12 @@ _KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broad
           "alltoall": NamedRequest._alltoall, "barrier": NamedRequest._barrier}
 
 
-def combined(terms: Terms, size: int) -> tuple[str, int]:
+def combined(terms: Terms, size: int) -> tuple[OpName, int]:
     """Return the op by which contributions are combined, and by what the result is divided."""
     # A mean of whole numbers is a sum, divided and rounded toward zero.
     if terms.op == MEAN and terms.dtypes[0].startswith(("int", "uint")):
         return "sum", size
-    return terms.op, 1
+    return cast(OpName, terms.op), 1
 
 
 def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:

@@ -18,6 +18,7 @@ from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..memory.reduction import quietly
 from ..memory.tensors import is_tensor
+from ..names import DATA_PARALLEL, explaining
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
@@ -76,6 +77,7 @@ class DataParallel:
     Collective: yes. Blocking: yes.
     """
 
+    @explaining(DATA_PARALLEL)
     def __init__(self, params: Mapping[str, Array], comm: Communicator | None = None, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  deterministic: bool = False, order: Sequence[str] | None = None,

@@ -21,6 +21,7 @@ from ..errors import BufferMismatchError, ConfigError
 from ..gpu.device import DeviceVector, address_of
 from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS
+from ..names import OPS_BY_OTHER_NAMES
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
 from .algorithms import NAMES
 
@@ -82,7 +83,7 @@ def described(x: Any, vector: Any) -> str:
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
-    """Return the name of an op that may be one of mpi4py's, such as `MPI.SUM`.
+    """Return the name of an op that may have another name, or be one of mpi4py's, as `MPI.SUM`.
 
     Args:
         dtype: Of what is combined.
@@ -91,7 +92,7 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
         ConfigError: It is neither a text nor an op that has a name here.
     """
     if isinstance(op, str):
-        return op
+        return OPS_BY_OTHER_NAMES.get(op, op)
     # A program that has such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):

@@ -2,6 +2,8 @@
 
 from dataclasses import astuple, dataclass
 
+from ..text import count, seconds, size
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -28,6 +30,20 @@ class Statistics:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+
+    def __str__(self) -> str:
+        """The costs as a sentence."""
+        if not self.operations:
+            return "no operations"
+        text = (f"{count(self.operations, 'operation')} in {seconds(self.communication_s)}, "
+                f"{self.hidden_share:.0%} of it hidden behind computation; waited "
+                f"{seconds(self.exposed_s)}, sent {size(self.bytes_sent)}")
+        if self.dense_bytes > self.bytes_sent > 0:
+            text += f", which would be {size(self.dense_bytes)} without compression"
+        if self.encode_s or self.decode_s:
+            text += (f"; compressing took {seconds(self.encode_s)}, decompressing "
+                     f"{seconds(self.decode_s)}, sending {seconds(self.wire_s)}")
+        return text
 
     @property
     def compression_ratio(self) -> float:
