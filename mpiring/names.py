@@ -1,4 +1,4 @@
-"""Names that users write: of ops and algorithms as types; and those that other libraries use."""
+"""Names that users write: ops and algorithms as types, and names that other libraries use."""
 
 import difflib
 import functools
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 OpName: TypeAlias = Literal[
     "sum", "mean", "avg", "average", "prod", "max", "min", "band", "bor", "bxor"]
 AlgorithmName: TypeAlias = Literal["auto", "shared", "native", "ring", "hierarchical", "direct"]
-# For each rank, or each node, one copy of the weights.
+# One copy of the weights for each rank, or for each node.
 WeightCopies: TypeAlias = Literal["rank", "node"]
 
 # Other names of ops.
@@ -18,7 +18,7 @@ OPS_BY_OTHER_NAMES: dict[str, OpName] = {"avg": "mean", "average": "mean"}
 
 _IN_PLACE = "which combines x in place and returns it"
 _ONE_TO_ONE = "mpi4py's communicators: mpiring has no messages from one rank to another"
-# What mpi4py, torch.distributed and Horovod call a communicator's attributes, and what to use.
+# Names of attributes in mpi4py, torch.distributed and Horovod, with the remedy.
 COMMUNICATOR: Mapping[str, str] = {
     **dict.fromkeys(("Allreduce", "all_reduce", "allreduce_"), f"allreduce(x), {_IN_PLACE}"),
     **dict.fromkeys(("Iallreduce", "allreduce_async", "allreduce_async_"),
@@ -46,7 +46,7 @@ COMMUNICATOR: Mapping[str, str] = {
                      "irecv"), _ONE_TO_ONE),
 }
 
-# What PyTorch's DistributedDataParallel and Horovod call a DataParallel's arguments.
+# Names of arguments in PyTorch's DistributedDataParallel and Horovod, with the remedy.
 DATA_PARALLEL: Mapping[str, str] = {
     "bucket_cap_mb": "use bucket_bytes, in bytes: bucket_bytes=25 << 20 for bucket_cap_mb=25",
     "timeout": "use the setting stall_timeout_s, in seconds: MPIRING_STALL_TIMEOUT_S=600, or "
@@ -68,7 +68,7 @@ DATA_PARALLEL: Mapping[str, str] = {
                                 "in the last pass only (NumPy)",
 }
 
-# What torch.distributed.init_process_group calls what MPI knows, and what a Config calls the rest.
+# Names of arguments in torch.distributed.init_process_group, with the remedy.
 INIT: Mapping[str, str] = {
     **dict.fromkeys(("backend", "init_method", "store", "device_id"),
                     "leave it out: mpiring uses the MPI that launched the ranks"),
@@ -78,10 +78,10 @@ INIT: Mapping[str, str] = {
 }
 CONFIG: Mapping[str, str] = {"timeout": "use stall_timeout_s, in seconds"}
 
-# What torchft calls arguments that mean the same, ...
+# Names in torchft of arguments that mean the same, ...
 OF_TORCHFT: Mapping[str, str] = {
     "sync_every": "every", "fragment_sync_delay": "delay", "fragment_update_alpha": "alpha"}
-# ... and others.
+# ... and of others, with the remedy.
 LOCAL_TRAINING: Mapping[str, str] = {
     "manager": "use comm: ranks are those of a communicator",
     "model_fragments": "use fragments=4, by which mpiring divides the model itself",
