@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar, Union, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 # An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
+# Documentation shows the parts. The type of mpi4py is a string, since to import it starts MPI.
+Op: TypeAlias = Union[OpName, "MPI.Op"]
 
 
 class Prepared(NamedTuple):
@@ -213,8 +215,7 @@ class Communicator:
             Call("empty", name, nbytes=like.nbytes),
             lambda collectives: collectives.empty(like.shape, like.dtype))
 
-    def allreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum",
-                  algorithm: AlgorithmName = "auto") -> A:
+    def allreduce(self, x: A, *, op: Op = "sum", algorithm: AlgorithmName = "auto") -> A:
         """Combine `x` over all ranks, in place, and return it.
 
         The result is bitwise identical on all ranks.
@@ -261,7 +262,7 @@ class Communicator:
             self._fast_calls.note(kind, prepared.call, x, op_or_root)
         return result
 
-    def iallreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum",
+    def iallreduce(self, x: A, *, op: Op = "sum",
                    algorithm: AlgorithmName = "auto") -> Handle[A]:
         """Start to combine `x` over all ranks, and return a handle at once.
 
@@ -288,7 +289,7 @@ class Communicator:
             self._fast_calls.note("allreduce", call, x, op)
         return handle
 
-    def reduce_scatter(self, x: A, *, op: "OpName | MPI.Op" = "sum") -> A:
+    def reduce_scatter(self, x: A, *, op: Op = "sum") -> A:
         """Combine `x` over all ranks; each rank receives its own slice of the result.
 
         Args:
@@ -359,7 +360,7 @@ class Communicator:
             self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
                       "barrier", NOTHING)
 
-    def persistent_allreduce(self, x: A, *, op: "OpName | MPI.Op" = "sum") -> Persistent[A]:
+    def persistent_allreduce(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that combines `x` over all ranks, in place, each time it is called.
 
         Arguments are checked, and the algorithm is chosen, once. For `total =
@@ -380,8 +381,7 @@ class Communicator:
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
                                 "allreduce", name)
 
-    def persistent_reduce_scatter(self, x: A, *,
-                                  op: "OpName | MPI.Op" = "sum") -> Persistent[A]:
+    def persistent_reduce_scatter(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that is a `reduce_scatter` of `x` each time it is called.
 
         Args:

@@ -1,4 +1,4 @@
-"""Local training of NumPy and CuPy models, which are synchronised rarely."""
+"""Local training of NumPy and CuPy models, which are synchronized rarely."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,16 +21,16 @@ class ArrayWeights(LocalWeights):
 
     Args:
         model: Arrays by name, or a DataParallel of them.
-        comm: The ranks; all have rank 0's arrays afterwards.
+        comm: Ranks to synchronize. They all have rank 0's arrays afterwards.
 
-    Raises: as DataParallel.
+    Raises the same errors as DataParallel.
 
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, model: Mapping[str, Array] | DataParallel,
                  comm: Communicator) -> None:
-        # Not a copy: arrays that are replaced in it count from then on.
+        # A reference: arrays that are replaced in the mapping count from then on.
         self._arrays: Mapping[str, Any] = (
             model.params if isinstance(model, DataParallel) else model)
         self.tensors, self.device = share(self._arrays, comm)
@@ -69,7 +69,7 @@ class ArrayWeights(LocalWeights):
         return is_finite(self._arrays[name].reshape(-1))
 
     def refuse_others(self) -> None:
-        """Raise ConfigError where there are other arrays than at first."""
+        """Raise ConfigError if there are other arrays than at first."""
         refuse_changed(self._comm.rank, self.tensors, [
             spec_of(name, x, self._comm.rank) for name, x in self._arrays.items()])
 
