@@ -521,7 +521,7 @@ class Communicator:
             fresh: If true, measure even if an earlier job on the same kind of cluster has measured.
 
         Returns:
-            The measured model: seconds for each algorithm and size.
+            Model that tells the seconds of each algorithm and size.
 
         Raises:
             ConfigError: The ranks pass different values; raised on all ranks.

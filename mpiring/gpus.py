@@ -15,10 +15,7 @@ def cupy_for(comm: Communicator | None = None) -> Any:
         xp = mpiring.gpus.cupy_for(comm)
         params = {"w": xp.zeros((3, 4))}
 
-    `comm.empty(..., device="cuda")` allocates on the same GPU.
-
-    Args:
-        comm: Ranks that need a GPU each; by default all ranks of the job.
+    It is also the GPU of `comm.empty(..., device="cuda")`.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.

@@ -123,7 +123,7 @@ class PairAveraging(AsynchronousTraining):
         model: A PyTorch module, of which parameters and floating buffers that are saved are
             averaged, or a dict of NumPy arrays, which may be replaced in it by their like; in host
             memory. Weights of rank 0 count.
-        comm: Ranks that take part; by default all ranks of the job.
+        comm: The ranks.
         seed: Of the matchings.
         delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
             results do not depend on the speeds of ranks.

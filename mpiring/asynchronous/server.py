@@ -54,7 +54,7 @@ class ParameterServer(AsynchronousTraining):
         params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
             bfloat16, float32 or float64, alike on all ranks. Those of rank 0 count. `pull` writes
             into those that are there by then.
-        comm: Ranks that take part; by default all ranks of the job.
+        comm: The ranks.
         optimizer: Makes one of mpiring.optim that treats each element for itself, given a model:
             `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
         staleness: As above, in pushes; None never waits.

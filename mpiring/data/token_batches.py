@@ -78,7 +78,7 @@ class TokenBatches:
     Args:
         lengths: Of all samples, in tokens: a sequence or a vector of whole numbers of at least 1,
             the same on every rank. It is copied, in 1 to 8 bytes each.
-        comm: Ranks that share the samples; by default all ranks of the job.
+        comm: The ranks.
         tokens: At most so many in a batch of all ranks together, padding not counted. There are 5
             to 10 percent fewer: batches are even, and most have a number of samples that a power
             of two divides, so that as many ranks can share it evenly.

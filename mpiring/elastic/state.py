@@ -25,7 +25,7 @@ class State:
     `state.outer = outer.state_dict()`.
 
     Args:
-        comm: Ranks that take part; by default all ranks of the job.
+        comm: The ranks.
         attributes: To begin with; others can be set later.
 
     Attributes:

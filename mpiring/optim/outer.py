@@ -34,7 +34,7 @@ class Outer:
 
     Args:
         model: What is trained.
-        comm: Ranks to average over; by default all ranks of the job.
+        comm: All ranks to average over.
         settings: When and how models are synchronised.
 
     Attributes:
@@ -416,7 +416,7 @@ class PeriodicAveraging(Outer):
     Args:
         model: What is trained, alike on all ranks; or a DataParallel of it among some of them, as
             of `comm.split(...)`: synchronous there, rarely between.
-        comm: Ranks to average over; by default all ranks of the job.
+        comm: All ranks to average over.
         every: Inner steps between two means, from 1.
         start: Until that many steps, the mean is taken after every step ("post-local SGD").
         reducer: How differences to the last mean become their mean; see `mpiring.reducers`. Copied,

@@ -87,7 +87,7 @@ def export_environment(comm: Communicator | None = None) -> None:
     them.
 
     Args:
-        comm: Communicator of all ranks of the job; the default one has these.
+        comm: A communicator over all ranks.
 
     Raises:
         TransportError: A rank reaches none of rank 0's addresses.

@@ -25,7 +25,7 @@ class DistributedSampler(Sampler[int]):
 
     Args:
         dataset: Anything that has a length; the same on every rank.
-        comm: Ranks that share the samples; by default all ranks of the job.
+        comm: The ranks.
         shuffle: Anew in each epoch, by `seed` and the epoch.
         seed: The same on every rank, from 0 to 2**31 - 1.
         drop_last: Leave out the last samples, fewer than `comm.size`, that cannot be shared evenly.

@@ -28,7 +28,7 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator | N
     Args:
         tensors: Dense, on the CPU or GPUs, of any dtype; the same shapes and dtypes in the same
             order on every rank, and on devices of the same kinds.
-        comm: Ranks that take part; by default all ranks of the job.
+        comm: The ranks.
         root: The rank to copy from.
 
     Raises:
@@ -102,7 +102,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
 
     Args:
         optimizer: Of the same parameters, in the same groups, on every rank.
-        comm: Ranks that take part; by default all ranks of the job.
+        comm: The ranks.
         root: The rank to copy from.
 
     Raises:

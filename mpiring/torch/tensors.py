@@ -104,10 +104,7 @@ def _idle_stream(gpu: torch.device) -> torch.Stream:
 def device_for(comm: Communicator | None = None) -> torch.device:
     """Return this rank's GPU, and make it PyTorch's current one.
 
-    The ranks of a node use its GPUs in turn. Rank 0 warns if ranks share a GPU.
-
-    Args:
-        comm: Ranks that need a GPU each; by default all ranks of the job.
+    Ranks of a node take the GPUs that they see in turn; rank 0 warns where ranks share one.
 
     Raises:
         MissingDependencyError: PyTorch finds no GPU.

@@ -26,7 +26,7 @@ def share_cores(comm: Communicator | None = None) -> int:
     default, and so is a number that was set here. To use such a number, set it afterwards.
 
     Args:
-        comm: Ranks that compute at the same time; by default all ranks of the job.
+        comm: The ranks that compute at the same time.
 
     Collective: yes. Blocking: yes.
     """
