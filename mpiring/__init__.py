@@ -1,4 +1,20 @@
-"""Data-parallel training on plain MPI: collectives, fusion and overlap, in Python."""
+"""Data-parallel training on plain MPI: collectives, fusion and overlap, in Python.
+
+Start a program by MPI, as `mpirun -n 4 python train.py`. The five entry points:
+
+    mpiring.init                  comm = mpiring.init()
+                                  Returns the Communicator of all ranks.
+    mpiring.Communicator          comm.allreduce(x, op="mean")
+                                  Collectives on arrays and objects; comm.rank, comm.size.
+    mpiring.numpy.DataParallel    dp = DataParallel(params)
+                                  Averages gradients of NumPy and CuPy models.
+    mpiring.torch.DataParallel    model = DataParallel(model)
+                                  Averages gradients of PyTorch models.
+    the command line              python -m mpiring --help
+                                  Checks a launch (doctor), measures speed (bench), reads traces.
+
+`help` of each of the first four has the details.
+"""
 
 from .communicator import Communicator, init
 from .config import Config
@@ -17,11 +33,13 @@ from .errors import (
     StallError,
     TransportError,
 )
+from .names import AlgorithmName, OpName, publish
 from .record.statistics import Statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlgorithmName",
     "BufferMismatchError",
     "CheckpointError",
     "ClosedError",
@@ -33,6 +51,7 @@ __all__ = [
     "LaunchError",
     "MissingDependencyError",
     "MpiringError",
+    "OpName",
     "ProcessFailedError",
     "ReplicaError",
     "StallError",
@@ -40,3 +59,5 @@ __all__ = [
     "TransportError",
     "init",
 ]
+
+publish(__name__)

@@ -17,7 +17,7 @@ MOST_OF_MPI = 2**31 - 1
 
 
 def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
-    """Return an argument as a whole number; it may be a NumPy array of one.
+    """Return an argument as a whole number; it may be a NumPy array of one element.
 
     Raises:
         ConfigError: It is not a whole number, or out of range. True and False are refused.

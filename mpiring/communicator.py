@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar, Union, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -28,6 +28,8 @@ from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor
+from .names import (
+    COMMUNICATOR, INIT, OPS_BY_OTHER_NAMES, AlgorithmName, OpName, explaining)
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
@@ -41,14 +43,16 @@ if TYPE_CHECKING:
 
 # An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
+# Documentation shows the parts. The type of mpi4py is a string, since to import it starts MPI.
+Op: TypeAlias = Union[OpName, "MPI.Op"]
 
 
 class Prepared(NamedTuple):
-    """A collective on an array.
+    """A collective on an array, checked and ready to run.
 
     Attributes:
-        call: What it is.
-        build: Returns its schedule.
+        call: Description of the collective.
+        build: Function that returns its schedule.
         vector: The array as a vector.
     """
 
@@ -57,11 +61,12 @@ class Prepared(NamedTuple):
     vector: Any
 
 
-# The communicator that is used if none is given. Kept, since a garbage collector would drop it at
-# other times on every rank.
+# The communicator that is used if none is given. A strong reference: a garbage collector would drop
+# it at a different time on each rank.
 _world: "Communicator | None" = None
 
 
+@explaining(INIT)
 def init(*, config: Config | None = None) -> "Communicator":
     """Start MPI if necessary, and return a new Communicator of all ranks.
 
@@ -115,32 +120,33 @@ class Communicator:
     """The ranks of one MPI communicator, and the collectives among them.
 
     Every rank must call the same collectives in the same order. Different calls raise
-    BufferMismatchError; a call that a rank never makes raises StallError. Collectives may be called
-    by several threads, if these agree on the order: ranks cannot tell identical calls of two
-    threads apart. Threads that do not wait for each other need a communicator each: `split(0)`.
+    BufferMismatchError; a call that a rank never makes raises StallError. Several threads may call
+    collectives if they agree on the order, since ranks cannot distinguish identical calls from two
+    threads. Threads that do not wait for each other need one communicator each: `split(0)`.
 
     Args:
-        mpi_comm: An mpi4py intracommunicator; duplicated, so that mpiring's messages never meet
-            yours.
-        config: Settings; by default the MPIRING_* variables and the defaults.
+        mpi_comm: mpi4py intracommunicator. It is duplicated, so that messages of mpiring never
+            match messages of the program.
+        config: Settings; by default the values of the MPIRING_* variables.
 
     Attributes:
-        rank, size: This rank, and the number of ranks.
-        local_rank, local_size: The same within this node.
-        node_rank, num_nodes: This node, and the number of nodes.
-        memory_groups: The ranks that share a memory, for each memory: those of a node, or a
-            single rank where there is no shared memory (see the setting `shared_memory`).
-        config: The settings.
-        threaded: Whether operations advance in the background.
-        recorder: The last operations of this rank; `recorder.end_step()` marks the end of a
+        rank, size: Number of this rank, and number of ranks.
+        local_rank, local_size: Number of this rank on its node, and number of ranks on the node.
+        node_rank, num_nodes: Number of this node, and number of nodes.
+        memory_groups: List of ranks for each shared memory: all ranks of a node, or one rank if the
+            setting `shared_memory` is off.
+        config: Settings.
+        threaded: True if operations advance in the background.
+        recorder: Record of this rank's last operations. `recorder.end_step()` marks the end of a
             training step in the trace, as `DataParallel` does.
 
     Raises:
-        ConfigError: Not an intracommunicator, or the ranks' settings differ.
+        ConfigError: `mpi_comm` is no intracommunicator, or the settings of the ranks differ.
 
     Collective: yes. Blocking: yes.
     """
 
+    @explaining(INIT)
     def __init__(self, mpi_comm: "MPI.Intracomm", *, config: Config | None = None) -> None:
         self._join(Group(mpi_comm, _settings(config)))
 
@@ -154,9 +160,16 @@ class Communicator:
         self.node_rank, self.num_nodes = nodes.node_rank, nodes.num_nodes
         weakref.finalize(self, group.drop).atexit = False
 
+    if not TYPE_CHECKING:
+        # A type checker would accept every name.
+        def __getattr__(self, name: str) -> Any:
+            if name in COMMUNICATOR:
+                raise AttributeError(f"a Communicator has no {name}; use {COMMUNICATOR[name]}")
+            raise AttributeError(f"a Communicator has no {name}", name=name, obj=self)
+
     @property
     def memory_groups(self) -> list[list[int]]:
-        """The ranks that share a memory, for each memory: see above."""
+        """List of ranks for each shared memory."""
         return [list(ranks) for ranks in self._group.sharing.memory_groups]
 
     def __repr__(self) -> str:
@@ -166,19 +179,18 @@ class Communicator:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, *,
               device: str | Device = "cpu") -> Any:
-        """Return a new array in memory that suits collectives best; its content is undefined.
+        """Return a new array in node-shared memory if available; its content is undefined.
 
-        Where possible it is shared with the other ranks of this node: collectives on it, or on
-        contiguous parts of it, copy nothing.
+        Collectives on the array, or on contiguous parts of it, copy nothing.
 
         Args:
-            shape: The same on all ranks.
-            dtype: As in `allreduce`.
-            device: "cpu" for a NumPy array; "cuda:1" for a CuPy array on GPU 1 of those that the
-                process sees; "cuda" to deal these out to the ranks of the node in turn.
+            shape: Shape of the array, the same on all ranks.
+            dtype: Any dtype that `allreduce` takes.
+            device: "cpu" for a NumPy array, or "cuda:1" for a CuPy array on GPU 1 of this process.
+                "cuda" assigns the GPUs of a node to its ranks in turn.
 
         Raises:
-            ConfigError: There is no such shape, dtype or device.
+            ConfigError: The shape, dtype or device is invalid.
             MissingDependencyError: CuPy is not installed.
 
         Collective: yes. Blocking: yes.
@@ -203,32 +215,39 @@ class Communicator:
             Call("empty", name, nbytes=like.nbytes),
             lambda collectives: collectives.empty(like.shape, like.dtype))
 
-    def allreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> A:
+    def allreduce(self, x: A, *, op: Op = "sum", algorithm: AlgorithmName = "auto") -> A:
         """Combine `x` over all ranks, in place, and return it.
 
+        The result is bitwise identical on all ranks.
+
         Args:
-            x: Any shape, contiguous, writeable; bool, integer, floating (also bfloat16 of
-                ml_dtypes) or complex. A NumPy array, a PyTorch tensor, a CuPy array, or any with
-                `__cuda_array_interface__`. All ranks' in host memory, or all on GPUs. Bits are
-                equal on all ranks afterwards.
-            op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN propagates;
-                on bool: or, and), "prod", or, bit by bit, "band", "bor" or "bxor" (integers,
-                bool). Or an op of mpi4py's, such as MPI.SUM; the logical ones on bool only.
-            algorithm: "auto", "ring", "direct", "shared" (in a node's memory), "hierarchical"
-                (in the memory of several nodes, then between them), or "native" (MPI's own).
-                Sums in 16 bits are made in float32 and rounded once ("hierarchical": once per
-                node and once more; "ring": at every hop).
+            x: NumPy array, PyTorch tensor, CuPy array, or object with
+                `__cuda_array_interface__`, of any shape; contiguous and writeable. The dtype is
+                bool, integer, floating (including bfloat16 of ml_dtypes) or complex. The arrays of
+                all ranks are in host memory, or all are on GPUs.
+            op: Operation: "sum", "prod", "mean", "max", "min", "band", "bor" or "bxor". The mean of
+                floating or complex numbers is also called "avg" or "average". The ops "max" and
+                "min" propagate NaN, do not support complex numbers, and are "or" and "and" of bool.
+                The ops "band", "bor" and "bxor" combine the bits of integers or bool. An mpi4py op
+                such as MPI.SUM is also accepted; the logical ones combine bool only.
+            algorithm: Name of the algorithm; "auto" chooses the fastest. The algorithm "shared"
+                works in the memory of one node, "hierarchical" in the memory of each node and then
+                between nodes. The algorithms "ring" and "direct" exchange messages, and "native"
+                calls MPI. Sums of 16-bit numbers are computed in float32 and rounded once. With
+                "hierarchical" they are rounded once more between nodes, with "ring" at every hop.
 
         Raises:
-            ConfigError: The array, op or algorithm cannot work.
-            BufferMismatchError: The ranks called different things.
-            StallError: Some ranks did not arrive in time.
+            ConfigError: The array, op or algorithm is invalid, or they do not fit each other.
+            BufferMismatchError: The ranks made different calls.
+            StallError: Some ranks did not call within `stall_timeout_s`.
 
         Collective: yes. Blocking: yes.
         """
         if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
                 "allreduce", x, op):
             return x
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.allreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
         prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
@@ -243,56 +262,67 @@ class Communicator:
             self._fast_calls.note(kind, prepared.call, x, op_or_root)
         return result
 
-    def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
-        """Begin to combine `x` over all ranks, and return a handle at once.
+    def iallreduce(self, x: A, *, op: Op = "sum",
+                   algorithm: AlgorithmName = "auto") -> Handle[A]:
+        """Start to combine `x` over all ranks, and return a handle at once.
 
-        The operation advances in the background; leave `x` alone until `wait()` returns it.
-        Many may be under way, and be waited for in any order.
+        The operation advances in the background. Do not read or write `x` until the `wait()` of
+        the handle returns it. Many operations may be in flight; wait for them in any order.
 
-        Args: see `allreduce`.
+        Args:
+            x: Array as in `allreduce`.
+            op: Operation as in `allreduce`.
+            algorithm: Algorithm as in `allreduce`.
+
+        Raises the same errors as `allreduce`, some of them in `wait()`.
 
         Collective: yes. Blocking: no.
         """
         may_be_fast = type(x) is np.ndarray and algorithm == "auto"
         if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.iallreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
         if may_be_fast:
             self._fast_calls.note("allreduce", call, x, op)
         return handle
 
-    def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
-        """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
+    def reduce_scatter(self, x: A, *, op: Op = "sum") -> A:
+        """Combine `x` over all ranks; each rank receives its own slice of the result.
 
         Args:
-            x: As in `allreduce`. Overwritten; only this rank's chunk is valid afterwards.
-            op: As in `allreduce`.
+            x: Array as in `allreduce`. It is overwritten; only this rank's slice is valid
+                afterwards.
+            op: Operation as in `allreduce`.
 
         Returns:
-            Chunk `rank` of `x`, a view with one dimension: elements `rank * n // size` to
-            `(rank + 1) * n // size` in the order of its memory.
+            The slice of this rank, a view of `x` with one dimension. It has the elements from
+            `rank * n // size` to `(rank + 1) * n // size` in memory order, of n elements in all.
 
-        Raises: as `allreduce`.
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
         if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
             return cast(A, slice_of(flat(x), self.rank, self.size))
+        if type(op) is str and op in OPS_BY_OTHER_NAMES:
+            return self.reduce_scatter(x, op=OPS_BY_OTHER_NAMES[op])
         prepared = self._reduce_scatter(x, op)
         chunk = self._run(prepared, "reduce_scatter", x, op)
         return cast(A, part_of(x, prepared.vector, chunk))
 
     def allgather(self, x: A) -> A:
-        """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
+        """Copy every rank's slice of `x` to all ranks, in place, and return `x`.
 
-        The counterpart of `reduce_scatter`: rank r contributes elements
-        `r * n // size` to `(r + 1) * n // size` in the order of memory.
+        The counterpart of `reduce_scatter`: rank r contributes the elements from `r * n // size`
+        to `(r + 1) * n // size` in memory order, of n elements in all.
 
         Args:
-            x: Any shape and dtype as in `allreduce`.
+            x: Array as in `allreduce`.
 
-        Raises: as `allreduce`.
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -304,10 +334,10 @@ class Communicator:
         """Copy `x` of rank `root` to all ranks, in place, and return it.
 
         Args:
-            x: Any shape and dtype as in `allreduce`; may be read-only on `root`.
-            root: The rank whose data is copied.
+            x: Array as in `allreduce`; it may be read-only on `root`.
+            root: Rank whose array is copied.
 
-        Raises: as `allreduce`.
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -319,7 +349,10 @@ class Communicator:
         return x
 
     def barrier(self) -> None:
-        """Return after every rank has called.
+        """Wait until every rank has called this.
+
+        Raises:
+            StallError: Some ranks did not call within `stall_timeout_s`.
 
         Collective: yes. Blocking: yes.
         """
@@ -327,15 +360,18 @@ class Communicator:
             self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
                       "barrier", NOTHING)
 
-    def persistent_allreduce(self, x: A, *, op: str = "sum") -> Persistent[A]:
+    def persistent_allreduce(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that combines `x` over all ranks, in place, each time it is called.
 
-        Arguments are checked, and the algorithm is chosen, once. `op()` is an `allreduce` that
-        returns `x`; `op.start()` and `op.wait()` let the program compute in between.
+        Arguments are checked, and the algorithm is chosen, once. For `total =
+        comm.persistent_allreduce(x)`, `total()` is an `allreduce` that returns `x`;
+        `total.start()` and `total.wait()` let the program compute in between.
 
-        Args: as `allreduce`. The array's memory must stay where it is.
+        Args:
+            x: Array as in `allreduce`. The operation is bound to its memory.
+            op: Operation as in `allreduce`.
 
-        Raises: as `allreduce`.
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -345,8 +381,14 @@ class Communicator:
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
                                 "allreduce", name)
 
-    def persistent_reduce_scatter(self, x: A, *, op: str = "sum") -> Persistent[A]:
-        """Return an operation that is a `reduce_scatter` of `x` each time; see there.
+    def persistent_reduce_scatter(self, x: A, *, op: Op = "sum") -> Persistent[A]:
+        """Return an operation that is a `reduce_scatter` of `x` each time it is called.
+
+        Args:
+            x: Array as in `reduce_scatter`. The operation is bound to its memory.
+            op: Operation as in `allreduce`.
+
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -357,7 +399,12 @@ class Communicator:
                                 "reduce_scatter", name)
 
     def persistent_allgather(self, x: A) -> Persistent[A]:
-        """Return an operation that is an `allgather` of `x` each time; see there.
+        """Return an operation that is an `allgather` of `x` each time it is called.
+
+        Args:
+            x: Array as in `allgather`. The operation is bound to its memory.
+
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -365,7 +412,13 @@ class Communicator:
             self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x, "allgather")
 
     def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
-        """Return an operation that is a `broadcast` of `x` each time; see there.
+        """Return an operation that is a `broadcast` of `x` each time it is called.
+
+        Args:
+            x: Array as in `broadcast`. The operation is bound to its memory.
+            root: Rank whose array is copied.
+
+        Raises the same errors as `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
@@ -384,22 +437,21 @@ class Communicator:
         number = self._group.next_persistent()
         call = replace(call, detail=f"{call.detail}, persistent operation {number}")
         if type(vector) is not np.ndarray:
-            # On a GPU: of what is queued when it is started.
+            # On a GPU, the work that is queued when the operation starts comes first.
             return Persistent(self._group, call, lambda: again().build, result, self,
                               vector=None, kind=kind, op_or_root=op_or_root)
         return Persistent(
             self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
             result, self, vector=vector, kind=kind, op_or_root=op_or_root)
 
-    def _allreduce(self, x: Any, op: str, algorithm: str) -> Prepared:
+    def _allreduce(self, x: Any, op: Any, algorithm: str) -> Prepared:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)
-        if type(op) is not str:
-            op = op_named(op, vector.dtype)
+        op = op_named(op, vector.dtype)
         return Prepared(allreduce_call(op, x, vector, algorithm), self._where(
             vector, lambda collectives: collectives.allreduce(
                 vector, op=op, algorithm=algorithm)), vector)
 
-    def _reduce_scatter(self, x: Any, op: str) -> Prepared:
+    def _reduce_scatter(self, x: Any, op: Any) -> Prepared:
         vector = vector_of(x)
         op = op_named(op, vector.dtype)
         return self._prepared("reduce_scatter", f"{op} of {described(x, vector)}", vector,
@@ -430,11 +482,11 @@ class Communicator:
         """Return the object that rank `root` passed, on every rank.
 
         Args:
-            obj: Anything that pickles; ignored on ranks other than `root`.
-            root: The rank whose object is copied.
+            obj: Object that pickles; ignored on ranks other than `root`.
+            root: Rank whose object is copied.
 
         Raises:
-            ConfigError: It does not pickle; raised on all ranks.
+            ConfigError: The object does not pickle; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -444,11 +496,11 @@ class Communicator:
         """Return the objects that all ranks passed, in rank order.
 
         Args:
-            obj: Anything that pickles; types and sizes may differ.
+            obj: Object that pickles; types and sizes may differ between ranks.
             label: Name of the call in comparisons between ranks and in reports.
 
         Raises:
-            ConfigError: A rank's does not pickle; raised on all ranks.
+            ConfigError: The object of a rank does not pickle; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -460,16 +512,19 @@ class Communicator:
     # Operations
 
     def tune(self, *, fresh: bool = False) -> Model:
-        """Measure what each algorithm costs here; "auto" goes by the result from now on.
+        """Measure the cost of each algorithm on these ranks; "auto" uses the result from now on.
 
-        Runs before the first blocking allreduce between nodes, and in `DataParallel`, unless the
-        setting `tuning` forbids it; takes less than half a second on usual networks.
+        The first blocking allreduce between nodes, and `DataParallel`, call this unless the setting
+        `tuning` is off. It takes less than half a second on usual networks.
 
         Args:
-            fresh: Measure even if an earlier job on such a cluster has.
+            fresh: If true, measure even if an earlier job on the same kind of cluster has measured.
+
+        Returns:
+            Model that tells the seconds of each algorithm and size.
 
         Raises:
-            ConfigError: Ranks pass different values; on all.
+            ConfigError: The ranks pass different values; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -479,22 +534,22 @@ class Communicator:
 
     @property
     def tunable(self) -> Tunable:
-        """What a DataParallel tunes of these ranks' operations."""
+        """The settings of these ranks' operations that a DataParallel tunes."""
         return self._group
 
     def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
-        """Tune now, and compile sums, if that is still to come, rather than amid other work.
+        """Tune algorithms and compile sums now instead of in the first steps.
 
-        Where numba is installed, sums and means on a node become faster by it; what it has
-        compiled, for some seconds per dtype, is kept for later jobs (see the setting
-        `tuning_folder`).
+        If numba is installed, it compiles faster sums and means on a node, a few seconds for each
+        dtype. Later jobs load the result from the folder in the setting `tuning_folder`.
 
         Args:
-            dtypes: Of arrays that are to be combined, beside float32, float64 and int64, such as
-                float16; the same on all ranks.
+            dtypes: Dtypes of the arrays to combine, such as float16, in addition to float32,
+                float64 and int64; the same on all ranks.
 
         Raises:
-            ConfigError: Collectives cannot send a dtype, or ranks pass different ones; on all.
+            ConfigError: Collectives do not support a dtype, or the ranks pass different dtypes;
+                raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -509,14 +564,19 @@ class Communicator:
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:
-        """Begin an operation of your own, made of mpiring's schedules.
+        """Start a user-defined operation, composed of mpiring schedules.
 
         Args:
-            call: What it is; compared across ranks and shown in reports.
-            build: Returns its schedule, given the collectives bound to its channel.
-            device: The GPU on whose vectors the schedule works; by default it works on arrays
-                in host memory.
+            call: Description of the operation, compared across ranks and shown in reports.
+            build: Function that takes the collectives of the operation and returns its schedule.
+            device: GPU that holds the vectors of the schedule; by default they are in host memory.
             ready: Events of that GPU after which the vectors may be used.
+
+        Returns:
+            The handle of the operation.
+
+        Raises:
+            BufferMismatchError: The ranks made different calls; raised by `wait()` of the handle.
 
         Collective: yes. Blocking: no. (The first time with a GPU: yes.)
         """
@@ -524,12 +584,16 @@ class Communicator:
 
     def run(self, call: Call, build: Build[T], *, device: Device | None = None,
             ready: Sequence[Event] = (), patient: float | bool = False) -> T:
-        """Run an operation of your own, ahead of those in the background; return its result.
+        """Run a user-defined operation before those in the background; return its result.
 
         Args:
-            call, build, device, ready: As for `submit`.
-            patient: Wait longer than `stall_timeout_s` for ranks whose background threads answer:
-                for so many seconds; True for a day. Reports of stalls are printed.
+            call, build, device, ready: Arguments of `submit`.
+            patient: Seconds to wait, if more than `stall_timeout_s`, for ranks whose background
+                threads answer; True for a day. Stalls are reported in any case.
+
+        Raises:
+            BufferMismatchError: The ranks made different calls.
+            StallError: Some ranks did not call in time.
 
         Collective: yes. Blocking: yes.
         """
@@ -539,7 +603,7 @@ class Communicator:
         return build if device is None else self._group.gpus.on(device, ready, build)
 
     def messages(self) -> Messages:
-        """Return single messages between these ranks, beside the collectives.
+        """Return the point-to-point messages between these ranks, for `mpiring.asynchronous`.
 
         Collective: yes, the first time. Blocking: yes.
         """
@@ -549,43 +613,48 @@ class Communicator:
     def statistics(self) -> Statistics:
         """Costs of this communicator's operations so far.
 
-        Subtract two of them for a period of time. Those split from this one count for themselves.
+        Subtract two values to get the costs of a period. Communicators made by `split` have
+        separate statistics.
         """
         return self._group.statistics
 
     def poke(self) -> None:
-        """Make some progress, where no background thread does.
+        """Advance operations if no background thread does.
 
         Collective: no. Blocking: no.
         """
         self._group.poke()
 
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None) -> None:
-        """Print this rank's last operations, also those that are not complete.
+        """Print this rank's last operations, including incomplete ones.
 
-        With the setting `trace`, the last thousand are also written to a file in its folder. May
-        be called at any time, also from a signal's handler.
+        With the setting `trace`, the last thousand operations are also written to a file in its
+        folder. A signal handler may call this.
 
         Args:
-            last: How many to print, from 0.
-            file: Standard error by default.
+            last: Number of operations to print, from 0.
+            file: Stream to print to; by default standard error.
+
+        Raises:
+            ConfigError: `last` is not such a number.
 
         Collective: no. Blocking: no.
         """
         self.recorder.dump(whole_number("last", last, 0), file or sys.stderr)
 
     def start_trace(self, folder: str) -> None:
-        """Write from now on what every rank does; a trace that is being written ends.
+        """Start a trace of every rank; this ends a trace that is being written.
 
         Args:
-            folder: As the setting `trace`, which begins earlier.
+            folder: Folder for the files of the trace. The setting `trace` names one for a trace
+                from the start of the job.
 
         Collective: yes. Blocking: yes.
         """
         self._group.start_trace(folder)
 
     def stop_trace(self) -> str:
-        """End the trace, and return the name of this rank's file; "" where there is no trace.
+        """End the trace, and return the name of this rank's file, or "" if there is no trace.
 
         Collective: yes. Blocking: yes.
         """
@@ -593,15 +662,25 @@ class Communicator:
 
     # Life
 
+    @overload
+    def split(self, color: None, *, key: int = 0) -> None: ...
+
+    @overload
+    def split(self, color: int, *, key: int = 0) -> "Communicator": ...
+
+    @overload
+    def split(self, color: int | None, *, key: int = 0) -> "Communicator | None": ...
+
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":
-        """Wait for the operations under way; return a communicator of the ranks of one color.
+        """Wait for all operations in flight; return a communicator of the ranks of one color.
 
         Args:
-            color: A whole number from 0, True or False, or None to join no communicator.
-            key: A whole number that orders the ranks; ties keep their present order.
+            color: Whole number from 0, True or False; or None for ranks that join no communicator.
+            key: Whole number by which the new communicator orders its ranks; ties keep their order.
 
         Returns:
-            The new communicator, or None where `color` is None.
+            The new communicator, or None if `color` is None. Do not pass that None as an argument
+            `comm`, where it means all ranks.
 
         Raises:
             ConfigError: The color or the key is not such a number.
@@ -621,15 +700,16 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or a rank has died."""
+        """True after `close`, or if a rank has died."""
         return self._group.closed
 
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
-        Communicators are closed when the program ends. One that is garbage-collected before
-        gives back its thread, but keeps some 2 MiB per rank and a communicator of MPI's, of which
-        MPICH has 2,048; a ResourceWarning (`python -W default`) names the line that made it.
+        The end of the program closes open communicators. A communicator that is garbage-collected
+        earlier releases its thread. It keeps about 2 MiB per rank and one MPI communicator, of
+        which MPICH has 2,048. A ResourceWarning (`python -W default`) names the line that created
+        it.
 
         Raises:
             StallError: A rank has not closed for a day, or its background thread has not answered
@@ -640,7 +720,7 @@ class Communicator:
         self._group.close()
 
     def survivors(self) -> "Survivors":
-        """Return these ranks as those that may survive deaths; for `mpiring.elastic`.
+        """Return the interface to survive the death of a rank; for `mpiring.elastic`.
 
         Collective: no. Blocking: no.
         """
@@ -650,7 +730,8 @@ class Communicator:
         """Close without waiting for operations or other ranks, because a rank has died.
 
         Args:
-            error: What every later call raises, also on communicators split from this one.
+            error: Error that every later call raises, including calls on communicators split from
+                this one.
 
         Collective: no. Blocking: no.
         """
@@ -667,7 +748,7 @@ class Communicator:
 
 
 def refuse_other_than_communicators(comm: object) -> None:
-    """Raise ConfigError, which says how to make one, unless an argument is a Communicator."""
+    """Raise ConfigError unless an argument is a Communicator; the message says how to make one."""
     # Anything with its methods will do; an mpi4py communicator does not have them.
     if not hasattr(comm, "allgather_object"):
         raise ConfigError(
@@ -689,17 +770,17 @@ def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
 
 
 def _of_its_own(x: Any) -> Any:
-    """Return a view of a NumPy array: what becomes of its shape and flags does not matter then."""
+    """Return a view of a NumPy array, which later changes of its shape and flags do not affect."""
     return x.view() if isinstance(x, np.ndarray) else x
 
 
 def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
-    """Return a function that returns `build` while a tensor's memory is where it was.
+    """Return a function that returns `build` while a tensor keeps its memory.
 
     Args:
-        x: In host memory.
-        build: Returns a schedule on its memory.
-        rank: For messages.
+        x: Tensor in host memory.
+        build: Function that returns a schedule on its memory.
+        rank: Rank of this process, for messages.
     """
     address, n = x.data_ptr(), x.numel()
 

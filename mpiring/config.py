@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .names import CONFIG, AlgorithmName, explaining
 
 PREFIX = "MPIRING_"
 PROGRESS = ("auto", "thread", "inline")
 DIGEST_ACTIONS = ("stop", "restore")
 ROUNDS = ("auto", "python", "off")
 GPU_AWARE = ("auto", "yes", "no")
-# Ranks with other values of these would not make the same calls.
+# Ranks that disagree on these settings would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
           "digest_action", "gpu_aware", "autotune")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
@@ -33,55 +34,56 @@ def _setting(default: Any, *allowed: str) -> Any:
 class Config:
     """Settings of a Communicator.
 
-    A field that is not given takes the value of its environment variable
-    (`stall_timeout_s` is `MPIRING_STALL_TIMEOUT_S`), else the default.
+    A field that is not given has the value of its environment variable: `stall_timeout_s` is
+    `MPIRING_STALL_TIMEOUT_S`. Without the variable it has the default.
 
     Attributes:
-        algorithm: The algorithm of an allreduce whose call says "auto", by the same names;
-            "auto" where the configured one cannot be used.
-        shared_memory: Let the ranks of a node reduce out of each other's memory. Otherwise they
-            exchange messages, as if each had a node of its own.
-        tuning: Before the first allreduce between nodes, measure which algorithm is the fastest
-            for which size, or take what an earlier job has saved.
-        tuning_folder: Where rank 0 saves what was measured or tried, and every rank what numba has
-            compiled; "" saves nothing.
-        autotune: In the first steps of a DataParallel, try which length of buckets, algorithm and
-            number of operations in flight make steps fastest; keep these, also for later jobs.
-        machine_code: Use code that numba has compiled, and compile more where numba is installed.
-            Otherwise NumPy makes the same bits, which takes longer.
-        progress: "thread" advances operations in the background, "inline" only inside mpiring's
-            calls; "auto" takes the thread where MPI allows it.
-        operations_in_flight: How many nonblocking operations advance at a time; later ones queue.
-        rounds: Run short calls on a node as fast calls, in the caller's thread: "auto" in compiled
-            code where there is some, "python" without, "off" not at all. Each rank chooses for
-            itself.
-        max_pause_s: Longest sleep of the progress thread between two looks at MPI, in seconds,
+        algorithm: Algorithm of an allreduce that is called with algorithm="auto". If it does not
+            support the op or dtype, the fastest algorithm is used.
+        shared_memory: If true, the ranks of a node reduce directly from node-shared memory.
+            Otherwise they exchange messages, as if each rank had a separate node.
+        tuning: If true, measure before the first allreduce between nodes which algorithm is the
+            fastest for each size, or load the measurement of an earlier job.
+        tuning_folder: Folder in which rank 0 saves measurements, and every rank saves code that
+            numba has compiled; "" saves nothing.
+        autotune: If true, each DataParallel tries bucket lengths, algorithms and numbers of
+            operations in flight in its first steps. It keeps the fastest, also for later jobs.
+        machine_code: If true, use code that numba compiles, if numba is installed. Otherwise NumPy
+            computes bitwise identical results, which takes longer.
+        progress: Way in which nonblocking operations advance: "thread" in the background, "inline"
+            only inside calls of mpiring. "auto" is "thread" if MPI supports threads.
+        operations_in_flight: Number of nonblocking operations that advance at a time; later ones
+            queue.
+        rounds: Fast calls, which run short operations on a node in the caller's thread. "auto"
+            uses compiled code if available, "python" does not, "off" disables fast calls. Each rank
+            may have another value.
+        max_pause_s: Longest sleep of the progress thread between two checks of MPI, in seconds,
             while no caller waits.
         stall_warning_s: Seconds without progress after which a report is printed; 0 for never.
         stall_timeout_s: Seconds without progress after which StallError is raised and the job is
             aborted; 0 for never.
-        digest_steps: Steps of a DataParallel after which ranks compare digests of their
-            parameters and optimiser state; 0 for never.
-        digest_action: "stop" ends the job with ReplicaError where they differ; "restore" copies
-            what differs from a rank of the majority.
-        gpu_aware: Hand pointers of GPU memory to MPI: "yes", "no", or "auto", where a trial in
-            processes of its own has shown that MPI takes them.
-        abort_on_exception: End the whole job when a rank dies of an exception. A rank that ends
-            with operations it cannot complete always ends the job.
-        full_tracebacks: When an error ends the job, let each rank print its whole traceback.
-            Otherwise one rank reports an error that several ranks raise, without mpiring's frames.
-        allow_singleton: Accept a world of one rank where the launcher was asked for more.
-        trace: A folder in which each rank writes what it does, for `python -m mpiring trace`;
-            "" for none.
+        digest_steps: Number of steps of a DataParallel after which ranks compare digests of their
+            parameters and optimizer state; 0 for never.
+        digest_action: Reaction to replicas that differ. "stop" ends the job with ReplicaError;
+            "restore" copies the data of a rank of the majority to the others.
+        gpu_aware: Permission to pass pointers to GPU memory to MPI: "yes", "no", or "auto", which
+            tests in separate processes whether MPI supports them.
+        abort_on_exception: If true, an exception that ends a rank ends the whole job. A rank that
+            ends with incomplete operations always ends the job.
+        full_tracebacks: If true, an error that ends the job prints the complete traceback of each
+            rank. If false, one rank reports an error that several ranks raise, without the frames
+            of mpiring.
+        allow_singleton: If true, accept a world of one rank if the launcher was asked for more.
+        trace: Folder in which each rank writes a trace for `python -m mpiring trace`; "" for none.
 
-    Ranks must agree on all but the paths, the seconds, `machine_code`, `progress`, `rounds`,
+    The ranks must agree on all fields except paths, seconds, `machine_code`, `progress`, `rounds`,
     `abort_on_exception`, `full_tracebacks` and `allow_singleton`.
 
     Raises:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
     """
 
-    algorithm: str = _setting("auto")
+    algorithm: AlgorithmName = _setting("auto")
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
@@ -114,6 +116,9 @@ class Config:
                 value = _converted(given, type(default), source)
                 _check_range(entry.name, value, source, entry.metadata["allowed"])
             object.__setattr__(self, entry.name, value)
+
+
+Config.__init__ = explaining(CONFIG)(Config.__init__)  # type: ignore[method-assign]
 
 
 def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:

@@ -6,8 +6,8 @@
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
     ├── CheckpointError         a checkpoint cannot be written or read, or belongs elsewhere
-    ├── ReplicaError            parameters or optimiser state differ between ranks
-    ├── ClosedError             the communicator is closed, MPI is finalised, or this is a fork
+    ├── ReplicaError            parameters or optimizer state differ between ranks
+    ├── ClosedError             the communicator is closed, MPI is finalized, or this is a fork
     ├── TransportError          MPI failed, or another rank is gone
     │   ├── StallError          an operation waits for ranks that do not arrive
     │   └── ProcessFailedError  a rank has died, and MPI has survived it
@@ -40,11 +40,11 @@ class CheckpointError(MpiringError, RuntimeError):
 
 
 class ReplicaError(MpiringError, RuntimeError):
-    """Parameters or optimiser state, which must be the same on all ranks, differ."""
+    """Parameters or optimizer state, which must be the same on all ranks, differ."""
 
 
 class ClosedError(MpiringError, RuntimeError):
-    """The communicator was closed, or MPI was finalised, before this call; or this is a fork."""
+    """The communicator was closed or MPI was finalized before this call, or this is a fork."""
 
 
 class TransportError(MpiringError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Writes counts, ranges of ranks and lists of names as text."""
+"""Writes counts, sizes, times, ranges of ranks and lists of names as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,6 +6,21 @@ from collections.abc import Iterable, Sequence
 def count(number: int, noun: str) -> str:
     """Return "1 rank" or "4 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def seconds(duration_s: float) -> str:
+    """Return "1.50 s", "12.3 ms" or "4.2 µs"."""
+    if duration_s >= 1:
+        return f"{duration_s:.2f} s"
+    return f"{duration_s * 1e3:.1f} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.1f} µs"
+
+
+def size(nbytes: int) -> str:
+    """Return "512 B", "1.5 KiB", "2.0 MiB" or "3.0 GiB"."""
+    if nbytes < 1 << 10:
+        return f"{nbytes} B"
+    exponent = min(nbytes.bit_length() - 1, 39) // 10
+    return f"{nbytes / (1 << 10 * exponent):.1f} {' KMG'[exponent]}iB"
 
 
 def ranks_on_nodes(ranks: int, nodes: int) -> str:

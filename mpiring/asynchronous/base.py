@@ -29,7 +29,7 @@ class AsynchronousTraining(ABC):
         self.closed = False
         self._calls, self._waited_s, self._in_flight_s = 0, 0.0, 0.0
         # A communicator is closed when the program ends, which reveals a rank that skipped a call.
-        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._comm = comm.split(0)
         self._messages = self._comm.messages()
 
     @abstractmethod

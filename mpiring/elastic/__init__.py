@@ -1,6 +1,9 @@
 """Training that survives the death of ranks: the others return to the last commit in memory."""
 
+from ..names import publish
 from .recovery import run
 from .state import State
 
 __all__ = ["State", "run"]
+
+publish(__name__)

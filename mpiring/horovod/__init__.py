@@ -1,5 +1,6 @@
 """Horovod's functions for NumPy arrays: `import mpiring.horovod as hvd`."""
 
+from ..names import publish
 from .arrays import NumPyArrays
 from .compression import Compression
 from .functions import (
@@ -45,3 +46,5 @@ __all__ = [
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
     "shutdown", "size", "start_timeline", "stop_timeline", "synchronize"]
+
+publish(__name__)

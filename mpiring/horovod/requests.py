@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import (
     COMPLEX, FLOATING, INTEGER, Array, chunks_of, cut, dtype_named)
 from ..memory.reduction import reduction
+from ..names import OpName
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..reducers.adasum import adasum
@@ -379,12 +380,12 @@ _KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broad
           "alltoall": NamedRequest._alltoall, "barrier": NamedRequest._barrier}
 
 
-def combined(terms: Terms, size: int) -> tuple[str, int]:
+def combined(terms: Terms, size: int) -> tuple[OpName, int]:
     """Return the op for the contributions, and the divisor of the result."""
     # A mean of integers is a sum that is divided and rounded toward zero.
     if terms.op == MEAN and terms.dtypes[0].startswith(("int", "uint")):
         return "sum", size
-    return terms.op, 1
+    return cast(OpName, terms.op), 1
 
 
 def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:

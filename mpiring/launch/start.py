@@ -21,7 +21,7 @@ def load_mpi() -> Any:
 
     Raises:
         MissingDependencyError: There is no MPI library.
-        ClosedError: MPI is finalised already.
+        ClosedError: MPI is finalized already.
         LaunchError: This process is a fork of one in which MPI runs.
     """
     forks.refuse_start()
@@ -47,7 +47,7 @@ def thread_level(mpi: Any) -> str:
 
 
 def find_mpiexec() -> str | None:
-    """Return the mpiexec beside this Python, else the first on the path, else None."""
+    """Return the mpiexec in the folder of this Python, else the first on the path, else None."""
     return (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
             or shutil.which("mpiexec"))
 
@@ -56,13 +56,13 @@ def mpi_world(*, allow_singleton: bool) -> Any:
     """Start MPI unless it runs, and return the world of all its ranks.
 
     Args:
-        allow_singleton: Accept a world of one rank where the launcher was asked for more.
+        allow_singleton: If true, accept a world of one rank if the launcher was asked for more.
 
     Raises:
         LaunchError: The launcher was asked for several ranks, but this process is alone; or it
             is a fork of a rank.
         MissingDependencyError: There is no MPI library.
-        ClosedError: MPI is finalised already.
+        ClosedError: MPI is finalized already.
     """
     forks.refuse_start()
     wanted, source = launched_size()
@@ -97,8 +97,8 @@ def refusal(wanted: int, problem: str) -> LaunchError:
     """Return the error of a launch that went wrong, with the right command.
 
     Args:
-        wanted: How many ranks were asked for.
-        problem: What is wrong.
+        wanted: Number of ranks that were asked for.
+        problem: First part of the message.
     """
     _linger()
     all_launchers = launchers()
@@ -122,9 +122,9 @@ def refusal(wanted: int, problem: str) -> LaunchError:
 
 @functools.cache
 def _linger() -> None:
-    """Let this process end a moment later, once its launcher has passed on what it has printed.
+    """Let this process end a moment later, after its launcher has forwarded its output.
 
-    srun, which ends all at the first bad exit, was seen to cut a traceback after its first line.
+    srun ends all ranks at the first bad exit, and sometimes cuts a traceback after its first line.
     """
     atexit.register(time.sleep, FORWARD_S)
 

@@ -1,5 +1,6 @@
 """The adapter for NumPy and CuPy: averaged gradients, local training, mixed precision."""
 
+from ..names import publish
 from ..resilience import Checkpoints
 from .data_parallel import AsyncDataParallel, DataParallel
 from .local import DiLoCo, LocalSGD
@@ -7,3 +8,5 @@ from .precision import LossScaler, MasterWeights
 
 __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD", "LossScaler",
            "MasterWeights"]
+
+publish(__name__)

@@ -18,6 +18,7 @@ from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..memory.reduction import quietly
 from ..memory.tensors import is_tensor
+from ..names import DATA_PARALLEL, explaining
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
@@ -27,10 +28,10 @@ from ..training.replicas import Replicas, Replicated, replicated_in
 
 
 class DataParallel:
-    """Averages the gradients of a model over ranks while others are still being computed.
+    """Averages the gradients of a model over ranks while later gradients are being computed.
 
-    Parameters are broadcast from rank 0, in place. A training step writes each gradient into its
-    view as soon as it is computed, and marks it:
+    The constructor broadcasts the parameters of rank 0, in place. A training step writes each
+    gradient into its view as soon as it is computed, and marks it as ready:
 
         dp.grads["w1"][...] = dw1
         dp.ready("w1")
@@ -38,44 +39,45 @@ class DataParallel:
         dp.wait()    # dp.grads now holds the means over ranks
 
     The views hold the means afterwards, so the first write of a step must assign. To accumulate
-    over several batches, add in the later ones, and call `ready` in the last only.
+    gradients over several batches, add later batches, and call `ready` for the last batch only.
 
-    Look views up in `dp.grads` in every step: after the first step gradients move to new memory,
-    in the order in which they became ready. An older view cannot be written to any more, and reads
-    NaN from the second step on.
+    Get the views from `dp.grads` in every step. After the first step, gradients move to new memory,
+    in the order in which they became ready. A view from before can no longer be written, and reads
+    as NaN from the second step on.
 
     Args:
         params: Arrays by name, contiguous, floating or complex; the same names, shapes and dtypes
             in the same order on every rank.
         comm: Ranks to average over; by default all ranks of the job.
-        bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
-            shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
-            128 KiB for each where that is more, up to 25 MiB.
-        reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
-            names or patterns to several; a plain mean by default.
-        deterministic: Do not reorder gradients after the first step, so that two runs have equal
-            bits even if gradients became ready in different orders.
-        order: `order` of a saved checkpoint, to continue from it bit by bit.
-        autotune: In the first steps, at most 60, try which length of buckets, algorithm and
-            number of operations in flight make steps fastest; later jobs begin with these.
-            By default as in Config. Views move until then.
+        bucket_bytes: Length in bytes of the buckets into which gradients are fused; the first
+            buckets are shorter, to be sent early. By default 25 MiB on one node. Between nodes the
+            default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
+        reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
+            patterns to reducers; by default a plain mean.
+        deterministic: If true, do not reorder gradients after the first step. Two runs are then
+            bitwise identical even if gradients become ready in different orders.
+        order: Value of `order` from a checkpoint, to continue bitwise identically.
+        autotune: If true, try bucket lengths, algorithms and numbers of operations in flight in the
+            first 60 steps or fewer, and keep the fastest, also for later jobs. By default the
+            setting `autotune` decides. Views move during these steps.
 
     Attributes:
-        comm: The ranks.
-        params: The given arrays, by name.
-        grads: A view for each parameter's gradient, of its shape and dtype. With a sharded
-            optimizer they are to be written only: no rank has all means, and a NaN in a view says
-            that it holds others.
-        gradients: Averages them, for an optimizer.
+        comm: Ranks to average over.
+        params: Arrays by name, as given.
+        grads: View of each gradient by name, with the shape and dtype of the parameter. With a
+            sharded optimizer, only write to views: no rank has all means, and elements of other
+            ranks read as NaN.
+        gradients: Averager of the gradients, for an optimizer.
 
     Raises:
-        ConfigError: A parameter cannot be trained: wrong dtype, not contiguous, read-only.
+        ConfigError: A parameter cannot be trained: wrong dtype, not contiguous, or read-only.
         BufferMismatchError: The parameters or the arguments differ between ranks; names the first
             difference.
 
     Collective: yes. Blocking: yes.
     """
 
+    @explaining(DATA_PARALLEL)
     def __init__(self, params: Mapping[str, Array], comm: Communicator | None = None, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  deterministic: bool = False, order: Sequence[str] | None = None,
@@ -86,9 +88,9 @@ class DataParallel:
         self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)
         self.grads = self.gradients.views
-        # Also of the last step, which no `ready` follows.
+        # No `ready` follows the last step.
         weakref.finalize(self, self.gradients.nonfinite.report)
-        # What an optimizer updates.
+        # Parameters that an optimizer updates.
         self._updated: dict[str, Any] = {}
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
@@ -97,13 +99,13 @@ class DataParallel:
     def ready(self, name: str) -> None:
         """Mark the gradient of a parameter as written; its bucket is sent when it is full.
 
-        Do not touch the view again before `wait` has returned.
+        Do not read or write the view again before `wait` has returned.
 
         Args:
-            name: As in `params`.
+            name: Name of the parameter, as in `params`.
 
         Raises:
-            GradientError: The name is unknown, or was marked in this step already.
+            GradientError: The name is unknown, or the gradient was already marked in this step.
 
         Collective: yes, over a step. Blocking: no.
         """
@@ -114,42 +116,43 @@ class DataParallel:
         self.gradients.ready(name)
 
     def weigh(self, tokens: float) -> None:
-        """Let this rank count in this step as much as it has tokens, or samples.
+        """Weight this rank's gradients in this step by its number of tokens, or samples.
 
-        For ranks whose batches are of different lengths: the mean over ranks becomes the mean over
-        all their tokens, as one rank with all of them would get it.
+        Use this if the batches of ranks have different lengths. The mean over ranks becomes the
+        mean over all tokens, as if one rank had all of them.
 
             dp.weigh(mask.sum())
             loss_gradient = mask * dloss / max(mask.sum(), 1)    # of the mean over this rank's own
             ...    # dp.grads, dp.ready, dp.wait
 
-        Gradients must be means over this rank's own tokens; those of a rank with 0 count as zeros,
-        whatever is in `grads`: even NaN, the mean of nothing. It has to mark them ready, as ever.
-        Over several batches per step, give the tokens of all of them, and divide by these.
+        Each rank's gradients must be means over its own tokens. The gradients of a rank with 0
+        tokens count as zeros, even if `grads` holds NaN; that rank must also call `ready`. If a
+        step has several batches, pass the tokens of all of them, and divide by this number.
 
         Args:
-            tokens: A finite number from 0; of this rank and this step. If all ranks have 0, the
-                means are 0.
+            tokens: Number of tokens of this rank in this step, finite and at least 0. If all ranks
+                have 0, the means are 0.
 
         Raises:
-            ConfigError: Not such a number.
-            GradientError: A second call in one step, or one after the first `ready`.
-            BufferMismatchError: Other ranks did not call this; here, in `ready` or in `wait`.
+            ConfigError: `tokens` is not such a number.
+            GradientError: This is the second call in a step, or `ready` was called before.
+            BufferMismatchError: Other ranks did not call this; raised here, in `ready` or in
+                `wait`.
 
         Collective: yes. Blocking: no.
         """
         self.gradients.weighing.begin(tokens)
 
     def wait(self) -> None:
-        """Return when every gradient in `grads` is the mean over ranks.
+        """Wait until every gradient in `grads` is the mean over ranks.
 
         Raises:
-            GradientError: Gradients were not marked ready; names them.
+            GradientError: Gradients were not marked as ready; names them.
             ConfigError: An array that an optimizer updates was replaced in `params`.
-            BufferMismatchError: The ranks' buckets differ.
-            StallError: A rank did not arrive in time.
-            ReplicaError: Parameters, or watched state, differ between ranks; every `digest_steps`
-                steps.
+            BufferMismatchError: The buckets of the ranks differ.
+            StallError: A rank did not arrive within `stall_timeout_s`.
+            ReplicaError: Parameters or watched state differ between ranks; checked every
+                `digest_steps` steps.
 
         Collective: yes. Blocking: yes.
         """
@@ -158,18 +161,18 @@ class DataParallel:
         self._replicas.end_step()
 
     def watch(self, **state: Any) -> None:
-        """Compare optimiser state between ranks, and restore it, as is done with parameters.
+        """Compare optimizer state between ranks, and restore it, in the same way as parameters.
 
             dp.watch(velocity=velocity, masters=masters)
 
         Args:
-            state: By any name, the same on all ranks: an array, or a nest of mappings, lists and
-                tuples with arrays and numbers in it, which may change and be replaced.
+            state: Arrays, or pytrees of mappings, lists and tuples with arrays and numbers, by
+                names that are the same on all ranks. The contents may change and be replaced.
 
         Raises:
-            ConfigError: Not such a state.
+            ConfigError: A value is no such state.
 
-        Collective: no.
+        Collective: no. Blocking: no.
         """
         for name, value in state.items():
             if not (isinstance(value, np.ndarray | Mapping | list | tuple) or is_on_gpu(value)):
@@ -181,10 +184,10 @@ class DataParallel:
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
-        """Compare parameters and watched state now, as before a checkpoint.
+        """Compare parameters and watched state now, for example before a checkpoint.
 
         Raises:
-            ReplicaError: They differ, unless `digest_action` is "restore".
+            ReplicaError: They differ between ranks, unless `digest_action` is "restore".
 
         Collective: yes. Blocking: yes.
         """
@@ -193,8 +196,11 @@ class DataParallel:
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory, for an optimizer.
 
+        Args:
+            name: Name of the parameter, as in `params`.
+
         Raises:
-            ConfigError: It does not lie in C order, as its gradient does.
+            ConfigError: The parameter is not in C order, unlike its gradient.
         """
         array = self._updated[name] = self.params[name]
         if not array.flags.c_contiguous:
@@ -204,7 +210,7 @@ class DataParallel:
         return vector_of(array)
 
     def _refuse_replaced(self) -> None:
-        """Raise ConfigError where `params` has another array than an optimizer updates."""
+        """Raise ConfigError if `params` has another array than an optimizer updates."""
         for name, array in self._updated.items():
             if self.params.get(name) is not array:
                 raise ConfigError(
@@ -213,48 +219,50 @@ class DataParallel:
 
     @property
     def steps(self) -> int:
-        """How many steps are complete."""
+        """Number of complete steps."""
         return self.gradients.steps
 
     @property
     def order(self) -> list[str] | None:
-        """The names in the order in which gradients are fused; None in the first step."""
+        """Names in the order in which gradients are fused; None in the first step."""
         return self.gradients.order
 
     @property
     def statistics(self) -> Statistics:
-        """The cost of averaging gradients in the last complete step.
+        """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count: yours, and those that compare replicas.
+        Other operations on the communicator do not count, such as those that compare replicas.
         """
         return self.gradients.statistics
 
     @property
     def finite(self) -> bool:
-        """Whether all means of the last complete step are finite; the same on all ranks.
+        """True if all means of the last complete step are finite; the same on all ranks.
 
-        A NaN or Inf of any rank is in the means of all. Where this is False, take no step:
-        reducers have not counted it either. If this is not read, rank 0 warns of such a step when
-        the next begins, or the program ends; once for several in a row.
+        A NaN or Inf on any rank reaches the means on all ranks. If this is False, skip the update;
+        reducers ignore such a step. If the program does not read this, rank 0 warns of such steps,
+        once for several in a row, when the next step begins or the program ends.
         """
         self.gradients.nonfinite.leave_to_user()
         return self.gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
-        """By rank, names of its own gradients that held NaN or Inf in the last complete step.
+        """Names of gradients that held NaN or Inf before averaging in the last step, by rank.
 
-        The same on all ranks. Gradients are checked before they are sent: in each step those that
-        are sent last (except on a GPU, which would have to be waited for), which the NaN of any
-        other layer reaches, and all in the ten steps after one whose means were not finite.
+        The same on all ranks. Each step checks the gradients that are sent last, which a NaN of any
+        layer reaches; on a GPU, that check would synchronize and is omitted. All gradients are
+        checked in the ten steps after a step whose means were not finite.
         """
         return self.gradients.nonfinite.by_rank
 
     def rescale(self, factor: float) -> None:
-        """Rescale what reducers remember of gradients, after the scale of the loss has changed.
+        """Rescale the gradients that reducers store, after the scale of the loss has changed.
 
         Args:
-            factor: New scale / old scale.
+            factor: New scale divided by old scale.
+
+        Collective: no, but on all ranks. Blocking: no.
         """
         self.gradients.rescale(factor)
 
@@ -264,14 +272,20 @@ class AsyncDataParallel(ParameterServer):
 
         dp = AsyncDataParallel(params, comm, optimizer=partial(SGD, lr=0.1), staleness=4)
         ...
-        dp.step()                               # in the place of optimizer.step()
+        dp.step()                               # instead of optimizer.step()
         ...
         dp.close()                              # all ranks have the same weights
 
-    Between steps, gradients are written into `dp.grads` and marked by `dp.ready(name)`, as with a
+    Between steps, write gradients into `dp.grads` and mark them by `dp.ready(name)`, as with a
     DataParallel.
 
-    Args: see ParameterServer.
+    Args:
+        args, kwargs: Arguments of ParameterServer: `params`, `comm`, `optimizer`, `staleness` and
+            `damped`.
+
+    Raises the same errors as ParameterServer.
+
+    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -281,8 +295,11 @@ class AsyncDataParallel(ParameterServer):
     def ready(self, name: str) -> None:
         """Mark the gradient of a parameter as written.
 
+        Args:
+            name: Name of the parameter.
+
         Raises:
-            GradientError: The name is unknown, or was marked in this step already.
+            GradientError: The name is unknown, or the gradient was already marked in this step.
 
         Collective: no. Blocking: no.
         """
@@ -294,14 +311,14 @@ class AsyncDataParallel(ParameterServer):
         self._comm.poke()
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
-        """Push this rank's gradients, pull the weights; return whether gradients were finite.
+        """Push this rank's gradients, pull the weights; return True if gradients were finite.
 
         Args:
-            gradients: In the place of those in `grads`.
+            gradients: Gradients by name, to be used instead of those in `grads`.
 
         Raises:
-            GradientError: Gradients were not marked ready; names them.
-            StallError: As `pull`.
+            GradientError: Gradients were not marked as ready; names them.
+            StallError: Other ranks did not answer, as in `pull`.
 
         Collective: no. Blocking: yes.
         """
@@ -320,10 +337,12 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
     """Give all ranks rank 0's parameters.
 
     Args:
-        deterministic, arguments: Other values that all ranks must pass.
+        params: Arrays by name.
+        comm: Ranks of the model.
+        deterministic, arguments: Other values that must be the same on all ranks.
 
     Returns:
-        The tensors, in their order, and the GPU on which they lie, None for host memory.
+        The tensors, in their order, and the GPU that holds them, None for host memory.
 
     Raises:
         ConfigError: A parameter cannot be trained.
@@ -346,7 +365,7 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
 
 
 def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
-    """Return the GPU that parameters lie on; None for host memory."""
+    """Return the GPU that holds the parameters; None for host memory."""
     kinds = {name: vector_of(array).device if is_on_gpu(array) else None
              for name, array in params.items()}
     first, device = next(iter(kinds.items()))
@@ -362,10 +381,12 @@ def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
     """Return the name, shape and dtype of a parameter.
 
     Args:
-        rank: Of this process, for messages.
+        name: Name of the parameter.
+        array: The parameter.
+        rank: Rank of this process, for messages.
 
     Raises:
-        ConfigError: It cannot be trained.
+        ConfigError: The parameter cannot be trained.
     """
     which = f"rank {rank}: parameter {name!r}"
     if not isinstance(name, str):
@@ -383,11 +404,11 @@ def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
 
 
 def _multiply(gradient: Array, factor: float) -> None:
-    """Multiply a gradient, in place; by 0 also what is NaN."""
+    """Multiply a gradient, in place; 0 times NaN is 0."""
     if factor == 0:
         gradient[...] = 0
     else:
-        # NumPy would round the factor to 16 bits, too.
+        # NumPy would also round the factor to 16 bits.
         precise = np.float32(factor) if dtype_name(gradient.dtype) in SIXTEEN_BIT else factor
         if is_on_gpu(gradient):
             np.multiply(gradient, precise, out=gradient)
@@ -396,7 +417,7 @@ def _multiply(gradient: Array, factor: float) -> None:
 
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:
-    """Yield what should be equal on all ranks; each array once, under its first name."""
+    """Yield everything that should be equal on all ranks; each array once, by its first name."""
     seen: set[int] = set()
 
     def leaf(name: str, x: Any) -> Replicated | None:

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ..collectives.operation import Operation, Tuning
 from ..errors import ConfigError
 from ..memory.arrays import Array, cut, dtype_name
 from ..memory.reduction import Combine, widens
+from ..names import AlgorithmName
 from ..transport.base import Schedule
 from .model import Model
 
@@ -225,7 +226,7 @@ TABLE = (
     Algorithm("direct", _direct, Halves(_direct_reduce_scatter, _allgather),
               keeps_float32=True),
 )
-NAMES = ("auto", *(row.name for row in TABLE))
+NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 
 def named(name: str) -> Algorithm | None:

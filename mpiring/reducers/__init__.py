@@ -1,5 +1,6 @@
 """Reducers: plain means of gradients, means with compressed messages between nodes, and Adasum."""
 
+from ..names import publish
 from .adasum import Adasum
 from .compressor import Compressor, ErrorFeedback
 from .encoded import Cast, Int8, OneBit
@@ -9,3 +10,5 @@ from .topk import TopK
 
 __all__ = ["Adasum", "Cast", "Compressor", "ErrorFeedback", "Int8", "Mean", "OneBit", "PowerSGD",
            "Reducer", "TopK"]
+
+publish(__name__)

@@ -1,5 +1,6 @@
 """Checkpoints, and stopping in time: what a training needs where jobs and machines fail."""
 
+from ..names import publish
 from ..sharding.sliced import Sliced, whole
 from .checkpoint import Checkpoints, random_state, set_random_state
 from .consolidated import load_file
@@ -8,3 +9,5 @@ from .stopping import Stopping
 
 __all__ = ["Checkpoints", "Saved", "Sliced", "Stopping", "load_file", "random_state",
            "set_random_state", "whole"]
+
+publish(__name__)

@@ -1,5 +1,6 @@
 """The adapter for PyTorch: a module wrapper, and the back end `mpiring` of torch.distributed."""
 
+from ..names import WeightCopies, publish
 from . import process_group, rendezvous
 from .asynchronous import AsyncDataParallel
 from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
@@ -17,6 +18,8 @@ process_group.register()
 rendezvous.register()
 
 __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler",
-           "LocalSGD", "ProcessGroup", "Sharded", "broadcast_optimizer_state",
+           "LocalSGD", "ProcessGroup", "Sharded", "WeightCopies", "broadcast_optimizer_state",
            "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
            "set_random_state", "share_cores", "whole"]
+
+publish(__name__)

@@ -18,6 +18,7 @@ from ..arguments import truth
 from ..communicator import Communicator, or_world
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.host import keep_freed_memory
+from ..names import DATA_PARALLEL, explaining
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
@@ -173,6 +174,7 @@ class DataParallel(Wrapper):
     parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
+    @explaining(DATA_PARALLEL)
     def __init__(self, module: nn.Module, comm: Communicator | None = None, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,

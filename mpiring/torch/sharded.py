@@ -11,6 +11,7 @@ import torch
 from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError, MpiringError
+from ..names import WeightCopies
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all, text_of
 from ..optim.optimizer import Optimizer as Named
@@ -70,7 +71,7 @@ class Sharded(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None, *,
-                 overlap: bool = False, weights: str = "rank", **defaults: Any) -> None:
+                 overlap: bool = False, weights: WeightCopies = "rank", **defaults: Any) -> None:
         if not isinstance(model, DataParallel):
             raise ConfigError(
                 f"model is a {type(model).__name__}; pass the mpiring.torch.DataParallel itself, "

@@ -13,12 +13,17 @@ from ..engine.group import Build
 from ..errors import ConfigError, GradientError, MpiringError
 from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
+from ..names import nearest
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..reducers.reducer import Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of
 from ..reducers.compressor import Compressor
+from ..text import first_few
 from ..transport.base import Schedule
 from .search import Choice
+
+# So many names are told where one is unknown.
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,11 @@ class Views(Mapping[str, Array]):
         self._views, self._holder = views, holder
 
     def __getitem__(self, name: str) -> Array:
-        return self._views[name]
+        try:
+            return self._views[name]
+        except KeyError:
+            known = first_few(nearest(str(name), self._views), _MOST_NAMES)
+            raise KeyError(f"no parameter is called {name!r}; {self._holder} has {known}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)

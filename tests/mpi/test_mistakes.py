@@ -41,10 +41,28 @@ def test_ops_of_mpi4py(comm, theirs, ours):
         assert bool(mpis) == comm.allreduce(numbers != 0, op=ours)[0]
 
 
+@pytest.mark.parametrize("name", ["avg", "average"])
+def test_other_names_of_the_mean(comm, name):
+    x = np.arange(2 * comm.size) + float(comm.rank)
+    mean = np.arange(2 * comm.size) + (comm.size - 1) / 2
+    own = slice(2 * comm.rank, 2 * comm.rank + 2)
+    again, scattered = x.copy(), x.copy()
+    persistent = comm.persistent_allreduce(again, op=name)
+    scattering = comm.persistent_reduce_scatter(scattered, op=name)
+    for _ in range(3):
+        again[...] = scattered[...] = x
+        assert (persistent() == mean).all() and (scattering() == mean[own]).all()
+        assert (comm.allreduce(x.copy(), op=name) == mean).all()
+        assert (comm.iallreduce(x.copy(), op=name).wait() == mean).all()
+        assert (comm.reduce_scatter(x.copy(), op=name) == mean[own]).all()
+    # To the other ranks it is the same.
+    assert (comm.allreduce(x.copy(), op="mean" if comm.rank else name) == mean).all()
+
+
 X = np.ones(3, np.float32)
 ON_COMM = [
-    (lambda comm: comm.allreduce(X, op="avg"), "op='avg': expected one of sum, mean"),
-    (lambda comm: comm.reduce_scatter(X, op="avg"), "op='avg'"),
+    (lambda comm: comm.allreduce(X, op="median"), "op='median': expected one of sum, mean"),
+    (lambda comm: comm.reduce_scatter(X, op="median"), "op='median'"),
     (lambda comm: comm.allreduce(X, op="bor"), "integers of its width"),
     (lambda comm: comm.allreduce(X, algorithm="tree"), "algorithm='tree': expected one of auto"),
     (lambda comm: mpiring.init(config=mpiring.Config(algorithm="tree")),

@@ -83,6 +83,9 @@ def test_gradients_are_written_into_and_not_replaced(comm):
         with pytest.raises(mpiring.GradientError, match=rf"write into it: grads\['{name}'\]"):
             dp.grads[name] = np.ones(30, np.float32)
     assert dp.grads["b1"] is views["b1"] and sorted(dp.grads) == sorted(SHAPES)
+    with pytest.raises(KeyError, match=r"no parameter is called 'bb1'; grads has b1, "):
+        dp.grads["bb1"]
+    assert "bb1" not in dp.grads
 
 
 def test_models_and_buckets_that_cannot_be_are_refused(comm):

@@ -75,8 +75,8 @@ def test_mistakes(some):
         with pytest.raises(mpiring.ConfigError, match=r", started>: call wait\(\) first"):
             again()
     assert operation.wait() is x
-    with pytest.raises(mpiring.ConfigError, match="op='avg'"):
-        some.persistent_allreduce(x, op="avg")
+    with pytest.raises(mpiring.ConfigError, match="op='median'"):
+        some.persistent_allreduce(x, op="median")
     with pytest.raises(mpiring.ConfigError, match="root"):
         some.persistent_broadcast(x, root=some.size)
 

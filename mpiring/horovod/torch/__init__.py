@@ -1,5 +1,6 @@
 """Horovod's functions for PyTorch: `import mpiring.horovod.torch as hvd`."""
 
+from ...names import publish
 from ..compression import Compression
 from ..functions import allgather_object, broadcast_object, broadcast_object_fn
 from ..ops import Adasum, Average, Max, Min, Product, Sum
@@ -50,3 +51,5 @@ __all__ = [
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
     "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize"]
+
+publish(__name__)

@@ -4,7 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -249,7 +249,7 @@ class StepGradients:
         sparse: set[str] = set().union(*comm.allgather_object(
             {name for name, p in parameters.items() if how.gathers(p.grad)}))
         for part in parts:
-            private_comm = cast(Communicator, comm.split(0))
+            private_comm = comm.split(0)
             reducers = {name: reducer for group in how.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
                 for reducer in [how.reducer()] for name in group}

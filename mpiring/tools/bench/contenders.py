@@ -11,6 +11,7 @@ import numpy as np
 from ...collectives import native
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ...names import AlgorithmName
 from ...operations.algorithms import NAMES
 from ..arguments import names
 from . import peers
@@ -96,7 +97,7 @@ class Contender:
     has_means: bool = True
 
 
-def mpiring(world: World, algorithm: str) -> Contender:
+def mpiring(world: World, algorithm: AlgorithmName) -> Contender:
     """Return mpiring with an algorithm of `the table`."""
     comm = world.comm
     return Contender(

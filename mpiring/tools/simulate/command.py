@@ -119,7 +119,8 @@ def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
         cluster = usual.of(nodes, usual.ranks_per_node)
         predictions = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
                        if (prediction := predict(name, cluster, options.size)) is not None}
-        seconds = {name: predictions[name].seconds for name in ALGORITHMS if name in predictions}
+        seconds: dict[str, float] = {
+            name: predictions[name].seconds for name in ALGORITHMS if name in predictions}
         choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
         for name, prediction in predictions.items():
             rows.append({
