@@ -2,7 +2,7 @@
 
 from . import process_group, rendezvous
 from .asynchronous import AsyncDataParallel
-from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
+from .checkpoints import Checkpoints, TrainState, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .tensors import device_for
 from .local import DiLoCo, LocalSGD
@@ -17,6 +17,6 @@ process_group.register()
 rendezvous.register()
 
 __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler",
-           "LocalSGD", "ProcessGroup", "Sharded", "broadcast_optimizer_state",
+           "LocalSGD", "ProcessGroup", "Sharded", "TrainState", "broadcast_optimizer_state",
            "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
            "set_random_state", "share_cores", "whole"]

@@ -136,6 +136,15 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: yes. Blocking: where buckets were built anew.
         """
+        self.follow(averaging)
+        self._give()
+        self._is_fresh = True
+
+    def follow(self, averaging: Averaging) -> None:
+        """Move weights and state to the slices of the present buckets of the gradients.
+
+        Collective: yes. Blocking: if buckets were built again.
+        """
         self.synchronize()
         if averaging is not self._averaging or self._version != averaging.gradients.version:
             # Others than these have been copied from rank 0.
@@ -143,8 +152,6 @@ class Sharded(torch.optim.Optimizer):
             self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
-        self._give()
-        self._is_fresh = True
 
     def _give(self) -> None:
         """Give the shards their gradients."""
