@@ -40,7 +40,8 @@ LAYERS = [
     ["__main__", "__init__"],
 ]
 # What users of PyTorch and of NumPy know by the same names.
-OF_EACH_ADAPTER = {"AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD"}
+OF_EACH_ADAPTER = {"AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD",
+                   "TrainState"}
 # Constructors of more than 8 arguments: users pass them by keyword.
 KEYWORDS = {"Adam", "AdamW", "DataParallel", "LAMB", "LARS", "SGD", "StreamingDiLoCo"}
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}

@@ -25,13 +25,14 @@ def test_training_goes_on_bit_by_bit(tmp_path):
     """Every Reducer's state: tests/reducers/test_all_reducers.py."""
     ended = run(3, PROGRAMS / "resumed.py", tmp_path)
     assert ended.status == 0, ended.output
-    assert ended.output.count("goes on bit by bit") == 3, ended.output
+    assert ended.output.count("goes on bit by bit") == 4, ended.output
 
 
-def test_slices_are_gone_on_from_on_fewer_ranks_and_without_slices(tmp_path):
+def test_pytorch_trainings_resume_bit_by_bit_on_fewer_ranks_and_without_slices(tmp_path):
     needed("torch")
-    ended = run(3, PROGRAMS / "resharded.py", tmp_path)
-    assert ended.status == 0 and "goes on from slices" in ended.output, ended.output
+    ended = run(3, PROGRAMS / "torch_train_state.py", tmp_path)
+    assert ended.status == 0 and "goes on without slices" in ended.output, ended.output
+    assert ended.output.count("resumes bit by bit") == 3, ended.output
 
 
 def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import truth
+from ..arguments import refuse_other_state, truth
 from ..asynchronous import ParameterServer
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator, or_world
@@ -25,6 +25,8 @@ from ..reducers.reducer import ReducerSpec
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.replicas import Replicas, Replicated, replicated_in
+
+SAME_STATE = "load the same state on every rank"
 
 
 class DataParallel:
@@ -266,6 +268,41 @@ class DataParallel:
         """
         self.gradients.rescale(factor)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters by name: the arrays themselves, not copies."""
+        return dict(self.params)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Write the parameters that `state_dict` returned into the arrays of this model.
+
+        Raises:
+            ConfigError: An array is missing, unknown, of another shape or dtype, or differs
+                between ranks. Nothing has changed then, on any rank.
+
+        Collective: yes. Blocking: yes.
+        """
+        load_arrays(self.comm, self.params, state_dict, "of the DataParallel")
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: the order of the gradients, and the state of its Reducers.
+
+        `TrainState` saves it with the weights, so that a run resumes with identical bits.
+
+        Collective: no.
+        """
+        return self.gradients.own_state_dict()
+
+    def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
+
+        Raises:
+            ConfigError: The state belongs to another model or to other Reducers.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: yes.
+        """
+        self.gradients.load_own_state_dict(state_dict)
+
 
 class AsyncDataParallel(ParameterServer):
     """A NumPy model that all ranks update, each at its own pace; see ParameterServer.
@@ -362,6 +399,36 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
     for array in params.values():
         comm.broadcast(array, root=0)
     return tensors, device
+
+
+def load_arrays(comm: Communicator, arrays: Mapping[str, Any], state: Mapping[str, Any],
+                whose: str) -> None:
+    """Write the arrays of a state into others, by name.
+
+    Args:
+        comm: The ranks; all must load the same.
+        arrays: Arrays to write to.
+        state: Arrays to read, by the same names, of the same shapes and dtypes.
+        whose: End of "the state …" in messages.
+
+    Raises:
+        ConfigError: The state does not fit, or differs between ranks. Nothing has changed then, on
+            any rank.
+
+    Collective: yes. Blocking: yes.
+    """
+    with same_on_all(comm, f"the state {whose}", remedy=SAME_STATE) as same:
+        refuse_other_state(state, arrays, whose, only=True)
+        # Of files such as numpy.load's, each access reads the array.
+        same["arrays"] = saved = {name: state[name] for name in arrays}
+        for name, array in arrays.items():
+            expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
+                               else f"a {type(x).__name__}" for x in (array, saved[name])]
+            if given != expected:
+                raise ConfigError(f"rank {comm.rank}: {name!r} is {given} in the state {whose}, "
+                                  f"but {expected} in the model; build the model that was saved")
+    for name, array in arrays.items():
+        array[...] = saved[name]
 
 
 def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:

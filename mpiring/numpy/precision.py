@@ -13,9 +13,7 @@ from ..operations.consistency import same_on_all
 from ..optim.parts import has_master, wide
 from ..training.averager import HOPELESS_STEPS
 from ..training.fused import Views
-from .data_parallel import DataParallel
-
-_SAME_STATE = "load the same state on every rank"
+from .data_parallel import SAME_STATE, DataParallel, load_arrays
 
 
 class LossScaler:
@@ -152,7 +150,7 @@ class LossScaler:
 
         Collective: yes. Blocking: yes.
         """
-        with same_on_all(self._dp.comm, "the state of a LossScaler", remedy=_SAME_STATE) as same:
+        with same_on_all(self._dp.comm, "the state of a LossScaler", remedy=SAME_STATE) as same:
             refuse_other_state(state, self.state_dict(), "of a LossScaler", only=True)
             same["scale"] = scale = _power_of_two(
                 "scale", state["scale"], self._smallest, self._largest)
@@ -240,22 +238,16 @@ class MasterWeights(Views):
 
         Collective: yes. Blocking: yes.
         """
-        with same_on_all(self._dp.comm, "the state of the MasterWeights",
-                         remedy=_SAME_STATE) as same:
-            refuse_other_state(state, self._views, "of the MasterWeights", only=True)
-            # Of files such as numpy.load's, each access reads the array.
-            same["arrays"] = saved = {name: state[name] for name in self._views}
-            for name, array in self._views.items():
-                expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
-                                   else f"a {type(x).__name__}" for x in (array, saved[name])]
-                if given != expected:
-                    raise ConfigError(
-                        f"rank {self._dp.comm.rank}: {name!r} is {given} in the state of the "
-                        f"MasterWeights, but {expected} in the model; build the model that was "
-                        f"saved")
-        for name, array in self._views.items():
-            array[...] = saved[name]
+        load_arrays(self._dp.comm, self._views, state, "of the MasterWeights")
         self.round_off()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return the own state of this rank's DataParallel."""
+        return self._dp.own_state_dict()
+
+    def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the own state of this rank's DataParallel. Collective: yes. Blocking: yes."""
+        self._dp.load_own_state_dict(state_dict)
 
 
 def _refuse_other_than_wrappers(dp: object) -> None:

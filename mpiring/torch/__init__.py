@@ -3,7 +3,7 @@
 from ..names import WeightCopies, publish
 from . import process_group, rendezvous
 from .asynchronous import AsyncDataParallel
-from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
+from .checkpoints import Checkpoints, TrainState, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .tensors import device_for
 from .local import DiLoCo, LocalSGD
@@ -18,8 +18,8 @@ process_group.register()
 rendezvous.register()
 
 __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler",
-           "LocalSGD", "ProcessGroup", "Sharded", "WeightCopies", "broadcast_optimizer_state",
-           "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
+           "LocalSGD", "ProcessGroup", "Sharded", "TrainState", "WeightCopies",
+           "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
            "set_random_state", "share_cores", "whole"]
 
 publish(__name__)

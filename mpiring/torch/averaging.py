@@ -56,6 +56,9 @@ class GradientOwner(Protocol):
     def take(self, averaging: "Averaging") -> None:
         """Use the means of a step, which have arrived. Collective: yes."""
 
+    def follow(self, averaging: "Averaging") -> None:
+        """Follow the gradients to other buckets. Collective: yes."""
+
     def synchronize(self) -> None:
         """Return when all weights are complete."""
 
@@ -154,6 +157,14 @@ class Averaging:
         self.wait()
         self.gradients.close()
         self._hooks.close()
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the own state of this rank; see Averager. Collective, blocking."""
+        self.wait()
+        with self._select_gpu():
+            self.gradients.load_own_state_dict(state)
+            if self._owner is not None:
+                self._owner.follow(self)
 
     def watch(self, outputs: object) -> None:
         """Watch for the backward pass that begins at these outputs of the model.

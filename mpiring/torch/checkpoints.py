@@ -1,4 +1,4 @@
-"""Checkpoints with PyTorch's tensors, and the state of PyTorch's random numbers."""
+"""Checkpoints with PyTorch tensors, and the state of PyTorch's random numbers."""
 
 import os
 from collections.abc import Mapping
@@ -13,12 +13,13 @@ from ..memory.pytrees import mapped
 from ..sharding.sliced import Sliced
 from ..memory.tensors import GPU_TYPES
 from ..resilience.consolidated import load_as
+from ..resilience.train_state import Framework
 from ..resilience.tree import Bytes
 from .tensors import tensor_of
 
 
 class Tensors:
-    """PyTorch's dense tensors, of any device; they come back on the CPU."""
+    """Dense PyTorch tensors on any device; they are loaded on the CPU."""
 
     name = "tensor"
 
@@ -49,27 +50,27 @@ class Tensors:
 class Checkpoints(resilience.Checkpoints):
     """Checkpoints whose state may also hold tensors.
 
-    See `mpiring.resilience.Checkpoints`. The `state_dict()` of modules, optimizers, schedulers and
-    GradScaler can be saved as they are. Tensors are loaded on the CPU, since a job may continue
+    See `mpiring.resilience.Checkpoints`. The `state_dict()` of a module, optimizer, scheduler or
+    GradScaler can be saved as it is. Tensors are loaded on the CPU, since a job may continue
     without a GPU; `load_state_dict` copies them to the module's device.
 
-    The pieces of `Sliced` leaves are NumPy's arrays here, too (a tensor's elements as one:
-    `mpiring.memory.tensors.array_of`); `mpiring.torch.whole` makes tensors of them.
+    The pieces of `Sliced` leaves are NumPy arrays (`mpiring.memory.tensors.array_of` returns a
+    tensor as one); `mpiring.torch.whole` makes tensors of them.
     """
 
     kinds = (Tensors(), *resilience.Checkpoints.kinds)
 
 
 def whole(nest: Any) -> Any:
-    """Return a copy of a nest in which each `Sliced` is a whole tensor, on the CPU.
+    """Return a copy of a pytree in which each `Sliced` is a complete tensor, on the CPU.
 
-    Of a sharded optimizer's state, it is what `load_state_dict` of the plain optimizer takes.
+    The plain optimizer's `load_state_dict` accepts the result for a sharded optimizer's state.
 
     Args:
         nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves stay as they are.
 
     Raises:
-        ConfigError: Elements of one are in no piece; says which.
+        ConfigError: Elements of a tensor are in no piece; names them.
 
     Collective: no.
     """
@@ -78,12 +79,12 @@ def whole(nest: Any) -> Any:
 
 
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `python -m mpiring checkpoint consolidate` has written, with tensors.
+    """Return the content of a file of `python -m mpiring checkpoint consolidate`, with tensors.
 
     See `mpiring.resilience.load_file`.
 
     Raises:
-        CheckpointError: It is not such a file.
+        CheckpointError: The file was not written by this command.
 
     Collective: no.
     """
@@ -91,9 +92,9 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's random numbers, for a checkpoint.
+    """Return the state of the random numbers of Python, NumPy and PyTorch, for a checkpoint.
 
-    Each rank has its own.
+    Each rank has its own state.
 
     Collective: no.
     """
@@ -111,7 +112,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Continue with the random numbers that followed `random_state`.
 
     Raises:
-        ConfigError: Not such a state.
+        ConfigError: `state` does not come from `random_state`.
 
     Collective: no.
     """
@@ -122,3 +123,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         gpus = torch.get_device_module(kind)
         if kind in state and gpus.is_available():
             gpus.set_rng_state(state[kind])
+
+
+class TrainState(resilience.TrainState):
+    """The complete state of a PyTorch training, with PyTorch's random numbers.
+
+    See `mpiring.resilience.TrainState`. Parts are modules, optimizers, schedulers, `GradScaler`,
+    samplers, and all else with `state_dict` and `load_state_dict`.
+    """
+
+    framework = Framework(Checkpoints, random_state, set_random_state, whole)

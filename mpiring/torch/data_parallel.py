@@ -507,6 +507,27 @@ class DataParallel(Wrapper):
         """Load what this `state_dict`, or that of the bare module, has returned; on every rank."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: the order of the gradients, and the state of its Reducers.
+
+        `TrainState` saves it with the weights, so that a run resumes with identical bits.
+
+        Collective: no.
+        """
+        return {} if self._averaging is None else self._averaging.gradients.own_state_dict()
+
+    def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
+
+        Raises:
+            ConfigError: The state belongs to another model or to other Reducers.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._averaging is not None:
+            self._averaging.load_own_state_dict(state_dict)
+
 
 def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Find what `state_dict` has named, for a module of which the DataParallel is a part."""

@@ -62,6 +62,11 @@ class DistributedSampler(Sampler[int]):
         # Whether the iteration has ended; the next one has all samples.
         self._over = False
 
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch, from 0."""
+        return self._epoch
+
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: choose its order, and start at its first sample.
 

@@ -139,6 +139,15 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: yes. Blocking: if buckets were rebuilt.
         """
+        self.follow(averaging)
+        self._give()
+        self._is_fresh = True
+
+    def follow(self, averaging: Averaging) -> None:
+        """Move weights and state to the slices of the present buckets of the gradients.
+
+        Collective: yes. Blocking: if buckets were built again.
+        """
         self.synchronize()
         if averaging is not self._averaging or self._version != averaging.gradients.version:
             # A new averaging starts from weights that were copied from rank 0.
@@ -146,8 +155,6 @@ class Sharded(torch.optim.Optimizer):
             self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
-        self._give()
-        self._is_fresh = True
 
     def _give(self) -> None:
         """Give the shards their gradients."""

@@ -7,10 +7,11 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 
-from ..arguments import number
+from ..arguments import number, refuse_other_state
 from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
 from ..engine.group import Build
@@ -23,7 +24,7 @@ from ..operations.operation import Collectives
 from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..reducers.compressor import Cost
-from ..text import first_few
+from ..text import count, first_few
 from ..transport.base import Schedule, T
 from .autotune import Autotuner, is_wanted
 from .fused import FusedTensors, Fusion, Placement
@@ -282,6 +283,37 @@ class Averager(FusedTensors):
             compressor.rescale(factor)
         self._rescaled *= factor
         self.compared["rescale"] = f"rescaled by {self._rescaled:.15g}"
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state: the order of the tensors, and the state of its Reducers.
+
+        Collective: no.
+        """
+        return {"order": self.order,
+                "reducers": [compressor.state_dict() for compressor in self.compressors]}
+
+    def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `own_state_dict` returned on this rank.
+
+        Raises:
+            ConfigError: The state belongs to another model or to other Reducers.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._refuse_amid("load_own_state_dict()")
+        refuse_other_state(state, ("order", "reducers"), "of a DataParallel")
+        states = state["reducers"]
+        if len(states) != len(self.compressors):
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state has {count(len(states), 'reducer')}, but the "
+                f"model has {len(self.compressors)}; resume with the reducers that were saved")
+        for compressor, its in zip(self.compressors, states):
+            compressor.load_state_dict(its)
+        if state["order"] is not None:
+            tensors = self._ordered(state["order"])
+            self.is_final = True
+            self.fuse([tensor.name for tensor in tensors])
 
     def close(self) -> None:
         """Release Reducers for another model, or for these tensors in other buckets."""

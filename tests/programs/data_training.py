@@ -6,7 +6,6 @@ Its batches are drawn as SOURCE says, and a checkpoint is saved after EVERY step
 line to FOLDER/log after each step, each rank its process to FOLDER/pid…; at the end all is counted.
 """
 
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ import numpy as np
 
 import mpiring
 from mpiring.data import TokenBatches, prefetch
-from mpiring.resilience import Checkpoints
+from mpiring.resilience import TrainState
 
 EPOCHS, SAMPLES = 2, 3000
 LENGTHS = np.random.default_rng(7).integers(1, 300, SAMPLES)
@@ -63,26 +62,25 @@ def source(name, batches):
 def main():
     """Train."""
     folder, name, tokens, every = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-    with mpiring.init() as comm, Checkpoints(folder / "run", comm) as checkpoints:
+    with mpiring.init() as comm:
         (folder / f"pid{comm.rank}").write_text(str(os.getpid()))
         data = source(name, TokenBatches(LENGTHS, comm, tokens=tokens, seed=3))
-        epoch, step, counts = 0, 0, np.zeros((EPOCHS, SAMPLES), np.int64)
-        if (saved := checkpoints.load()) is not None:
-            data.load_state_dict(json.loads(saved.replicated["data"]))
-            epoch, step, counts = (saved.replicated[key] for key in ("epoch", "step", "counts"))
-        for epoch in range(epoch, EPOCHS):
+        done = {"epoch": 0, "counts": np.zeros((EPOCHS, SAMPLES), np.int64)}
+        state = TrainState(comm, data=data, done=done)
+        step, counts = state.restore(folder / "run"), done["counts"]
+        for epoch in range(done["epoch"], EPOCHS):
+            done["epoch"] = epoch
             for mine in data:
                 new = np.bincount(mine, minlength=SAMPLES)
                 counts[epoch] += comm.allreduce(new)
                 step += 1
                 time.sleep(0.002)
                 if step % every == 0:
-                    checkpoints.save(step, replicated={
-                        "data": json.dumps(data.state_dict()), "epoch": epoch, "step": step,
-                        "counts": counts})
+                    state.save(folder / "run", step)
                 if comm.rank == 0:
                     with (folder / "log").open("a") as log:
                         print(step, file=log)
+        state.close()
         if comm.rank == 0:
             once = np.all(counts == 1)
             print(f"each of {counts.size} once" if once else f"WRONG {np.bincount(counts.ravel())}")

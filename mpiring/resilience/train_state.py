@@ -1,0 +1,356 @@
+"""Saves and restores the complete state of a training; a job resumes with identical bits."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..errors import CheckpointError, ConfigError, MpiringError
+from ..gpu.arrays import is_on_gpu
+from ..memory.pytrees import leaves
+from ..operations.consistency import same_on_all
+from ..reducers.compressor import Compressor
+from ..sharding.sliced import whole
+from .checkpoint import Checkpoints, random_state, set_random_state
+from .reader import Saved
+
+_LOADABLE = ("pass an object with state_dict() and load_state_dict(), a random generator, an "
+             "array, or a dict or list of arrays and numbers")
+# A rank's own state: of the global random numbers, of parts, and what shared parts add to theirs.
+_NO_OWN: Mapping[str, Any] = {"random": None, "parts": {}, "of parts": {}}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """The functions that save and load the arrays and random numbers of a framework.
+
+    Attributes:
+        checkpoints: Class of the checkpoints.
+        random_state, set_random_state: Functions for the global random numbers.
+        whole: Function that joins the slices in a pytree.
+    """
+
+    checkpoints: type[Checkpoints]
+    random_state: Callable[[], dict[str, Any]]
+    set_random_state: Callable[[Mapping[str, Any]], None]
+    whole: Callable[[Any], Any]
+
+
+class TrainState:
+    """The complete state of a training: everything that a job needs to resume.
+
+        state = TrainState(comm, model=model, optimizer=optimizer, sampler=sampler)
+        step = state.restore("run1")                # 0 if the folder holds no checkpoint
+        while step < 1000:
+            ...
+            step += 1
+            if step % 100 == 0:
+                state.save("run1", step)            # is written in the background
+        state.close()
+
+    A job with the same number of ranks resumes with identical bits. The global random numbers of
+    Python, NumPy and (in `mpiring.torch`) PyTorch are always saved. A `DataParallel` adds the order
+    of its gradients and the state of its Reducers.
+
+    A part is an object with `state_dict` and `load_state_dict`, a random generator, an array, or a
+    dict or list of arrays and numbers, which `restore` overwrites in place. How a part is saved
+    follows from its methods:
+
+    - Each rank writes its slices of a part that has `sharded_state_dict`: a `Sharded` optimizer,
+      those of `mpiring.optim`, `DiLoCo`, a parameter server. Any number of ranks can restore it.
+    - Each rank writes its own state of random generators, Reducers, and the parts in `own`. Another
+      number of ranks leaves these as they are; rank 0 logs a warning.
+    - Rank 0 writes all other parts, which must be equal on all ranks. Any number of ranks can
+      restore them.
+
+    Args:
+        comm: The ranks.
+        own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
+            model and its optimizer.
+        keep: Number of the newest checkpoints that stay in a folder, from 1.
+        seed: Seed of the training; a checkpoint of another seed is refused.
+        parts: Parts by names of your choice; the same names in the same order on every rank.
+
+    Attributes:
+        step: Step of the last `restore` or `save`; 0 before.
+
+    Raises:
+        ConfigError: A part has no state, or the ranks' parts differ; on all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    framework: ClassVar[Framework] = Framework(Checkpoints, random_state, set_random_state, whole)
+
+    def __init__(self, comm: Communicator, *, own: Mapping[str, Any] | None = None, keep: int = 3,
+                 seed: int | None = None, **parts: Any) -> None:
+        refuse_other_than_communicators(comm)
+        self._comm, self._keep, self._seed, self.step = comm, keep, seed, 0
+        self._checkpoints: Checkpoints | None = None
+        self._folder: str | os.PathLike[str] | None = None
+        with same_on_all(comm, "TrainState", remedy="pass the same parts on every rank") as same:
+            if own is not None and not isinstance(own, Mapping):
+                raise ConfigError(f"own is a {type(own).__name__}; pass a dict of parts by name")
+            twice = sorted(parts.keys() & (own or {}).keys())
+            if twice:
+                raise ConfigError(f"{', '.join(twice)}: given by keyword and in own; each part "
+                                  f"is either equal on all ranks or each rank's own")
+            if not own:
+                _refuse_local_training(parts)
+            self._own = {name: _stateful(name, part) for name, part in [
+                *(item for item in parts.items() if _is_own(item[1])), *(own or {}).items()]}
+            self._shared = {name: _stateful(name, part) for name, part in parts.items()
+                            if name not in self._own}
+            same["parts"], same["own"] = list(self._shared), list(self._own)
+        self._counting = [name for name, part in {**self._shared, **self._own}.items()
+                          if "seen" in inspect.signature(part.state_dict).parameters]
+
+    @property
+    def save_s(self) -> float:
+        """Seconds that the last `save` took until it was complete; for `Stopping`."""
+        return 0.0 if self._checkpoints is None else self._checkpoints.save_s
+
+    def restore(self, folder: str | os.PathLike[str] | None) -> int:
+        """Load the newest complete checkpoint of a folder into the parts; return its step.
+
+        Args:
+            folder: Folder on a file system that all ranks share; created if it is missing. None
+                restores nothing.
+
+        Returns:
+            The step that was saved; 0 if the folder holds no checkpoint.
+
+        Raises:
+            CheckpointError: No checkpoint of the folder can be used, another job writes there, the
+                checkpoint has other parts, or a part refuses its state; on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        saved = self._open(folder).load()
+        if saved is None:
+            return 0
+        with same_on_all(self._comm, "TrainState.restore", error=CheckpointError):
+            self._refuse_other_parts(saved)
+        own = saved.own or _NO_OWN
+        # The order of gradients comes first: optimizers load slices of the buckets that it makes.
+        for name, state in own["of parts"].items():
+            if state and hasattr(self._shared[name], "load_own_state_dict"):
+                self._load(saved, name, self._shared[name].load_own_state_dict, state)
+        for name, part in self._shared.items():
+            state = saved.replicated.get(name)
+            if name not in saved.replicated:
+                state = saved.sharded[name]
+                if not hasattr(part, "sharded_state_dict"):
+                    state = self.framework.whole(state)
+            self._load(saved, name, part.load_state_dict, state)
+        # With DiLoCo, a rank's own weights replace the global ones.
+        for name, state in own["parts"].items():
+            self._load(saved, name, self._own[name].load_state_dict, state)
+        if own["random"] is not None:
+            self._load(saved, "random", self.framework.set_random_state, own["random"])
+        self.step = saved.step
+        return saved.step
+
+    def _refuse_other_parts(self, saved: Saved) -> None:
+        """Raise CheckpointError if a checkpoint has other parts than this state."""
+        own = _NO_OWN if saved.own is None else saved.own
+        if not all(isinstance(state, dict) for state in (saved.replicated, own)) or (
+                own.keys() != _NO_OWN.keys()):
+            raise CheckpointError(f"checkpoint {saved.name} in {self._folder} was not saved by a "
+                                  f"TrainState; read it with Checkpoints")
+        names = [*saved.replicated, *(saved.sharded or {}), *own["parts"]]
+        expected = [*self._shared, *([] if saved.own is None else self._own)]
+        lacking = [name for name in expected if name not in names]
+        besides = [str(name) for name in names if name not in expected]
+        problems = [f"lacks the state of {', '.join(lacking)}"] if lacking else []
+        if besides:
+            problems.append(f"has the state of {', '.join(besides)} besides")
+        if problems:
+            raise CheckpointError(
+                f"checkpoint {saved.name} in {self._folder} {' and '.join(problems)}: give "
+                f"TrainState the parts that were saved, or read the checkpoint with Checkpoints")
+
+    def _load(self, saved: Saved, name: str, load: Callable[[Any], object], state: Any) -> None:
+        """Load the state of a part; raise the error of one rank on all ranks."""
+        with same_on_all(self._comm, f"TrainState.restore of {name}", error=CheckpointError):
+            try:
+                load(state)
+            except MpiringError:
+                raise
+            except Exception as exc:
+                raise CheckpointError(
+                    f"rank {self._comm.rank}: {name} cannot take its state from checkpoint "
+                    f"{saved.name} in {self._folder}: {type(exc).__name__}: {exc}") from exc
+
+    def save(self, folder: str | os.PathLike[str] | None, step: int, *,
+             seen: int | None = None) -> None:
+        """Copy the state, and begin to write it; return while it is being written.
+
+        Args:
+            folder: Folder on a file system that all ranks share. None saves nothing.
+            step: Number of steps that are complete.
+            seen: Number of samples (`DistributedSampler`) or batches (`TokenBatches`) that this
+                rank has trained on since its iteration began; needed if `prefetch` or a DataLoader
+                with workers draws ahead of training.
+
+        Raises:
+            ConfigError: A part's state cannot be saved; on all ranks. Or `seen` is given, but no
+                part counts.
+            CheckpointError: The checkpoint before could not be written; on all ranks.
+
+        Collective: yes. Blocking: until the state is copied.
+        """
+        checkpoints = self._open(folder)
+        if folder is None:
+            return
+        if seen is not None and not self._counting:
+            raise ConfigError(f"rank {self._comm.rank}: seen={seen!r}, but no part has a position "
+                              f"that it could set; pass a DistributedSampler or TokenBatches")
+        replicated: dict[str, Any] = {}
+        sharded: dict[str, Any] = {}
+        for name, part in self._shared.items():
+            if hasattr(part, "sharded_state_dict"):
+                sharded[name] = part.sharded_state_dict()
+            else:
+                replicated[name] = self._state_of(name, part, seen)
+        own = {"random": self.framework.random_state(),
+               "parts": {name: self._state_of(name, part, seen)
+                         for name, part in self._own.items()},
+               "of parts": {name: part.own_state_dict() for name, part in self._shared.items()
+                            if hasattr(part, "own_state_dict")}}
+        checkpoints.save(step, replicated=replicated, own=own, sharded=sharded or None)
+        self.step = step
+
+    def _state_of(self, name: str, part: Any, seen: int | None) -> Any:
+        if seen is not None and name in self._counting:
+            return part.state_dict(seen=seen)
+        return part.state_dict()
+
+    def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoints:
+        """Return the checkpoints of a folder. Collective, blocking."""
+        if self._checkpoints is None or folder != self._folder:
+            self.close()
+            self._checkpoints = self.framework.checkpoints(
+                folder, self._comm, keep=self._keep, seed=self._seed)
+            self._folder = folder
+        return self._checkpoints
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written, and let other jobs use the folder.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written; on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.close()
+
+    def __enter__(self) -> "TrainState":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.__exit__(kind, error, trace)
+
+
+def _refuse_local_training(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a part trains a different model on each rank."""
+    for name, part in parts.items():
+        if hasattr(part, "global_parameters"):
+            raise ConfigError(
+                f"{name} is a {type(part).__name__}, which leaves each rank its own weights: pass "
+                f"own={{'model': model, 'optimizer': optimizer}}")
+
+
+def _is_own(part: Any) -> bool:
+    """Return whether each rank has its own state of a part, whatever the user says."""
+    return isinstance(part, Compressor | np.random.Generator) or hasattr(part, "set_state")
+
+
+def _stateful(name: str, part: Any) -> Any:
+    """Return a part with state_dict and load_state_dict.
+
+    Raises:
+        ConfigError: The part cannot be saved and restored.
+    """
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        return part
+    if isinstance(part, np.random.Generator) or hasattr(part, "set_state"):
+        return _Random(part)
+    if isinstance(part, np.ndarray | dict | list) or is_on_gpu(part):
+        return _Arrays(name, part)
+    lacking = " and ".join(f"{method}()" for method in ("state_dict", "load_state_dict")
+                           if not hasattr(part, method))
+    raise ConfigError(f"{name} is a {type(part).__name__} and has no {lacking}; {_LOADABLE}")
+
+
+class _Random:
+    """A random generator of NumPy or PyTorch."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> Any:
+        if isinstance(self._generator, np.random.Generator):
+            return self._generator.bit_generator.state
+        return self._generator.get_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        if isinstance(self._generator, np.random.Generator):
+            self._generator.bit_generator.state = state
+        else:
+            self._generator.set_state(state)
+
+
+class _Arrays:
+    """An array, or a dict or list of arrays and numbers, that `restore` overwrites in place.
+
+    Raises:
+        ConfigError: Something else is in it.
+    """
+
+    def __init__(self, name: str, tree: Any) -> None:
+        self._name, self._tree = name, tree
+        for path, leaf in leaves(tree):
+            if not (_is_array(leaf) or isinstance(leaf, np.generic | float | int | str | None)):
+                raise ConfigError(f"{self._text(path)} is a {type(leaf).__name__}; {_LOADABLE}")
+
+    def _text(self, path: tuple[Any, ...]) -> str:
+        return self._name + "".join(f"[{key!r}]" for key in path)
+
+    def state_dict(self) -> Any:
+        return self._tree
+
+    def load_state_dict(self, state: Any) -> None:
+        present, saved = dict(leaves(self._tree)), dict(leaves(state))
+        for path in {**present, **saved}:
+            here, there = (_described(its, path) for its in (present, saved))
+            if here != there:
+                raise ConfigError(f"{self._text(path)} is {there} in the state, but {here} here; "
+                                  f"make what was saved")
+        for path, value in saved.items():
+            if _is_array(present[path]):
+                present[path][...] = value
+            else:
+                holder = self._tree
+                for key in path[:-1]:
+                    holder = holder[key]
+                holder[path[-1]] = value
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "__setitem__")
+
+
+def _described(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
+    """Return dtype and shape of an array, as text; "no array" for numbers and the like."""
+    if path not in leaf_of:
+        return "missing"
+    leaf = leaf_of[path]
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if _is_array(leaf) else "no array"
