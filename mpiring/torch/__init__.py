@@ -19,7 +19,7 @@ rendezvous.register()
 
 __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler",
            "LocalSGD", "ProcessGroup", "Sharded", "TrainState", "WeightCopies",
-           "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
-           "set_random_state", "share_cores", "whole"]
+           "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment",
+           "load_file", "random_state", "set_random_state", "share_cores", "whole"]
 
 publish(__name__)

@@ -1,4 +1,4 @@
-"""Tests that one rank of the job reports what several ranks raise, and that none goes unreported."""
+"""Tests that one rank of the job reports an error of several ranks, and that none is lost."""
 
 import io
 import sys
