@@ -73,13 +73,13 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--fragments", type=positive, default=4, metavar="N",
                         help="number of fragments of streaming (default: 4)")
     parser.add_argument("--delay", type=not_negative, default=4, metavar="STEPS",
-                        help="steps during which a fragment of streaming is in flight (default: 4)")
+                        help="steps for which a fragment of streaming is sent (default: 4)")
     parser.add_argument("--outer-rate", type=above_zero, default=0.7, metavar="RATE",
                         help="outer learning rate of diloco, streaming (default: 0.7)")
     parser.add_argument("--outer-momentum", type=above_zero, default=0.9, metavar="MOMENTUM",
                         help="outer momentum of diloco, streaming (default: 0.9)")
     parser.add_argument("--outer-reducer", choices=tuple(METHODS), default="int8",
-                        help="Reducer of localsgd, diloco, streaming, between nodes (default: int8)")
+                        help="Reducer of localsgd, diloco, streaming between nodes (default: int8)")
     parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
                         help="largest age in steps of weights with server, or none to never wait "
                              "(default: 4)")

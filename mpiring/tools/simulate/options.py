@@ -39,7 +39,8 @@ _OF_RANKS: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
      "number of cores that all nodes share, as in a lab (default: 0, one core per rank)"))
 _OPTIONS = (("between nodes", _BETWEEN_NODES),
             ("for each rank, while all ranks compute", _OF_RANKS))
-_METAVARS = {parse_time: "TIME", parse_rate: "RATE", above_zero: "SHARE", not_negative: "N"}
+_METAVARS: dict[Callable[[str], Any], str] = {
+    parse_time: "TIME", parse_rate: "RATE", above_zero: "SHARE", not_negative: "N"}
 
 
 def declare_cluster(parser: argparse.ArgumentParser) -> None:

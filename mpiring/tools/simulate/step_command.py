@@ -40,8 +40,8 @@ one. It measures the codecs of Reducers on this machine, on tensors of the model
 predicts the steps of other traces on their numbers of nodes and ranks, and prints the deviation."""
 
 _COLUMNS = [
-    Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 10, 4),
-    Column("compute_ms", 11, 4), Column("exposed_ms", 11, 3),
+    Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 8, 4),
+    Column("compute_ms", 10, 4), Column("exposed_ms", 10, 3),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("how", -8)]
 _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
