@@ -1,4 +1,4 @@
-"""Measures ways to talk less often, or not to wait, by training a model on real text with each."""
+"""Measures methods that communicate rarely or do not wait, by training a model on real text."""
 
 import math
 import sys
@@ -24,31 +24,33 @@ from .learning import Run
 from .plot import DRAWINGS
 
 _DESCRIPTION = """\
-Trains a transformer on the text of Python's standard library, from the same weights, in ways
-that talk less often, or do not wait, and looks at the loss on other text.
+Trains a transformer on the text of Python's standard library with methods that communicate
+rarely or do not wait, from the same weights, and computes the loss on other text.
 
-  alone      each rank for itself: the compute only
-  dense      the mean of gradients in each step, of which all others are measured
-  powersgd   the same, as matrices of rank 4
-  localsgd   the mean of parameters, --every so many steps
-  diloco     outer steps by Nesterov's momentum, --every so many
-  streaming  the same for --fragments of the model in turn, each under way for --delay steps
+  alone      each rank trains for itself, without communication
+  dense      the mean of gradients in each step, the baseline of all methods
+  powersgd   the same mean, as matrices of rank 4
+  localsgd   the mean of parameters, after each --every steps
+  diloco     outer steps with Nesterov's momentum, after each --every steps
+  streaming  diloco for --fragments of the model in turn, each in flight for --delay steps
   server     each rank pushes gradients and pulls weights, at most --staleness steps old
   pairs      random pairs of ranks exchange weights, and wait after --pair-delay steps
 
-Each is trained at all --learning-rates with the first of the --seeds, and at the best of them,
-by the loss at the end, with the others. The loss is that of the global parameters, with pairs
-of the ranks' mean, which they take then, and with server the mean over ranks, each of which
-predicts a share of the texts with the weights that it has pulled last. Ranks wait for each
-other before each look at the loss. In the end all have the same parameters, or it has failed.
+Each method is trained at all --learning-rates with the first of the --seeds. The learning rate
+with the lowest loss at the end is trained with the other seeds. The loss is that of the global
+parameters. With pairs it is that of the ranks' mean, which the ranks then adopt. With server it is
+the mean over ranks, each of which predicts a share of the texts with the weights that it pulled
+last. Ranks wait for each other before each computation of the loss. At the end all ranks must have
+the same parameters.
 
-  exposed  time of a step in which the slowest rank waited for others; without looks and the end
-  bytes    those that dense sends in a step / those that this one sends; on wire: the same, by
-           the hosts' own counters
-  reached s  training until the target loss          faster  dense's time until then / this one's"""
+  exposed    time of a step in which the slowest rank waited for others, without losses and the end
+  bytes      bytes that dense sends in a step / bytes that this method sends
+  on wire    the same ratio by the hosts' own counters
+  reached s  seconds of training until the target loss
+  faster     seconds of dense until then / seconds of this method"""
 
 NAMES = (ALONE, DENSE, "powersgd", "localsgd", "diloco", "streaming", "server", "pairs")
-# They answer others while their own rank waits in MPI.
+# These methods answer other ranks while their own rank waits in MPI.
 _NEED_A_THREAD = ("server", "pairs")
 # Around the best rates of small transformers.
 _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
@@ -60,28 +62,31 @@ def declare(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"of {', '.join(NAMES)}; default: all")
+                        help=f"methods, of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--learning-rates", type=_rates, metavar="A,B",
-                        help="the same for all methods; default: " + ", ".join(
+                        help="learning rates of all methods (default: " + ", ".join(
                             f"{','.join(f'{rate:g}' for rate in rates)} with {name}"
-                            for name, rates in _RATES.items()))
+                            for name, rates in _RATES.items()) + ")")
     parser.add_argument("--every", type=positive, default=20, metavar="STEPS",
-                        help="of localsgd, diloco, streaming; default: 20")
-    parser.add_argument("--fragments", type=positive, default=4, help="of streaming; default: 4")
+                        help="steps between synchronizations of localsgd, diloco, streaming "
+                             "(default: 20)")
+    parser.add_argument("--fragments", type=positive, default=4, metavar="N",
+                        help="number of fragments of streaming (default: 4)")
     parser.add_argument("--delay", type=not_negative, default=4, metavar="STEPS",
-                        help="of streaming; default: 4")
+                        help="steps for which a fragment of streaming is sent (default: 4)")
     parser.add_argument("--outer-rate", type=above_zero, default=0.7, metavar="RATE",
-                        help="of diloco, streaming; default: 0.7")
+                        help="outer learning rate of diloco, streaming (default: 0.7)")
     parser.add_argument("--outer-momentum", type=above_zero, default=0.9, metavar="MOMENTUM",
-                        help="of diloco, streaming; default: 0.9")
+                        help="outer momentum of diloco, streaming (default: 0.9)")
     parser.add_argument("--outer-reducer", choices=tuple(METHODS), default="int8",
-                        help="of localsgd, diloco, streaming, between nodes; default: int8")
+                        help="Reducer of localsgd, diloco, streaming between nodes (default: int8)")
     parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
-                        help="of server; none: it never waits; default: 4")
+                        help="largest age in steps of weights with server, or none to never wait "
+                             "(default: 4)")
     parser.add_argument("--pair-delay", type=not_negative, default=4, metavar="STEPS",
-                        help="of pairs; default: 4")
+                        help="steps after which pairs wait for a partner (default: 4)")
     parser.add_argument("--straggler", type=_straggler, metavar="TIME,SHARE",
-                        help="each rank sleeps that long in that share of its steps, at random; "
+                        help="time that each rank sleeps, and share of its steps in which it does, "
                              "as 30ms,0.25")
     learning.declare_learning(parser)
 
@@ -108,7 +113,7 @@ def _straggler(text: str) -> tuple[float, float]:
 
 
 def complete(options: Namespace) -> Namespace:
-    """Give the options that depend on others their defaults.
+    """Give the options that depend on other options their defaults.
 
     Raises:
         ConfigError: No steps are left to be measured, or the outer steps' options do not fit.
@@ -120,7 +125,7 @@ def complete(options: Namespace) -> Namespace:
                           f"most --every {options.every} fragments, and a shorter delay")
     if options.validate_every is None:
         options.validate_every = max(1, options.steps // 20)
-    # Between two looks at the loss, nobody waits for anybody but the method itself.
+    # Between two computations of the loss, only the method itself waits for other ranks.
     options.stretch = options.steps
     options.learning_rates = options.learning_rates or _RATES[options.optimizer]
     return options

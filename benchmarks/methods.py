@@ -1,4 +1,4 @@
-"""Methods to train a PyTorch module on several ranks, those that communicate rarely among them."""
+"""Methods to train a PyTorch module on several ranks, some of which communicate rarely."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Method:
 
     Args:
         model: Called for the module's results.
-        optimizer: What uses the gradients that backward() has left.
+        optimizer: User of the gradients that backward() has left.
 
     Attributes:
         settings: Settings of the method, for a reader.
@@ -69,7 +69,7 @@ class MeanGradients(Method):
         module: Module that is trained.
         comm: Communicator of the ranks.
         optimizer: Optimizer of the module.
-        reducer: How gradients become their mean.
+        reducer: Reducer that averages gradients; None for plain means.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any,
@@ -124,7 +124,7 @@ class Pushed(Method):
         module: Module that is trained.
         comm: Communicator of the ranks.
         optimizer: Makes the optimizer of a slice.
-        staleness: In steps; None for any.
+        staleness: Largest age of weights, in steps; None for any.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Callable[..., Any],

@@ -20,7 +20,7 @@ from . import forks
 
 # The exit status of a process that Ctrl-C ended, by the convention of shells.
 _INTERRUPTED = 130
-# Launchers kill at once, and were seen to drop output that they had not yet forwarded.
+# Launchers kill at once, and drop output that they have not yet forwarded.
 FORWARD_S = 0.3
 # The last words of a rank show this many operations.
 _LAST = 4
@@ -97,7 +97,7 @@ class JobEnder:
         in_full: If true, each rank prints its whole traceback.
 
     Attributes:
-        first: Asked whether this rank reports in full; None: it does.
+        first: Answers whether this rank reports in full; None if it always does.
         turn: Number of this rank's node memory, from that of rank 0 on. Ranks of later turns wait
             longer before they report what several ranks raise.
     """
@@ -155,7 +155,7 @@ class JobEnder:
         time.sleep(FORWARD_S)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._abort(code)
-        # MPICH's MPI_Abort was seen to return, and this process must do nothing more.
+        # MPICH's MPI_Abort may return, and this process must do nothing more.
         os._exit(code)
 
     def _last_words(self, error: BaseException) -> str:

@@ -83,7 +83,7 @@ def _status(options: Namespace) -> int:
 def guarded(command: Callable[[], int]) -> int:
     """Run a command, and return its exit status; 1 if its output is lost, with a line of why.
 
-    Where the reader has gone, as with `| head`, there is no such line.
+    If the reader has gone, as with `| head`, there is no such line.
     """
     if sys.stdout is None:
         return command()
@@ -112,7 +112,7 @@ def _end(reason: OSError) -> None:
         # Other ranks would wait for this one. The launcher first has to forward the message.
         time.sleep(_FORWARD_S)
         mpi.COMM_WORLD.Abort(1)
-        # MPICH's MPI_Abort was seen to return.
+        # MPICH's MPI_Abort may return.
         os._exit(1)
 
 
@@ -157,7 +157,7 @@ def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Ite
 
     Args:
         path: Path of the file, or a stream.
-        opener: As for Python's `open`.
+        opener: Argument of Python's `open`.
 
     Raises:
         ConfigError: The file cannot be written.

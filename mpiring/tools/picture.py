@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# Pictures have no background: each of these can be told from a white page and from a dark one, and
-# text stands out from both by the same factor, 4.3, the most there is. The first four are of Okabe
+# Pictures have no background. Each of these colors is visible on a white page and on a dark one.
+# Text has the same contrast to both, 4.3, which is the most there is. The first four are of Okabe
 # and Ito, which colour-blind readers can distinguish; there must be one for each contender.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#6A7FDB", "#8C6BB1",
            "#A0522D", "#117733", "#C44E7B", "#7F7F00", "#00868B", "#AA4499", "#5B8C5A")
@@ -27,7 +27,7 @@ _DPI = 200
 _POINTS = 10
 # More curves than these have a legend; fewer have their names at their ends.
 _MOST_NAMED = 8
-# Where all its labels are so short, a legend has three columns; else two.
+# If all its labels are so short, a legend has three columns, otherwise two.
 _LONGEST_OF_THREE = 24
 _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
           "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
@@ -63,9 +63,9 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
 
     Args:
         path: Its ending sets the format: .png, .pdf, .svg.
-        heights: Of the rows, in inches.
+        heights: Heights of the rows, in inches.
         columns: Panels in each row.
-        caption: Written above all.
+        caption: Text above all panels.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -98,10 +98,10 @@ def _is_curve(handle: "Artist") -> bool:
 
 
 def _name_curves(axes: "Axes", height: float) -> None:
-    """Write the names of curves beside the panel, in their colours, each as near its end as it can.
+    """Write the names of curves next to the panel, in their colors, each close to its end.
 
     Args:
-        height: Of the panel, in inches, with its labels.
+        height: Height of the panel, in inches, with its labels.
     """
     to_axes = axes.transScale + axes.transLimits
     axes.autoscale_view()
@@ -129,7 +129,7 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def name_bars(axes: "Axes", names: Sequence[str]) -> None:
-    """Write names beside horizontal bars, the first at the top."""
+    """Write names next to horizontal bars, the first at the top."""
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

@@ -45,7 +45,7 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
 
     Args:
         path: Its ending sets the format: .png, .pdf, .svg.
-        drawings: How results are drawn, by the benchmark's name.
+        drawings: Functions that draw results, by the benchmark's name.
 
     Raises:
         ConfigError: There is nothing to draw, or the file cannot be written.
@@ -153,7 +153,7 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the time of a step, with the scaling efficiency beside it."""
+    """Draw the time of a step, with the scaling efficiency next to it."""
     bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
         COLOURS[0] if "mpiring" in row["contender"] else GREY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)

@@ -31,11 +31,13 @@ def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
     """Declare the options.
 
     Args:
-        content: What is written, for the help.
+        content: Content of the files, for the help.
     """
     for name in "--json", "--csv":
-        parser.add_argument(name, metavar="FILE", help=f"write {content}; -: to stdout alone")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+        parser.add_argument(name, metavar="FILE",
+                            help=f"file for {content}, or - for standard output")
+    parser.add_argument("--plot", metavar="FILE.png",
+                        help="picture to draw of the results (needs matplotlib)")
 
 
 def check_files(options: argparse.Namespace) -> None:

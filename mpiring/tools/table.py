@@ -13,7 +13,7 @@ from ..text import ranks_on_nodes
 # A result; and where and with what results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
-# Stands behind the best value of a row, where there is no bold type.
+# Follows the best value of a row if there is no bold type.
 _MARK = "*"
 _GAP = 2
 
@@ -46,7 +46,7 @@ def head(columns: Sequence[Column]) -> str:
 
 
 def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str:
-    """Return a row; what is missing is a dash.
+    """Return a row; a missing value is a dash.
 
     Args:
         row: Values by key.
@@ -64,7 +64,7 @@ def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str
     Args:
         cells: Text of each column.
         columns: Columns of the table.
-        styles: By the number of a cell: "bold" or "underline".
+        styles: "bold" or "underline", by the number of a cell.
     """
     if _has_rich():
         return _styled(cells, columns, styles)
@@ -123,7 +123,7 @@ def significant(value: float, digits: int) -> str:
 
 
 def about(benchmark: str, environment: Environment) -> str:
-    """Return the lines above a benchmark's table: where and with what it was measured."""
+    """Return the lines above a benchmark's table, which name the machine and the software."""
     where = ranks_on_nodes(environment["ranks"], environment["nodes"])
     return "\n".join([
         f"# mpiring {environment['mpiring']} bench {benchmark}: {where}, "

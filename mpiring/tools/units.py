@@ -14,7 +14,7 @@ _RANGE_FACTOR = 4
 
 
 def parse_size(text: str, least: int = 1) -> int:
-    """Return a number of bytes: "64K" and "64KiB" are 65,536; "64KB" is 64,000.
+    """Return a number of bytes, 65,536 of "64K" and "64KiB", 64,000 of "64KB".
 
     Raises:
         ConfigError: Not a size, or less than `least`.

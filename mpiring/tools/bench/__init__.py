@@ -1,1 +1,1 @@
-"""Measures mpiring beside MPI's own allreduce, Gloo and Horovod: `python -m mpiring bench`."""
+"""Compares mpiring with MPI's own allreduce, Gloo and Horovod: `python -m mpiring bench`."""

@@ -38,17 +38,19 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     declare_device(parser)
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
-                        help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
-                             "numbers, at least one; default: 8..64M")
+                        help="sizes in bytes, a list as 8,1K,64M, or a range in factors of 4 "
+                             "(default: 8..64M)")
     parser.add_argument("--algorithms", type=names(NAMES), metavar="A,B",
-                        help=f"of mpiring; default: {','.join(NAMES)}; auto always")
+                        help=f"algorithms of mpiring, with auto in any case (default: "
+                             f"{','.join(NAMES)})")
     parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
-                        help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
-                             "the former to each other, and stage the latter; default: empty")
+                        help="kinds of memory, empty (comm.empty) or private (numpy.empty). On a "
+                             "GPU, ranks open the former to each other, and stage the latter "
+                             "(default: empty)")
     parser.add_argument("--dtypes", type=names(inputs.DTYPES), default=["float32"], metavar="A,B",
-                        help=f"of {', '.join(inputs.DTYPES)}; default: float32")
+                        help=f"dtypes, of {', '.join(inputs.DTYPES)} (default: float32)")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
-                        help="per contender and case, over all rounds; default: 0.3")
+                        help="seconds per contender and case, over all rounds (default: 0.3)")
     declare_link(parser)
     declare_turns(parser, LEVELS)
     declare_contenders(parser)
@@ -202,7 +204,7 @@ def _title(row: Row) -> str:
 
 
 def _line(rows: Sequence[Row]) -> Line:
-    """Return times of contenders; limits stand behind them."""
+    """Return times of contenders; limits follow them."""
     sums = [row for row in rows if row["contender"] not in LIMITS]
     limits = by_name([row for row in rows if row["contender"] in LIMITS
                       and row["buffer"] in LIMITS[row["contender"]]], "median_us")

@@ -1,4 +1,4 @@
-"""Runs a benchmark in this MPI job, or in jobs of its own, and reports the results; its options."""
+"""Runs a benchmark in this MPI job or in new jobs, and reports the results; its options."""
 
 import json
 import math
@@ -29,15 +29,17 @@ from .world import World
 _DEFAULT_RANKS = 2
 LEVELS = ("multiple", "serialized")
 MODELS = ("transformer", "convnet", "mlp")
-# A job of a benchmark's own prints this line after each case.
+# A job that a benchmark has started prints this line after each case.
 BEAT = "case done"
 
 
 def declare_jobs(parser: ArgumentParser) -> None:
-    """Declare where results go, and how many ranks a benchmark starts by itself."""
+    """Declare the files of results, and the number of ranks that a benchmark starts."""
     declare_files(parser, "results and environment")
     parser.add_argument("--ranks", type=positive,
-                        help="of jobs of its own, where there is no launcher; default: 2")
+                        metavar="N",
+                        help="number of ranks of the jobs that it starts, without a launcher "
+                             "(default: 2)")
     parser.add_argument("--part", help=SUPPRESS)
 
 
@@ -50,35 +52,39 @@ def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
         rounds: Default number of rounds.
     """
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N",
-                        help=f"number of rounds, each in a random order; default: {rounds}")
-    parser.add_argument("--seed", type=int, default=1, help="of the random orders")
+                        help=f"number of rounds, each in a random order (default: {rounds})")
+    parser.add_argument("--seed", type=int, default=1, metavar="N",
+                        help="seed of the random orders (default: 1)")
     parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
-                        help=f"MPI's thread levels, in jobs of its own; default: "
-                             f"{','.join(levels)}")
+                        help=f"MPI's thread levels, if it starts jobs itself (default: "
+                             f"{','.join(levels)})")
     parser.add_argument("--without-peers", action="store_true", help=SUPPRESS)
     declare_jobs(parser)
 
 
 def declare_device(parser: ArgumentParser) -> None:
-    """Declare where arrays lie."""
+    """Declare the memory of arrays."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                        help="where arrays lie; cuda: on GPUs, which ranks take in turn")
+                        help="memory of the arrays, that of the host or of GPUs, which ranks take "
+                             "in turn (default: cpu)")
 
 
 def declare_link(parser: _ActionsContainer) -> None:
-    """Declare what a node's network link carries."""
+    """Declare the rate of a node's network link."""
     parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
-                        help="of each node's network link, as 1gbit: gives the limit")
+                        help="data rate of each node's network link, as 1gbit, for the limit")
     parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
-                        help="of the link's bits that are data; default: 0.956, TCP on Ethernet")
+                        help="share of the link's bits that are data, 0 to 1 (default: 0.956, "
+                             "TCP on Ethernet)")
 
 
 def declare_models(parser: _ActionsContainer) -> None:
     """Declare which PyTorch models are trained."""
     parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
-                        help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
+                        help=f"models, of {', '.join(MODELS)} (default: {MODELS[0]})")
     parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
-                        help="about how many each model has, as 3M,13M,50M; default: 13M")
+                        help="approximate number of parameters of each model, as 3M,13M,50M "
+                             "(default: 13M)")
 
 
 class Measurement(NamedTuple):
@@ -113,7 +119,7 @@ def with_case(measurements: Sequence[Measurement], *keys: str,
     """Yield each measurement, with those of its case by contender.
 
     Args:
-        keys: Of the labels that are equal in a case.
+        keys: Keys of the labels that are equal in a case.
     """
     cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for measurement in measurements:
@@ -127,8 +133,8 @@ def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
     """Return the least seconds of each case, without NaN.
 
     Args:
-        keys: Of the labels that are equal in a case.
-        seconds: Returns those of a measurement.
+        keys: Keys of the labels that are equal in a case.
+        seconds: Returns the seconds of a measurement.
     """
     least: dict[tuple[Any, ...], float] = {}
     for measurement in measurements:
@@ -322,7 +328,7 @@ class BenchmarkJob(NamedTuple):
 def plan(levels: Sequence[str], rounds: int | None) -> list[BenchmarkJob]:
     """Return jobs that alternate between the levels, there and back; a single job for one level.
 
-    So other programs on the machine disturb all levels alike.
+    So other programs on the machine disturb all levels equally.
     """
     if len(levels) == 1 or rounds is None:
         return [BenchmarkJob(levels[0], rounds, peers=True)]

@@ -22,7 +22,7 @@ Call = Callable[[], object]
 Start = Callable[[], Call]
 
 NATIVE = "MPI_Allreduce"
-# What nonblocking calls are called, if not as blocking ones.
+# Names of nonblocking calls that differ from those of blocking calls.
 NONBLOCKING = {NATIVE: "MPI_Iallreduce"}
 COPY = "memory copy"
 # On GPUs.
@@ -43,7 +43,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Shares:
-    """Who shares one copy of what training holds: nobody ("rank"), a "node", or the "job".
+    """The ranks that share one copy of data in training: none ("rank"), a "node", or the "job".
 
     Attributes:
         weights, gradients, state: Of the optimizer.
@@ -58,7 +58,7 @@ class Shares:
 
         Args:
             optimizer: "adamw", which remembers two vectors, or "sgd", which remembers none.
-            node_ranks: Of that node, of all `ranks`.
+            node_ranks: Number of ranks of that node, of all `ranks`.
         """
         copies = {"rank": node_ranks, "node": 1, "job": node_ranks / ranks}
         state = copies[self.state] * (2 if optimizer == "adamw" else 0)
@@ -84,7 +84,7 @@ class Contender:
         sums: False for a contender that only shows a limit.
         join: Takes a PyTorch module and a recipe of an optimizer, and returns what is called for
             the module's results, and what uses its gradients.
-        shares: Who shares weights, gradients and state in training.
+        shares: Ranks that share weights, gradients and state in training.
         has_means: Whether each rank has all means after a backward pass, to be checked.
     """
 
@@ -133,7 +133,7 @@ def memory_copy() -> Contender:
     An allreduce cannot move less: it reads and stores every rank's array, 2 n bytes per rank.
     """
     def call(x: Array) -> Call:
-        # Written to, so that it has memory of its own, not the system's page of zeros.
+        # Written to, so that it does not share the system's page of zeros.
         other = np.ones_like(x)
         return lambda: np.copyto(other, x)
 
@@ -184,8 +184,8 @@ def horovod() -> Contender:
 def declare_contenders(parser: ArgumentParser) -> None:
     """Declare which contenders take part."""
     parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
-                        help=f"of {', '.join(KINDS)}; default: all that are installed")
-    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
+                        help=f"contenders, of {', '.join(KINDS)} (default: all that are installed)")
+    parser.add_argument("--interface", metavar="NAME", help="network interface of Gloo, as eth0")
 
 
 def settle_contenders(options: Namespace, device: str, on_cpu: Sequence[str],
@@ -213,8 +213,8 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
     """Return the contenders that a command line asks for; "auto" and MPI's own always.
 
     Args:
-        kinds: Of KINDS; by default all that are installed.
-        algorithms: Of mpiring; by default all.
+        kinds: Some of KINDS; by default all that are installed.
+        algorithms: Algorithms of mpiring; by default all.
         interface: Network interface for Gloo.
 
     Raises:

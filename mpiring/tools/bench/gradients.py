@@ -23,9 +23,9 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     """Make a training and check its first step.
 
     Args:
-        make: Returns the training: its `name`, and functions `step` and `gradients`.
-        right: The means over ranks of the first step's gradients; empty to check none.
-        use: What is done twice with the training, at which the peak of memory is measured.
+        make: Returns the training, with its `name` and functions `step` and `gradients`.
+        right: Means over ranks of the first step's gradients; empty to check none.
+        use: Called twice with the training, to measure the peak of memory.
 
     Returns:
         The training, and by how many bytes processes grow with it: at the peak, that of the ranks
@@ -42,7 +42,7 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     training.step()
     if right and training.name != ALONE:
         check(world, training.name, training.gradients(), right)
-    # After the first step buckets may be built anew, which is not counted.
+    # After the first step buckets may be built again, which is not counted.
     training.step()
     growth.forget_peak()
     use(training)

@@ -4,7 +4,7 @@ The numbers differ within an array and between ranks, since memory that holds on
 everywhere is faster. An allreduce in place makes its input p times as large, so values
 would soon overflow, and infinities cost less than numbers. So a timed array starts near
 the smallest normal number of its dtype, is summed until it comes near the largest, and is
-then written anew. The next call is not timed: it finds the array in the cache as writing
+then written again. The next call is not timed: it finds the array in the cache as writing
 has left it, and leaves it as later calls find it.
 """
 
@@ -41,7 +41,7 @@ _RANGES = {
 }
 DTYPES = tuple(_RANGES)
 
-# Data repeats only after so many elements; a prime, so that no array's slices are alike.
+# Data repeats only after so many elements; a prime, so that no two slices of an array are equal.
 _PERIOD = 65_521
 _SEED = 20_261_121
 _LONGEST_SERIES = 1000
@@ -57,7 +57,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def series_length(dtype: np.dtype[Any], size: int) -> int:
-    """Return after how many sums over `size` ranks an array must be filled anew."""
+    """Return after how many sums over `size` ranks an array must be filled again."""
     numbers = _RANGES[dtype.name]
     if size == 1:
         return _LONGEST_SERIES
@@ -71,7 +71,7 @@ def fill(x: Array, rank: int, size: int) -> None:
 
     Args:
         x: Shape (n,), of a dtype in DTYPES; also of CuPy.
-        rank, size: Of the ranks that will sum; at each offset their numbers have one sign.
+        rank, size: Rank and number of ranks; at each offset their numbers have one sign.
     """
     if is_on_gpu(x):
         host = np.empty(x.shape, x.dtype)
@@ -128,13 +128,13 @@ def first_wrong(x: Array, size: int) -> int | None:
     """
     right = _sums(x.dtype, size)
     digits = _RANGES[x.dtype.name].digits
-    # The ranks' numbers have at least 2 bits each, 1 of them free, and one sign: where there are
-    # too many ranks to be exact, each addition rounds by half a bit of the sum at most.
+    # The ranks' numbers have at least 2 bits each, 1 of them free, and one sign. With too many
+    # ranks to be exact, each addition rounds by half a bit of the sum at most.
     exact = x.dtype.kind == "i" or 4 * size <= 2 ** digits
     tolerance = np.zeros(1) if exact else np.abs(right) * (size - 1) * 2.0 ** -digits
     for start in range(0, x.size, _PERIOD):
         piece = x[start:start + _PERIOD].astype(np.float64)
-        # Written so that NaN is wrong, too.
+        # Written so that NaN is also wrong.
         good = np.abs(piece - right[:piece.size]) <= tolerance[:piece.size]
         if not good.all():
             return start + int(good.argmin())
@@ -158,8 +158,8 @@ def refuse_wrong(world: World, x: Array, index: int | None, contender: str, righ
     """Raise on all ranks if on any of them a contender's result is wrong.
 
     Args:
-        index: Of this rank's first wrong element; None if all are right.
-        right: What it should be.
+        index: Index of this rank's first wrong element; None if all are right.
+        right: Text of the right result.
 
     Raises:
         WrongAnswerError: Names the contender, and the first rank and element that are wrong.

@@ -26,7 +26,7 @@ _DTYPE = np.dtype(np.float32)
 _LARGE_BYTES = 8192
 _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
 _CALLS_BEFORE_COMPUTE = 20
-# Some 2 µs of work that releases Python's lock.
+# About 2 µs of work that releases Python's lock.
 _UNIT_NUMBERS = 1024
 _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
 _TESTS = ("allreduce", "iallreduce", "allgather", "bcast", "reduce_scatter")
@@ -36,17 +36,20 @@ _CASE = ("test", "buffer", "bytes")
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--tests", type=names(_TESTS), default=list(_TESTS),
-                        metavar="A,B", help=f"of {', '.join(_TESTS)}; default: all")
+                        metavar="A,B", help=f"collectives, of {', '.join(_TESTS)} (default: all)")
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("4..1M"),
-                        help="of each rank's contribution: a list, 8,1K,64K, or a range in "
-                             "factors of 4; default: 4..1M")
+                        help="sizes of each rank's contribution in bytes, a list as 8,1K,64K, or "
+                             "a range in factors of 4 (default: 4..1M)")
     parser.add_argument("--buffers", type=names(BUFFERS), default=list(BUFFERS), metavar="A,B",
-                        help="empty (comm.empty) or private (numpy.empty); default: both")
+                        help="kinds of memory, empty (comm.empty) or private (numpy.empty) "
+                             "(default: both)")
     parser.add_argument("--barrier", action="store_true",
-                        help="MPI's barrier before each call, as in osu_allreduce; by default "
-                             "calls follow back to back")
+                        help="call MPI's barrier before each call, as osu_allreduce does (default: "
+                             "calls follow back to back)")
     parser.add_argument("--calls", type=positive, default=_CALLS,
-                        help=f"in each round, a tenth above 8 KiB; default: {_CALLS}")
+                        metavar="N",
+                        help=f"number of calls in each round, a tenth of it above 8 KiB (default: "
+                             f"{_CALLS})")
     declare_turns(parser, LEVELS)
     parser.set_defaults(action=lambda options: run(LATENCY, options))
 

@@ -36,10 +36,10 @@ class Report:
 
     Args:
         name: Name of the benchmark.
-        layout: The columns of its table, or how results stand side by side.
+        layout: Columns of its table, or the function that puts results side by side.
         title: Returns the title of the table that has a row; None for one table without a title.
         say: Prints a line.
-        has_levels: Whether results are of several thread levels of MPI.
+        has_levels: If true, results are of several thread levels of MPI.
     """
 
     def __init__(self, name: str, layout: Sequence[Column] | Matrix,

@@ -49,7 +49,7 @@ class Growth:
 class NodeGrowth:
     """Growth of the memory of a node's ranks since this object was made, as Linux counts it.
 
-    What several ranks share counts once; code and other files do not count.
+    Memory that several ranks share counts once. Code and other files do not count.
 
     Args:
         world: The ranks, all of which make one and ask it together.

@@ -21,14 +21,14 @@ class Network:
     """A multilayer perceptron, with forward and backward pass by hand.
 
     Args:
-        width: Of every layer.
-        layers: How many there are.
-        batch: Rows of data.
-        rank: Ranks have equal weights, but data of their own.
+        width: Width of every layer.
+        layers: Number of layers.
+        batch: Number of rows of data.
+        rank: Seed of the data; weights are equal on all ranks.
 
     Attributes:
-        params: By name.
-        names_as_ready: In the order in which `backward` computes their gradients.
+        params: Parameters by name.
+        names_as_ready: Names in the order in which `backward` computes gradients.
     """
 
     def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
@@ -137,7 +137,7 @@ def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]
     alone = _network_of(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
-    # Written to, so that it has memory of its own.
+    # Written to, so that it does not share the system's page of zeros.
     flat[...] = 1
     views = _views(np.ones(length, np.float32), alone.params)
     return [

@@ -156,7 +156,7 @@ def pinned_copies(p: int) -> Contender:
 
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
-    """Return NCCL, called by PyTorch, where it can run: each rank needs a GPU of its own."""
+    """Return NCCL, called by PyTorch, if it can run, with a GPU for each rank."""
     problem = "there is no PyTorch" if peers.missing(*peers.TORCH) else ""
     gpu = None
     if not problem:

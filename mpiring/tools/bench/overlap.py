@@ -50,13 +50,13 @@ COMPUTES = tuple(_UNITS)
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--size", type=checked(parse_size), default=20_000_000,
-                        help="of all buckets together; default: 20MB")
-    parser.add_argument("--bucket", type=checked(parse_size), default=5_000_000,
-                        help="of one bucket; default: 5MB")
+                        help="size of all buckets together in bytes (default: 20MB)")
+    parser.add_argument("--bucket", type=checked(parse_size), default=5_000_000, metavar="SIZE",
+                        help="size of one bucket in bytes (default: 5MB)")
     parser.add_argument("--ratio", type=above_zero, default=1.8,
-                        help="compute / communication; default: 1.8")
+                        help="time of compute over that of communication (default: 1.8)")
     parser.add_argument("--computes", type=names(COMPUTES), default=list(COMPUTES),
-                        metavar="A,B", help=f"default: {','.join(COMPUTES)}")
+                        metavar="A,B", help=f"kinds of compute (default: {','.join(COMPUTES)})")
     declare_turns(parser)
     declare_contenders(parser)
     parser.set_defaults(action=_run)

@@ -23,7 +23,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
     """Return whether a peer is measured.
 
     Args:
-        name: Of NAMES.
+        name: One of NAMES.
         kinds: Those that a command line asks for; None for all that are installed.
 
     Raises:
@@ -86,10 +86,10 @@ def interface_for(world: World) -> str:
 
 
 def store_of_rank_0(world: World, interface: str) -> Any:
-    """Return the store at which the ranks meet.
+    """Return the store by which the ranks connect.
 
     Args:
-        interface: Where rank 0 serves it.
+        interface: Network interface on which rank 0 serves it.
 
     Collective: yes. Blocking: yes.
     """

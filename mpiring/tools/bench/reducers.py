@@ -47,7 +47,7 @@ the loss, the study benchmarks.reducers of mpiring's sources measures.
 _log = logging.getLogger("mpiring")
 
 ALONE, DENSE = "alone", "dense"
-# Each is made anew for each training, from the number of steps in which it may begin gently.
+# Each is made again for each training, from the number of steps in which it may begin gently.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
     "fp16": lambda warmup: Cast("float16"),
@@ -83,19 +83,21 @@ def declare_reducers(parser: ArgumentParser) -> None:
     """Declare which Reducers take part."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"of {', '.join(NAMES)}; default: all")
+                        help=f"methods, of {', '.join(NAMES)} (default: all)")
 
 
 def declare_training(parser: ArgumentParser) -> None:
-    """Declare the options of the model, and of its training by one method after the other."""
+    """Declare the options of the model and of its training."""
     parser.set_defaults(rounds=None, levels=list(LEVELS[:1]), settled=UNSETTLED_STEPS)
     parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
-                        metavar="N", help="about how many the transformer has; default: 13M")
-    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
+                        metavar="N", help="approximate number of parameters of the transformer "
+                                          "(default: 13M)")
+    parser.add_argument("--steps", type=positive, default=100, metavar="N",
+                        help="number of steps with each method (default: 100)")
     parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
-                        help="of 64 bytes, per rank; default: 4")
+                        help="number of texts of 64 bytes per rank and step (default: 4)")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw",
-                        help="default: adamw; sgd has no momentum")
+                        help="optimizer, of which sgd has no momentum (default: adamw)")
     declare_jobs(parser)
 
 

@@ -36,24 +36,29 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the options, also of the steps of PyTorch models."""
     declare_device(parser)
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
-                        help="default: numpy")
+                        help="framework of the model (default: numpy)")
     parser.add_argument("--batch", type=positive,
-                        help="per rank; default: 64, with PyTorch one for each model")
+                        metavar="N",
+                        help="number of samples per rank and step (default: 64, with PyTorch one "
+                             "for each model)")
     parser.add_argument("--bucket", type=checked(parse_size),
-                        help="bytes that are fused into a message; default: 4MiB, with PyTorch "
-                             "what DataParallel and DDP have by themselves")
+                        metavar="SIZE",
+                        help="length of a bucket in bytes (default: 4MiB, with PyTorch the default "
+                             "of DataParallel and DDP)")
     parser.add_argument("--calls", type=positive, default=3, metavar="N",
-                        help="number of steps per round; default: 3")
+                        help="number of steps per round (default: 3)")
     numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
-    numpy.add_argument("--width", type=positive, default=1024, help="default: 1024")
-    numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
+    numpy.add_argument("--width", type=positive, default=1024, metavar="N",
+                       help="number of units of each layer (default: 1024)")
+    numpy.add_argument("--layers", type=positive, default=3, metavar="N",
+                       help="number of layers (default: 3)")
     torch = parser.add_argument_group("with --framework torch")
     declare_models(torch)
     torch.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd",
-                       help="default: sgd; adamw is PyTorch's fused one")
+                       help="optimizer, SGD or PyTorch's fused AdamW (default: sgd)")
     torch.add_argument("--sharded", type=names(SHARDINGS), nargs="?", metavar="A,B", default=[],
-                       const=list(SHARDINGS), help="also train so that ranks share the "
-                       f"optimizer's work; of {', '.join(SHARDINGS)}; default: all")
+                       const=list(SHARDINGS), help="ways to share the optimizer's work, which "
+                       f"are also measured, of {', '.join(SHARDINGS)} (without a value: all)")
     declare_link(torch)
     # So that it ends within a minute on two cores.
     declare_turns(parser, rounds=4)
@@ -137,7 +142,7 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
         memories[contender.name] = memory if on_host else dict.fromkeys(memory, [math.nan])
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
-    # Written to, so that it has memory of its own; sums of zeros never overflow.
+    # Written to, so that it does not share the system's page of zeros; zeros never overflow.
     flat[...] = 0
     actions = {contender.name: timing.timed_steps(
         world, options, {"step": training.step, "communication": contender.blocking(flat)},

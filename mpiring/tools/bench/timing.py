@@ -74,8 +74,8 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
 
     Args:
         action: The call.
-        barrier: Before each call stands MPI's barrier, which is not timed; else only before the
-            first of every `every` calls, which follow back to back.
+        barrier: If true, MPI's barrier precedes each call, and is not timed. Otherwise it precedes
+            the first of every `every` calls, which follow back to back.
         prepare: Called before the first of every `every` calls, and not timed.
 
     Collective: yes. Blocking: yes.
@@ -114,7 +114,7 @@ def in_turns(options: Namespace, dice: random.Random, subjects: Mapping[T, Calla
 
     Args:
         options: The number of `rounds`.
-        subjects: What measures each subject for a round.
+        subjects: Functions that measure each subject for a round.
 
     Collective: yes. Blocking: yes.
     """
@@ -231,8 +231,8 @@ def wire_seconds(nbytes: int, nodes: int, bytes_per_s: float) -> float:
     """Return how long a node's link is busy, each way, with its part of an allreduce.
 
     Args:
-        nbytes: Of the array.
-        nodes: Their number; a single node has no wire, and needs no time.
+        nbytes: Length of the array.
+        nodes: Number of nodes; a single node has no wire, and needs no time.
         bytes_per_s: Data rate of the link.
     """
     return 2 * (nodes - 1) / nodes * nbytes / bytes_per_s

@@ -32,21 +32,21 @@ _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
 
 _LEARNING_RATE = 1e-3
-# With PyTorch's default, 1e-8, Adam would make whole steps of the rounding errors in gradients
-# that are zero but for these (of the keys' biases), and no two sums would train alike.
+# With PyTorch's default, 1e-8, Adam would amplify the rounding errors of gradients that are zero
+# but for these (of the keys' biases). No two sums would train identically.
 _ADAM_EPS = 1e-3
 # torch.distributed's name for Gloo on an interface that we have chosen.
 _GLOO_HERE = "gloo_here"
 
 # Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
 Recipe = partial[torch.optim.Optimizer]
-# What is called for a module's results, and what uses its gradients.
+# The callable for a module's results, and the user of its gradients.
 Joined = tuple[nn.Module, Any]
 RECIPES: Mapping[str, Recipe] = {
     "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
     "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
 
-# mpiring's optimizers of slices: what `--sharded` calls them, their names for tables, settings.
+# mpiring's optimizers of slices by their names for `--sharded`; names for tables, and settings.
 _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "slices": ("mpiring Sharded", {}, Shares(state="job")),
     "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
@@ -63,8 +63,8 @@ class Transformer(nn.Module):
     """A transformer over bytes that predicts each next one.
 
     Args:
-        width: Of its vectors; a multiple of 64, the width of an attention head.
-        longest: It reads at most so many bytes.
+        width: Length of its vectors; a multiple of 64, the width of an attention head.
+        longest: Largest number of bytes that it reads.
     """
 
     def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
@@ -169,7 +169,7 @@ def width_for(kind: str, parameters: int) -> int:
 
 @dataclass(frozen=True)
 class ModelDevice:
-    """Where models are, and how their steps are timed."""
+    """The device of models, and how their steps are timed."""
 
     torch: torch.device
     stopwatch: timing.Stopwatch
@@ -207,7 +207,7 @@ class Training:
         name: Name of the method, for tables.
         module: Module that is trained.
         model: Called for the module's results.
-        optimizer: What uses the gradients that backward() has left.
+        optimizer: User of the gradients that backward() has left.
         batches: Data and targets of each step, on the module's device.
     """
 
@@ -324,7 +324,7 @@ def data_parallel(world: World, name: str, **settings: Any) -> Contender:
 
     Args:
         world: The ranks.
-        name: For tables.
+        name: Name for tables.
         settings: Arguments of DataParallel.
     """
     return Contender(
@@ -375,7 +375,7 @@ def _shard(model: nn.Module, group: Any) -> None:
 
 
 def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
-    """Return Gloo's process group: the default group, or another one beside it."""
+    """Return Gloo's process group: the default group, or another one."""
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
 

@@ -1,4 +1,4 @@
-"""The command `python -m mpiring doctor`: examines all ranks, and reports once."""
+"""The command `mpiring doctor`: examines all ranks, and reports once."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from .examine import examine
 from .facts import ENDING, LOADING, STARTING, Failure, JobFacts, Library, Rank, grouped
 from .report import PROBLEM, Finding, Rows, as_json, as_text, merged, worst
 
-# What the ranks have in common that a table judges together.
+# A table judges together the ranks that have this in common.
 _GROUPS: Mapping[str, Callable[[Rank], Hashable]] = {
     "job": lambda rank: "", "machine": lambda rank: rank.container.machine,
     "node": lambda rank: rank.node, "rank": lambda rank: rank.rank}
@@ -39,8 +39,8 @@ SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[..., Rows]]]] = {
     "After a rank's death": (("job", software.survival),),
     "Packages": (("rank", software.packages),)}
 
-# How much longer than the reporting rank a failed rank stays: mpirun ends all ranks when a rank
-# ends that was in MPI, before the report; srun does not.
+# A failed rank stays so much longer than the reporting rank. mpirun ends all ranks when a rank ends
+# that was in MPI, before the report.
 _LINGER_S = 8.0
 _MOST_LINES = 12
 
@@ -48,13 +48,13 @@ _MOST_LINES = 12
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
-        "Says what is wrong with an MPI launch or a machine, and how to mend it; alone, or on all "
-        "ranks: mpirun -n 4 python -m mpiring doctor. The exit status is 1 where there is a "
+        "Finds what is wrong with an MPI launch or a machine, and how to fix it. Start it alone, "
+        "or on all ranks: mpirun -n 4 python -m mpiring doctor. The exit status is 1 if there is a "
         "problem.")
     parser.set_defaults(action=run)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--deadline", type=above_zero, default=30.0, metavar="SECONDS",
-                        help="end the examination by then, and report what was seen; default: 30")
+                        help="seconds after which the examination ends and reports (default: 30)")
     parser.add_argument("--examine", type=int, help=argparse.SUPPRESS)
 
 
@@ -148,7 +148,7 @@ def _stand_by(rank: int, failure: Failure, reporter: Rank, until: float) -> None
     if not failure.late and not software.is_mismatched(reporter) and is_first:
         print(f"mpiring doctor: rank {rank} on {reporter.host}: {failure.stage}: {failure.how}; "
               f"{' '.join(failure.printed[-2:])}", file=sys.stderr, flush=True)
-    # Where all are late, the first looks for the others.
+    # If all are late, the first rank looks for the others.
     if (failure.late or launcher_of(reporter.variables) != "srun") and failure.stage not in (
             LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

@@ -42,7 +42,8 @@ def examine(descriptor: int, deadline_s: float) -> None:
     """Do all that needs MPI, and report stage by stage, so that a reader sees where it died.
 
     Args:
-        descriptor: Of a file that gets a pickle per stage: its name, and Job's fields by name.
+        descriptor: File descriptor to which each stage writes a pickle: its name, and Job's
+            fields by name.
         deadline_s: Seconds after which this process ends, wherever it is.
     """
     # Ends the process also where MPI holds the interpreter's lock.
@@ -59,8 +60,8 @@ def examine(descriptor: int, deadline_s: float) -> None:
             report("", library=Library(error=str(error)))
             return
         library = _library(mpi)
-        # Nothing else before MPI is started, so that it finds what it finds in any program:
-        # MPICH 5.0.2 sends unused memory to Slurm's PMI, which fails where that held much text.
+        # Nothing else before MPI is started, so that it finds the same as in any program. MPICH
+        # 5.0.2 sends unused memory to Slurm's PMI, which fails if that held much text.
         report(STARTING, library=library)
         mpi.Init_thread(level)
         _with_mpi(mpi, library, report)
@@ -176,7 +177,7 @@ def usable(gpus: Gpus, turn: int) -> Gpus:
     """Add to a node's GPUs what CuPy sees of them, and whether memory can be shared.
 
     Args:
-        gpus: Of the node.
+        gpus: GPUs of the node.
         turn: Number of this rank among those of its node, which take GPUs in turn.
     """
     if gpus.kind != "NVIDIA":

@@ -84,14 +84,14 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
-    """Which processors a process may use.
+    """The processors that a process may use.
 
     Attributes:
         allowed: Their numbers (sched_getaffinity).
-        cores: How many physical cores these are; less than `len(allowed)` where cores have
-            several hardware threads.
-        online: How many the node has.
-        quota: Of a cgroup, in processors; infinite without.
+        cores: Number of physical cores; less than `len(allowed)` if cores have several hardware
+            threads.
+        online: Number of processors of the node.
+        quota: Limit of a cgroup, in processors; infinite without one.
         load: Number of processes that wanted a processor, averaged over the last minute.
     """
 
@@ -144,22 +144,21 @@ class NetworkDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """GPUs of a node, and what lies between them and the network.
+    """GPUs of a node, and the software between them and the network.
 
     Attributes:
         kind: "NVIDIA", "AMD" or "".
-        count: How many.
+        count: Number of GPUs.
         driver: Its version.
         modules: Kernel modules for GPUDirect that are loaded.
-        aware: What the MPI library answers when asked whether it takes GPU memory; None
-            where it has no such question.
-        transports: UCX's installed modules for GPUs; None where
-            MPI does not use UCX.
+        aware: Answer of the MPI library to the question whether it takes GPU memory; None if it
+            has no such question.
+        transports: UCX's installed modules for GPUs; None if MPI does not use UCX.
         gtl: Cray's library for GPUs is loaded.
         seen: NVIDIA's GPUs that CuPy sees, by their addresses on the PCI bus.
         address: The address of this rank's GPU.
-        problem: Why mpiring can use none, or "".
-        unshared: Why processes cannot open its memory to each other, or "".
+        problem: Reason why mpiring can use none, or "".
+        unshared: Reason why processes cannot open its memory to each other, or "".
     """
 
     kind: str = ""
@@ -177,20 +176,20 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """Where a process lives, and what it sees there of the ranks beside it.
+    """The container of a process, and the other ranks that are visible in it.
 
     Attributes:
-        kinds: "Apptainer", "enroot", "Kubernetes", "Podman", "Docker", or what the container
-            calls itself; () outside of containers.
-        image: Its name or file, where the runtime tells it.
-        machine: An identity of the running system that all its containers have in common; "" where
-            unknown, as are the following three.
+        kinds: "Apptainer", "enroot", "Kubernetes", "Podman", "Docker", or another name
+            that the container has; () outside of containers.
+        image: Its name or file, if the runtime tells it.
+        machine: Identity of the running system, equal in all its containers; "" if unknown, as for
+            the following three.
         shm: The file system at /dev/shm, by a name that is unique on the machine.
-        processes, users: The namespaces of processes and users; those of other ones are not seen,
-            or their memory is closed.
+        processes, users: Namespaces of processes and users. Processes of other namespaces are
+            invisible, or their memory is closed.
         private: The launcher has started this container for this rank alone.
-        apart: How many of the doctor's processes that are seen have another /dev/shm.
-        missing: The folder of the launcher's PMIx, if it is not there inside; else "".
+        apart: Number of visible processes of the doctor that have another /dev/shm.
+        missing: The folder of the launcher's PMIx, if it is not there inside; otherwise "".
     """
 
     kinds: tuple[str, ...] = ()
@@ -306,8 +305,8 @@ class Mpirun:
     """The mpirun that a user's shell finds.
 
     Attributes:
-        path: "" where there is none.
-        text: What it says of its version, on one line.
+        path: Its path, or "".
+        text: Text of its version, on one line.
         of_library: The mpirun of the library's own installation, or "".
     """
 
@@ -321,10 +320,10 @@ class Slurm:
     """The output of Slurm's commands.
 
     Attributes:
-        installed: There is an srun.
-        mpi_types: What `srun --mpi=list` lists.
-        mpi_default: What srun takes without `--mpi`.
-        kills: Whether a rank that fails ends the step (KillOnBadExit); None where not known.
+        installed: If true, there is an srun.
+        mpi_types: Types in the list of `srun --mpi=list`.
+        mpi_default: Type that srun uses without `--mpi`.
+        kills: If true, a rank that fails ends the step (KillOnBadExit); None if unknown.
     """
 
     installed: bool = False
@@ -342,14 +341,14 @@ class JobFacts:
     """All facts about a job.
 
     Attributes:
-        ranks: In order; the reporting rank alone where MPI failed before they met.
-        size: Of the MPI world; 0 where MPI was not started.
+        ranks: Ranks in order; the reporting rank alone if MPI failed before they connected.
+        size: Size of the MPI world; 0 if MPI was not started.
         wanted: Number of ranks that the launcher was asked for.
-        wanted_by: The source of `wanted`: variable and launcher; or "".
-        warnings: What mpiring logged while it tried an allreduce.
-        trial_errors: Why that allreduce failed.
-        printed: What the MPI library printed.
-        tried_s: Seconds of that allreduce; None where it was not tried.
+        wanted_by: Variable and launcher that are the source of `wanted`, or "".
+        warnings: Warnings of mpiring while it tried an allreduce.
+        trial_errors: Errors of that allreduce.
+        printed: Output of the MPI library.
+        tried_s: Seconds of that allreduce; None if it was not tried.
         pairs: Measurements.
         failure: How the examination ended early, if it did.
     """
@@ -389,7 +388,7 @@ class JobFacts:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the launcher started several ranks, but each is a world of its own."""
+        """Whether the launcher started several ranks, but each is alone in its world."""
         return self.size == 1 and self.wanted > 1 and launcher_of(self.variables) != ""
 
     def nodes(self) -> dict[int, list[Rank]]:
@@ -397,7 +396,7 @@ class JobFacts:
         return grouped(self.ranks, lambda rank: rank.node)
 
     def node_names(self) -> dict[int, str]:
-        """Return the nodes' names; those that nodes have in common get the number, too."""
+        """Return the nodes' names, with a number if several nodes have the same name."""
         names = {node: ranks[0].host for node, ranks in self.nodes().items()}
         hosts = list(names.values())
         return {node: host if hosts.count(host) == 1 else f"{host} (node {node})"

@@ -42,8 +42,8 @@ _SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
 _NEW_S = 60.0
 # Of Linux's if_arp.h: Ethernet and InfiniBand.
 _ARPHRD = ("1", "32")
-# What runtimes put into the file system of a container, those that people start first. enroot
-# locks its containers with a file, by which `enroot list` knows them.
+# Files that runtimes put into a container, the most usual runtimes first. enroot locks its
+# containers with a file, by which `enroot list` knows them.
 _FILES = {
     ".singularity.d": "Apptainer", ".lock": "enroot",
     "var/run/secrets/kubernetes.io": "Kubernetes", "run/.containerenv": "Podman",
@@ -51,7 +51,7 @@ _FILES = {
 # Names in the path of a control group.
 _GROUPS = {"kubepods": "Kubernetes", "libpod": "Podman", "docker": "Docker"}
 _IMAGES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-# Where tmpfs is mounted that programs find at /dev/shm, the most specific place first.
+# Mount points of the tmpfs that programs find at /dev/shm, the most specific one first.
 _PLACES = ("/dev/shm", "/dev", "/")
 
 
@@ -59,8 +59,8 @@ def rank(number: int, library: Library) -> Rank:
     """Return the facts about this process.
 
     Args:
-        number: Its rank, as far as is known.
-        library: What mpi4py loads.
+        number: Its rank, if known.
+        library: MPI library that mpi4py loads.
     """
     variables = launch_variables()
     return Rank(
@@ -98,7 +98,7 @@ def processors(root: Path = _ROOT) -> Processors:
     """Return which processors this process may use.
 
     Args:
-        root: Where the system's files are.
+        root: Folder of the system's files.
     """
     allowed = frozenset(usable_processors())
     return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
@@ -109,7 +109,7 @@ def quota(root: Path = _ROOT) -> float:
     """Return how many processors' time the tightest cgroup of this process grants.
 
     Args:
-        root: Where the system's files are.
+        root: Folder of the system's files.
     """
     quotas = [math.inf]
     for line in text_of(root / "proc/self/cgroup").splitlines():
@@ -134,7 +134,7 @@ def memory(root: Path = _ROOT) -> Memory:
     """Return the limits of this process's memory.
 
     Args:
-        root: Where the system's files are.
+        root: Folder of the system's files.
     """
     total = free = None
     with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
     """Yield the network devices; fast ones under their own names, and as TCP's interfaces.
 
     Args:
-        root: Where the system's files are.
+        root: Folder of the system's files.
     """
     for path in sorted((root / "sys/class/net").glob("*")):
         if text_of(path / "type") in _ARPHRD:
@@ -196,7 +196,7 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
 
 
 def _number(path: Path) -> float:
-    """Return the first number in a file: of "200 Gb/sec (4X HDR)" and "BS_200G", 200; else 0."""
+    """Return the first number in a file, 200 of "200 Gb/sec (4X HDR)" and "BS_200G", or 0."""
     number = re.search(r"\d[\d.]*", text_of(path))
     return float(number[0]) if number else 0.0
 
@@ -214,7 +214,7 @@ def gpus(root: Path = _ROOT) -> Gpus:
     """Return the node's GPUs and kernel modules for them; nothing of MPI.
 
     Args:
-        root: Where the system's files are.
+        root: Folder of the system's files.
     """
     modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
@@ -232,7 +232,7 @@ def mpirun(library: Library) -> Mpirun:
     """Return the mpirun that a shell finds, and that of the MPI library's installation.
 
     Args:
-        library: What mpi4py loads.
+        library: MPI library that mpi4py loads.
     """
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
@@ -285,11 +285,11 @@ def loaded_libraries() -> list[Path]:
 
 
 def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
-    """Return where this process lives.
+    """Return the container of this process.
 
     Args:
-        variables: From `launch.environment.launch_variables`.
-        root: Where the system's files are.
+        variables: Result of `launch.environment.launch_variables`.
+        root: Folder of the system's files.
     """
     proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
     shm = shared_memory(proc / "self")
@@ -310,7 +310,7 @@ def _kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
     kinds |= {kind for name, kind in _FILES.items() if (root / name).exists()}
     kinds |= {kind for name, kind in _GROUPS.items() if name in group}
     yield from (kind for kind in _FILES.values() if kind in kinds)
-    # If Podman's container=podman stands beside its file, it was yielded already.
+    # If there is Podman's file as well as container=podman, it was yielded already.
     name = variables.get("container", "")
     if name and not kinds:
         yield {"podman": "Podman", "docker": "Docker"}.get(name, name)
@@ -333,10 +333,10 @@ def shared_memory(process: Path) -> str:
 
 
 def _others(proc: Path) -> Iterator[str]:
-    """Yield what others of this user's doctors that are seen find at /dev/shm."""
+    """Yield the /dev/shm of this user's other doctors that are visible."""
     for path in proc.glob("[0-9]*/cmdline"):
         words = text_of(path).split("\0")
-        # Launchers have these words in their commands, too.
+        # Launchers also have these words in their commands.
         is_doctor = (Path(words[0]).name.startswith("python") and "--examine" not in words
                      and {"mpiring", "doctor"} <= set(words))
         with contextlib.suppress(OSError):    # it has ended meanwhile

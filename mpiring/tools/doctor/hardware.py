@@ -18,8 +18,8 @@ _USED = 0.5
 # A job as short as the doctor adds little to a load over a minute.
 _BUSY = 0.5
 
-# What each rank of a node takes of /dev/shm when it starts: measured with MPICH 5.0.2, which
-# dies of a signal where there is less; Open MPI 5.0.11 asks for so much free memory.
+# Bytes of /dev/shm that each rank of a node takes when it starts. MPICH 5.0.2, measured, dies of a
+# signal if there is less. Open MPI 5.0.11 asks for so much free memory.
 _SHM_BYTES = {"MPICH": 5.3 * _MIB, "Open MPI": 16 * _MIB}
 _SHM_BYTES_ELSE = 16 * _MIB
 # As Docker makes it; PyTorch's data loaders hand batches on in it.
@@ -79,7 +79,7 @@ def _is_busy(ranks: Sequence[Rank]) -> bool:
 
 
 def processors(job: JobFacts, *ranks: Rank) -> Rows:
-    """Judge whether each rank of a node has processors of its own."""
+    """Judge whether each rank of a node has processors to itself."""
     first, sets = ranks[0].processors, [rank.processors.allowed for rank in ranks]
     (allowed, room), online = _room(ranks), first.online
     is_full, is_alike = len(ranks) > room, len(set(sets)) == 1

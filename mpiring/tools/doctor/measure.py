@@ -12,9 +12,9 @@ from .facts import Pair
 _LATENCY_S, _BANDWIDTH_S = 0.1, 0.35
 _MOST_ROUNDS = 2000
 _WARM_UP = 5
-# Several messages under way, since a single one leaves a fast network idle.
+# Several messages are in flight, since a single one leaves a fast network idle.
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 4
-# How often ranks that are not measured look whether the others are done: a barrier would spin.
+# Pause between tests by ranks that are not measured: a barrier would spin.
 _LOOK_S = 1e-3
 
 
@@ -22,7 +22,7 @@ def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return the pairs measured at a time: two ranks of each node, then of neighbouring nodes.
 
     Args:
-        leaders: For every rank, the lowest rank on its node.
+        leaders: Lowest rank on the node of every rank.
     """
     nodes = {leader: [rank for rank, other in enumerate(leaders) if other == leader]
              for leader in sorted(set(leaders))}
@@ -37,7 +37,7 @@ def measured(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
     Args:
         mpi: The module mpi4py.MPI.
         world: A communicator over all ranks that is used here only.
-        leaders: As in `rounds`.
+        leaders: Argument of `rounds`.
 
     Collective: yes. Blocking: yes.
     """

@@ -22,8 +22,8 @@ class Finding:
 
     Attributes:
         name: The property, in a word or two.
-        verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
-            "problem": does not work.
+        verdict: "ok", "note" (works, but could be better), "warning" (slow, or at risk), or
+            "problem" (does not work).
         value: The observation.
         remedy: The cure; "" if nothing needs to be done.
         ranks: The ranks that it is about; () for the job as a whole.

@@ -15,7 +15,7 @@ _DOCTOR = "python -m mpiring doctor"
 
 _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
            "MVAPICH": "export MV2_ENABLE_AFFINITY=0"}
-# Optional packages: what each is for, and how to install it.
+# Optional packages, each with its use and how to install it.
 _OPTIONAL = {
     "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
                                 "first"),
@@ -36,7 +36,7 @@ _INTERFACES = {
     "Intel MPI": "export FI_TCP_IFACE=NAME",
     "Cray MPICH": "export FI_CXI_DEVICE_NAME=NAME"}
 
-# What gives the ranks of a node one /dev/shm, and lets them see each other's processes.
+# How to give the ranks of a node one /dev/shm, and let them see each other's processes.
 _TOGETHER = {
     "Apptainer": "start it without --contain, --containall, --ipc and --pid, or add "
                  "--bind /dev/shm",
@@ -304,7 +304,7 @@ def _settings_of(rank: Rank) -> str:
 
 
 def survival(job: JobFacts, *_: Rank) -> Rows:
-    """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
+    """Judge whether this MPI, as launched, lets other ranks continue after a rank's death."""
     library, variables = job.library, job.variables
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
@@ -328,7 +328,7 @@ def container(job: JobFacts, rank: Rank) -> Rows:
 
 
 def _is_private(job: JobFacts) -> bool:
-    """Return whether MPI has failed, and ranks on this node have a /dev/shm of their own."""
+    """Return whether MPI has failed, and ranks on this node have different /dev/shm."""
     container = job.reporter.container
     several = (launched_here(job.variables) or 1) > 1
     return job.failure is not None and (container.apart > 0 or container.private and several)

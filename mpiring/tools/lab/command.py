@@ -1,4 +1,4 @@
-"""The command `python -m mpiring lab`: sets up a lab, runs commands in it, and ends it."""
+"""The command `mpiring lab`: sets up a lab, runs commands in it, and ends it."""
 
 import argparse
 
@@ -13,15 +13,20 @@ def declare(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True)
     up = commands.add_parser("up", help="set up a lab that stays until `lab down`")
     run = commands.add_parser(
-        "run", help="run a command on ranks across the hosts, of the lab that is up, or of a "
-                    "temporary one")
+        "run", help="run a command on the hosts of the lab that is up, or of a temporary lab")
     for command in (up, run):
-        command.add_argument("--hosts", type=int, help="how many; default: 2, or all that are up")
-        command.add_argument("--rate", help="of each link, each way; default: 1gbit")
-    run.add_argument("--ranks-per-host", type=int, default=1)
-    run.add_argument("--placement", default="block", choices=lab.PLACEMENTS)
-    run.add_argument("--traffic", action="store_true", help="print the links' byte counts after")
-    run.add_argument("command", nargs="+", metavar="-- COMMAND")
+        command.add_argument("--hosts", type=int, metavar="N", help=(
+            "number of hosts (default: 2, or all hosts of the lab that is up)"))
+        command.add_argument("--rate", help=(
+            "data rate of each link, each way, as 100mbit or 1gbit (default: 1gbit)"))
+    run.add_argument("--ranks-per-host", type=int, default=1, metavar="N",
+                     help="number of ranks on each host (default: 1)")
+    run.add_argument("--placement", default="block", choices=lab.PLACEMENTS,
+                     help="order in which ranks are dealt to hosts (default: block)")
+    run.add_argument("--traffic", action="store_true",
+                     help="print afterwards how many bytes each link carried")
+    run.add_argument("command", nargs="+", metavar="-- COMMAND",
+                     help="words of the command, after --")
     status = commands.add_parser("status", help="print what each host sent and received")
     down = commands.add_parser("down", help="end the lab and all processes in it")
     for command, action in (up, _up), (run, _run), (status, _status), (down, _down):

@@ -93,8 +93,8 @@ class Lab:
             command: The program and its arguments.
             hosts: Number of hosts to use, the first ones; None for all.
             ranks_per_host: Ranks on each host.
-            placement: Of PLACEMENTS: "block" fills host after host; "round-robin" deals ranks out
-                in turn.
+            placement: One of PLACEMENTS. "block" fills host after host, "round-robin" deals ranks
+                out in turn.
 
         Raises:
             ConfigError: The counts cannot work.
@@ -219,7 +219,7 @@ def temporary(hosts: int, rate: str) -> Iterator[Lab]:
 def up(hosts: int, rate: str) -> Lab:
     """Set up a lab that stays until `Lab.down`.
 
-    Args, Raises: as `temporary`; LaunchError also where one is up already.
+    Args, Raises: those of `temporary`, and LaunchError if a lab is up already.
     """
     if standing() is not None:
         raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
@@ -231,7 +231,7 @@ def up(hosts: int, rate: str) -> Lab:
 
 
 def _let_go(process: "subprocess.Popen[str]") -> None:
-    """Let a holder go on; it ends if its input ends before that."""
+    """Let a holder continue; it ends if its input ends before that."""
     if process.stdin is not None:
         process.stdin.write("go\n")
         process.stdin.flush()

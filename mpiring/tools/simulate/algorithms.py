@@ -28,8 +28,8 @@ from . import mpich
 from .cluster import Cluster, Symmetry
 
 DTYPE = np.dtype(np.float32)
-# With bursts a call depends on those before it, which have emptied the bucket of tokens: as
-# in a benchmark, calls follow each other, until they have sent so many bursts.
+# With bursts, a call depends on earlier calls, which have emptied the bucket of tokens. As in a
+# benchmark, calls follow each other until they have sent so many bursts.
 _BURSTS = 8
 
 
@@ -37,8 +37,8 @@ class SimulatedTime(NamedTuple):
     """The predicted time of an algorithm.
 
     Attributes:
-        seconds: Of a call.
-        how: "stepped": all ranks were run; "symmetry": one node's, as all do the same.
+        seconds: Seconds of a call.
+        how: "stepped" if all ranks were run, or "symmetry" if one node stands for all.
     """
 
     seconds: float
@@ -80,10 +80,10 @@ class SimulatedOperation(Collectives):
     Args:
         cluster: Its prices.
         nodes: The ranks of each node.
-        network, memory: Those of the cluster.
+        network, memory: Network and memory of the cluster.
         net: The operation's channel.
-        number: Of the operation.
-        in_pairs: Where a node stands for all, nodes exchange in pairs, not in a circle.
+        number: Number of the operation.
+        in_pairs: If true, and a node stands for all, nodes exchange in pairs, not in a circle.
 
     Attributes:
         work: Keeps the rank busy for so many seconds.
@@ -140,7 +140,7 @@ def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
     """Return how one node stands for all; None if all ranks are to be run.
 
     Args:
-        name, nbytes: As for `predict`.
+        name, nbytes: Arguments of `predict`.
     """
     tuning = Tuning()
     is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
@@ -149,19 +149,19 @@ def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
         # A part in pairs, a part in a circle.
         return None
     if name == "native" or is_doubling:
-        # Exchanges in pairs are alike on all nodes where these are a power of two.
+        # Exchanges in pairs are equal on all nodes if their number is a power of two.
         partners = cluster.ranks if name == "ring" else cluster.nodes
         return None if partners & partners - 1 else pairwise
     return cyclic if name in _CYCLIC else None
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
-    """Return how long an allreduce takes on a cluster; None where the algorithm cannot run.
+    """Return how long an allreduce takes on a cluster; None if the algorithm cannot run.
 
     Args:
-        name: Of ALGORITHMS or SHARDED.
-        nbytes: Of the array.
-        fold: False runs all ranks in any case.
+        name: One of ALGORITHMS or SHARDED.
+        nbytes: Length of the array.
+        fold: If false, run all ranks in any case.
     """
     tuning = Tuning()
     schedule = _schedule(
@@ -227,7 +227,7 @@ def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
     """Run the allgather of weights of a sharded step.
 
     Args:
-        once: They lie once in the memory of each node.
+        once: If true, weights are once in the memory of each node.
     """
     bounds = bounds_of(x.size, call.size)
     return (call.allgather_once(x, bounds=bounds) if once else
@@ -242,7 +242,7 @@ def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str
     """Return the algorithm that "auto" would take for a sum of float32.
 
     Args:
-        seconds: By algorithm, what the ranks would have measured on such a cluster.
+        seconds: Times that ranks of such a cluster would measure, by algorithm.
     """
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())

@@ -15,19 +15,20 @@ class Cluster:
     """Equal nodes with equally many ranks, and their costs.
 
     Attributes:
-        latency_s: Of a message between nodes.
+        latency_s: Seconds of a message between nodes.
         bandwidth: Bytes per second of a node's network interface, each way.
         goodput: Share of it that is data.
         burst_bytes: Bytes that pass at the sender's full speed after a pause; see Link.
         overhead_s: CPU time per message of mpiring's schedules in Python, at either end.
         mpi_overhead_s: CPU time per message in MPI and the system, at either end.
         copy_rate: Bytes per second that the system copies of a message between nodes, at either
-            end, as for TCP; 0 where the interface reads and writes memory by itself.
+            end, as for TCP; 0 if the interface reads and writes memory by itself.
         reduction_rate: Bytes per second that a rank reads and writes, while all ranks combine.
-        node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
-        barrier_s: Of a barrier in a node's shared memory.
-        cores: Of a single machine that stands for all nodes, as in a lab; ranks compute in
-            turns. 0: each rank has a core of its own.
+        node_latency_s, node_bandwidth: Seconds, and bytes per second, of copies between ranks of a
+            node, for each rank.
+        barrier_s: Seconds of a barrier in a node's shared memory.
+        cores: Number of cores of a single machine that is all nodes, as in a lab, so that ranks
+            compute in turns; 0 if each rank has a core to itself.
     """
 
     nodes: int = 1
@@ -64,8 +65,8 @@ class Cluster:
     def limit_s(self, nbytes: int) -> float:
         """Return the least seconds in which the bytes of an allreduce can move.
 
-        Between nodes, each interface sends and receives 2(N-1)/N of the array for N nodes;
-        in a node's memory, each rank reads and writes as much as a copy of the array does.
+        Between N nodes, each interface sends and receives 2(N-1)/N of the array. In a node's
+        memory, each rank reads and writes as much as a copy of the array does.
         """
         if self.nodes == 1:
             return nbytes / self.node_bandwidth if self.ranks > 1 else 0.0
@@ -76,8 +77,8 @@ class Cluster:
         """Return a simulated network of this cluster.
 
         Args:
-            symmetry: How a node stands for all; None to run all ranks.
-            in_python: Each message costs the overhead of schedules in Python.
+            symmetry: Partners of a node that stands for all; None to run all ranks.
+            in_python: If true, each message costs the overhead of schedules in Python.
         """
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)
         within = Link(self.node_latency_s, self.node_bandwidth)

@@ -18,16 +18,16 @@ from ...transport.base import Channel, Schedule
 from .algorithms import SimulatedTransport
 from .profile import Profile
 
-# Reducers as programs write them; their loss (1: rounded to 16 bits, 2: to 8 bits, right on
-# average, 3: approximated, with errors fed back); and how to make one that compresses from the
-# first step on.
+# Reducers as programs write them, with their loss and how to make one that compresses from the
+# first step on. The loss is 1 if they round to 16 bits, 2 if they round to 8 bits, right on
+# average, and 3 if they approximate, with errors fed back.
 REDUCERS: Sequence[tuple[str, int, Callable[[], Compressor]]] = (
     ('Cast("bfloat16")', 1, lambda: Cast("bfloat16")),
     ("Int8()", 2, Int8),
     ("PowerSGD(rank=2)", 3, lambda: PowerSGD(rank=2, start_step=0)),
     ("OneBit()", 3, lambda: OneBit(warmup_steps=0)),
     ("TopK(0.001)", 3, lambda: TopK(0.001)))
-# Long enough that what a call costs is a small part.
+# Long enough that the cost of a call is a small part.
 _SAMPLE_BYTES = 4 << 20
 # The fastest of these calls counts; one before compiles, and touches memory.
 _CALLS = 3
@@ -35,7 +35,7 @@ _CALLS = 3
 
 @dataclass(frozen=True)
 class CodecPrices:
-    """What a Reducer costs and sends, for each byte of a slice of gradients.
+    """The costs and bytes of a Reducer, for each byte of a slice of gradients.
 
     Attributes:
         encode_s, decode_s: Seconds of computing before and after the messages.
@@ -50,10 +50,10 @@ class CodecPrices:
 
 
 def measured(profile: Profile) -> list[CodecPrices]:
-    """Return what each of REDUCERS costs on this machine.
+    """Return the costs of each of REDUCERS on this machine.
 
     Args:
-        profile: Whose tensors are compressed; matrices must have their shapes.
+        profile: Profile of the model whose tensors are compressed, in their shapes.
     """
     tensors = list(_sample(profile))
     return [_measured(make, tensors) for _, _, make in REDUCERS]
@@ -86,11 +86,11 @@ class _Nodes:
 
     Args:
         make: Returns a Reducer.
-        tensors: Of the bucket.
-        count: How many nodes.
+        tensors: Tensors of the bucket.
+        count: Number of nodes.
 
     Attributes:
-        nbytes: Of the bucket.
+        nbytes: Length of the bucket.
     """
 
     def __init__(self, make: Callable[[], Compressor], tensors: Sequence[TensorSpec],

@@ -1,4 +1,4 @@
-"""The command `python -m mpiring simulate`; works without any MPI library."""
+"""The command `mpiring simulate`; works without any MPI library."""
 
 import argparse
 from dataclasses import replace
@@ -16,22 +16,21 @@ from .cluster import Cluster
 from .options import caption_of, caveat_of, cluster_of, declare_cluster
 
 _DESCRIPTION = """\
-Predicts the time of an allreduce on a cluster that is not here, by running the real
-algorithms on a simulated network, without data and on a virtual clock. Where all nodes
-do the same ("symmetry"), one of them is run, and stands for all; else all ranks are
-("stepped"). MPI's own allreduce is a model of what MPICH does.
+Predicts the time of an allreduce on another cluster. It runs the real algorithms on a simulated
+network, without data and on a virtual clock. If all nodes do the same, it runs one node for all
+("symmetry"), otherwise all ranks ("stepped"). MPI's own allreduce is a model of MPICH's.
 
-efficiency = byte limit / time. Between N nodes the limit is what each node's network
-interface needs for 2(N-1)/N of the array, at bandwidth x goodput; on one node it is the
-time of a copy of the array. Every measured number of your cluster makes it better: the
-defaults are those of a usual InfiniBand cluster.
+efficiency = byte limit / time. Between N nodes, the limit is the time in which a node's network
+interface carries 2(N-1)/N of the array, at bandwidth x goodput. On one node it is the time of a
+copy of the array. The defaults are those of a usual InfiniBand cluster: replace them by numbers
+that you have measured.
 
-With --sharded, it predicts what a sharded optimizer sends in a step as well: the
-reduce-scatter of gradients and the allgather of weights, of which each rank has a copy
-("sharded"), or all ranks of a node have one ("once per node").
+With --sharded, it also predicts the communication of a sharded optimizer: the reduce-scatter of
+gradients and the allgather of weights. Weights are on each rank ("sharded"), or once on each node
+("once per node").
 
-With --against, it predicts the sizes, hosts and ranks that a `bench allreduce --json`
-has measured, and prints the deviation."""
+With --against, it predicts the sizes, hosts and ranks of a file of `bench allreduce --json`, and
+prints the deviation."""
 
 _COLUMNS = [
     Column("nodes", 6), Column("ranks", 7), Column("algorithm", -12),
@@ -42,7 +41,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("size", 9),
     Column("contender", -14), Column("ms", 12, 4, "predicted ms"),
     Column("measured_ms", 12, 4), Column("ratio", 9, 3, "pred/meas")]
-# What `bench allreduce` calls the algorithms.
+# The names of algorithms in `bench allreduce`.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
 
@@ -56,11 +55,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "step", help="predict training steps instead, from the trace of a job"))
     declare_cluster(parser)
     parser.add_argument("--size", type=checked(parse_size), default=100_000_000,
-                        help="default: 100MB")
+                        help="size of the array in bytes, as 64KiB or 100MB (default: 100MB)")
     parser.add_argument("--sharded", action="store_true",
-                        help="predict reduce-scatter + allgather, too")
+                        help="also predict reduce-scatter and allgather")
     parser.add_argument("--against", metavar="FILE.json",
-                        help="compare with what `bench allreduce --json` has measured")
+                        help="file of `bench allreduce --json` to compare with")
     declare_files(parser, "the predictions")
 
 
@@ -68,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """Predict, print, and write files; return the exit status.
 
     Args:
-        options: As `declare` has declared them.
+        options: Options of `declare`.
 
     Raises:
         ConfigError: There is nothing to predict.
@@ -139,7 +138,7 @@ def _cores(about: Environment) -> int:
 
 
 def _against(path: str, usual: Cluster) -> list[Row]:
-    """Return a prediction beside each median that a benchmark has measured."""
+    """Return a prediction for each median that a benchmark has measured."""
     benchmark, about, measured = read_json(path)
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "

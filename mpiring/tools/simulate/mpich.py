@@ -1,4 +1,4 @@
-"""Models MPI's own allreduce between nodes: what MPICH does, as schedules without data.
+"""Models MPI's own allreduce between nodes as MPICH's schedules, without data.
 
 A node's first rank collects its node's contributions, the first ranks combine theirs,
 and hand the result back.
@@ -7,11 +7,11 @@ Precision, against MPICH 5.0.2 on hosts with a rank each and links of 1 Gbit/s, 
 to 16 MiB, with `UCX_RNDV_THRESH=inf`: within 3 % on three hosts. By default, UCX sends large
 messages over TCP by rendezvous; messages in opposite directions then often wait for each
 other, and four hosts take twice as long. Ranks that share cores drift apart, so that messages
-of two steps meet at a host and delay each other: four hosts on two cores took 1.0 (at best)
-to 1.5 times as long as predicted at 16 MiB.
+of two steps arrive at a host at once and delay each other. Four hosts on two cores took 1.0 to 1.5
+times as long as predicted at 16 MiB.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", IJHPCA 19(1), 2005; MPICH's MPIR_Allreduce_intra_auto.
+operations in MPICH", IJHPCA 19(1), 2005, and MPICH's MPIR_Allreduce_intra_auto.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The options that describe a cluster, of all commands that predict."""
+"""The options that describe a cluster, for all commands that predict."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -11,44 +11,50 @@ from .cluster import Cluster
 
 # Options: the field of Cluster that each sets, how it is read, and its help.
 _BETWEEN_NODES: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
-    ("--latency", "latency_s", parse_time, "default: 2us"),
-    ("--bandwidth", "bandwidth", parse_rate, "of a node's interface, each way; default: 100gbit"),
+    ("--latency", "latency_s", parse_time, "time of a message between nodes (default: 2us)"),
+    ("--bandwidth", "bandwidth", parse_rate,
+     "rate of a node's interface, each way, as 100gbit or 5GB/s (default: 100gbit)"),
     ("--goodput", "goodput", above_zero,
-     "share of it that is data; default: 0.97; TCP on Ethernet: 0.956"),
+     "share of the bandwidth that is data, 0 to 1 (default: 0.97, for TCP on Ethernet 0.956)"),
     ("--burst", "burst_bytes", partial(parse_size, least=0),
-     "what passes at once after a pause, where the rate is limited on average only: 128KiB in the "
-     "lab; default: 0"))
+     "bytes that pass at once after a pause if only the mean rate is limited, as 128KiB in the "
+     "lab (default: 0)"))
 _OF_RANKS: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
     ("--reduction-rate", "reduction_rate", parse_rate,
-     "of what combining reads and writes; default: 20GB/s"),
+     "rate at which combining reads and writes memory (default: 20GB/s)"),
     ("--message-overhead", "overhead_s", parse_time,
-     "computing per message of our schedules in Python, at either end; default: 5us"),
+     "processor time of a message in mpiring's schedules, at either end (default: 5us)"),
     ("--mpi-overhead", "mpi_overhead_s", parse_time,
-     "computing per message in MPI and the system, at either end: where it is not in the latency, "
-     "because ranks share cores; default: 0us"),
+     "processor time of a message in MPI and the system, at either end, which the latency does "
+     "not include if ranks share cores (default: 0us)"),
     ("--copy-rate", "copy_rate", parse_rate,
-     "of what the system copies of a message between nodes, at either end, as for TCP: it takes "
-     "the processor from the compute; by default it copies nothing"),
+     "rate at which the system copies messages between nodes, at either end, as TCP does, which "
+     "takes the processor from the program (default: no copies)"),
     ("--node-latency", "node_latency_s", parse_time,
-     "of a message within a node; default: 500ns"),
+     "time of a message within a node (default: 500ns)"),
     ("--node-bandwidth", "node_bandwidth", parse_rate,
-     "of copies within a node; default: 10GB/s"),
-    ("--barrier", "barrier_s", parse_time, "of a barrier in a node's memory; default: 3us"),
+     "rate of copies within a node (default: 10GB/s)"),
+    ("--barrier", "barrier_s", parse_time, "time of a barrier in a node's memory (default: 3us)"),
     ("--cores", "cores", not_negative,
-     "of one machine that all nodes share, as in a lab; default: 0, a core for each rank"))
-_OPTIONS = (("between nodes", _BETWEEN_NODES), ("of each rank, while all are at work", _OF_RANKS))
+     "number of cores that all nodes share, as in a lab (default: 0, one core per rank)"))
+_OPTIONS = (("between nodes", _BETWEEN_NODES),
+            ("for each rank, while all ranks compute", _OF_RANKS))
+_METAVARS: dict[Callable[[str], Any], str] = {
+    parse_time: "TIME", parse_rate: "RATE", above_zero: "SHARE", not_negative: "N"}
 
 
 def declare_cluster(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a cluster, and of how many nodes it has."""
     parser.add_argument("--nodes", type=_counts, default=_counts("64"), metavar="N or A,B,C",
-                        help="powers of two up to N, and N; or these; default: 64")
-    parser.add_argument("--ranks-per-node", type=positive, default=8, help="default: 8")
+                        help="numbers of nodes, the powers of two up to N or a list (default: 64)")
+    parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="N",
+                        help="number of ranks on each node (default: 8)")
     for title, prices in _OPTIONS:
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title, "times as 2us or 1ms, rates as 100gbit or 5GB/s")
         for option, field, parse, text in prices:
             group.add_argument(option, dest=field, type=checked(parse), help=text,
-                               metavar=option[2:].upper(), default=getattr(Cluster, field))
+                               default=getattr(Cluster, field),
+                               metavar=_METAVARS.get(parse, "SIZE"))
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -12,18 +12,18 @@ from ..traces import Event, JobTrace, RankTrace, open_job
 
 # The first recorded step follows that in which memory was touched and buckets were built again.
 _WARM_UP = 1
-# A step that computes so many times the median contains something else, such as a validation.
+# A step that computes so many times the median contains other work, such as a validation.
 _LONG = 2.0
 
 
 @dataclass(frozen=True)
 class StepCompute:
-    """What one rank computed in one step, in seconds; waits are left out.
+    """The computing of one rank in one step, in seconds, without waits.
 
     Attributes:
         update_s: The optimizer's update, at the beginning of the step; 0 if that is unknown.
-        forward_s: From when to when the forward pass ran; both 0 if that is unknown.
-        ready_s: When each tensor's gradient was ready, in the model's order.
+        forward_s: Begin and end of the forward pass; both 0 if that is unknown.
+        ready_s: Times at which each tensor's gradient was ready, in the model's order.
         compute_s: All of the step.
         step_s: The step with its waits.
     """

@@ -1,9 +1,9 @@
-"""Runs training steps on a simulated cluster: computing as it was recorded, and the real schedules.
+"""Runs training steps on a simulated cluster, with recorded computing and the real schedules.
 
-A rank computes in short slices, between which its messages go on: what is under way takes
-processor time from the compute, as it does where a rank has one core. Ranks draw their steps at
-random from the recorded ones, so a step waits for the slowest of them, as real ones do. Where one
-node stands for all, each of its ranks computes as long as the slowest of all nodes.
+A rank computes in short slices, between which its messages advance. Operations in flight take
+processor time from the compute, as on a rank with one core. Ranks draw their steps at random from
+the recorded steps, so a step waits for the slowest rank, as real steps do. If one node stands for
+all, each of its ranks computes as long as the slowest of all nodes.
 """
 
 import functools
@@ -24,9 +24,9 @@ from .algorithms import SimulatedOperation
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
-# For so long a rank computes before it looks at its messages.
+# A rank computes for so long before it tests its messages.
 _SLICE_S = 1e-3
-# So many steps are run, and fewer where they take long: the slowest of many ranks varies less.
+# So many steps are run, and fewer if they take long, as the slowest of many ranks varies less.
 _STEPS, _STEPS_OF_MANY, _MANY_RANKS = 5, 2, 1024
 _SEED = 0
 
@@ -43,12 +43,12 @@ class Flag:
 
 
 class Compute(NamedTuple):
-    """A part of what a rank computes in a step, one after the other.
+    """A part of the computing of a rank in a step, one after the other.
 
     Attributes:
-        seconds: Of computing.
-        after: What it waits for.
-        then: Is set at its end.
+        seconds: Seconds of computing.
+        after: Event that it waits for.
+        then: Event that is set at its end.
     """
 
     seconds: float
@@ -57,12 +57,12 @@ class Compute(NamedTuple):
 
 
 class BucketOperation(NamedTuple):
-    """An operation that a rank has under way while it computes.
+    """An operation that a rank has in flight while it computes.
 
     Attributes:
-        after: What its beginning waits for.
+        after: Event that its beginning waits for.
         build: Returns the schedule.
-        done: Is set at its end.
+        done: Event that is set at its end.
     """
 
     after: Sequence[Flag]
@@ -72,11 +72,11 @@ class BucketOperation(NamedTuple):
 
 @dataclass
 class RankStep:
-    """What one rank does in one step.
+    """The work of one rank in one step.
 
     Attributes:
-        computes: In their order.
-        operations: In their order; as many as `in_flight` are under way at once.
+        computes: Parts of computing, in their order.
+        operations: Operations in their order, of which at most `in_flight` advance at once.
     """
 
     computes: list[Compute] = field(default_factory=list)
@@ -116,9 +116,9 @@ class Workload:
     """A model on a cluster.
 
     Attributes:
-        profile: What its steps compute.
+        profile: Computing of its steps.
         cluster: The cluster.
-        bucket_bytes: As of DataParallel.
+        bucket_bytes: Argument of DataParallel.
     """
 
     profile: Profile
@@ -154,7 +154,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         seconds: Mean of several steps.
-        compute_s: What the slowest rank computes in them.
+        compute_s: Mean seconds of computing of the slowest rank.
         how: "stepped" or "symmetry"; see SimulatedTime.
     """
 
@@ -225,7 +225,7 @@ class _Run:
         """Run a step; return its seconds.
 
         Args:
-            ranks: What each of them does, with equally many operations.
+            ranks: Work of each rank, with equally many operations.
         """
         network, began_s = self._network, self._network.time_s
 
@@ -242,7 +242,7 @@ class _Run:
             return program
 
         count = len(ranks[0].operations)
-        # Last: what has arrived goes on before the next slice of computing.
+        # Last, so that arrived messages advance before the next slice of computing.
         network.run(*(operation(index, self._operations + index) for index in range(count)),
                     lambda net: _computed(network, net.rank, ranks[net.rank].computes))
         self._operations += count

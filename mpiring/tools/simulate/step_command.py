@@ -1,4 +1,4 @@
-"""The command `python -m mpiring simulate step`: predicts training steps from a trace."""
+"""The command `mpiring simulate step`: predicts training steps from a trace."""
 
 import argparse
 import textwrap
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DESCRIPTION = """\
-Predicts the training steps of a job on a cluster that is not here, from the trace of a short
-run: what each step computed, and when each gradient was ready. Record it with a DataParallel
-and a plain optimizer, on one rank or several:
+Predicts the training steps of a job on another cluster, from the trace of a short run. The trace
+says how long each step computed, and when each gradient was ready. Record it with DataParallel and
+a plain optimizer, on one rank or several:
 
     MPIRING_TRACE=FOLDER mpirun -n 1 python train.py
 
-The real schedules then run on a simulated cluster, while its ranks compute as in steps that are
-drawn at random from the trace. Each rank has as much to do as in the trace, however many there
-are: the efficiency is the time of a step without communication over that of a step.
+The real schedules then run on a simulated cluster, whose ranks compute as in steps that are drawn
+at random from the trace. Each rank computes as much as in the trace, for any number of ranks. The
+efficiency is the time of a step without communication over the time of a step.
 
-With --compare, it also predicts steps of Sharded, of Reducers, whose codecs it measures here on
-tensors of the model, and of DiLoCo, and says which to take. With --against, it predicts the
-steps of other traces, on as many nodes and ranks as these have, and prints the deviation."""
+With --compare, it also predicts steps with Sharded, with Reducers and with DiLoCo, and recommends
+one. It measures the codecs of Reducers on this machine, on tensors of the model. With --against, it
+predicts the steps of other traces on their numbers of nodes and ranks, and prints the deviation."""
 
 _COLUMNS = [
-    Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 10, 4),
-    Column("compute_ms", 11, 4), Column("exposed_ms", 11, 3),
+    Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 8, 4),
+    Column("compute_ms", 10, 4), Column("exposed_ms", 10, 3),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("how", -8)]
 _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
@@ -60,13 +60,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=run)
-    parser.add_argument("--trace", required=True, metavar="FOLDER", help="of the recorded job")
-    parser.add_argument("--job", help="its name, or how that begins; where there are several")
+    parser.add_argument("--trace", required=True, metavar="FOLDER",
+                        help="folder with the traces of a job")
+    parser.add_argument("--job", metavar="NAME",
+                        help="name of the job, or its beginning, if the folder has several")
     parser.add_argument("--bucket-bytes", type=checked(parse_size), metavar="SIZE",
-                        help="as of DataParallel, whose default it is")
-    parser.add_argument("--compare", action="store_true", help="predict other strategies, too")
+                        help="length of a bucket in bytes, as 4MiB (default: that of DataParallel)")
+    parser.add_argument("--compare", action="store_true", help="also predict other strategies")
     parser.add_argument("--against", nargs="+", metavar="FOLDER", default=[],
-                        help="compare with the steps that other traces have measured")
+                        help="folders of other traces, to compare their steps with predictions")
     declare_cluster(parser)
     declare_files(parser, "the predictions")
 
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     """Predict, print, and write files; return the exit status.
 
     Args:
-        options: As `declare` has declared them.
+        options: Options of `declare`.
 
     Raises:
         ConfigError: The trace does not say what a step computes, or options do not go together.
@@ -132,7 +134,7 @@ def _rows(strategy: Strategy, workload: Workload) -> Iterator[Row]:
 
 
 def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> Iterator[Row]:
-    """Yield a prediction beside the measured step of each trace."""
+    """Yield a prediction next to the measured step of each trace."""
     for folder in options.against:
         other = read_profile(folder, None)
         if other.ranks % other.nodes:

@@ -1,4 +1,4 @@
-"""What ranks do in a step: gradients averaged, compressed, or left in slices; or local steps."""
+"""Strategies of a step: gradients averaged, compressed or left in slices, or local steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def strategies(profile: Profile) -> list[Strategy]:
     """Return the strategies to compare; measures Reducers on this machine.
 
     Args:
-        profile: Whose gradients are compressed.
+        profile: Profile of the model whose gradients are compressed.
     """
     return [DATA_PARALLEL,
             Strategy("Sharded", 0, lambda work: predict_step(work, sharded)),
@@ -98,7 +98,7 @@ def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
 
 
 def _algorithm(call: SimulatedOperation, x: Array) -> Algorithm:
-    """Return what "auto" takes where nothing was measured, of mpiring's own algorithms.
+    """Return the mpiring algorithm that "auto" uses if nothing was measured.
 
     MPI's own call between nodes is a model of another kind, see mpich.py.
     """
@@ -149,7 +149,7 @@ def sharded(workload: Workload, step: StepCompute, *, once: bool = False) -> Ran
     """Return a step of Sharded: gradients are scattered, and updated weights gathered.
 
     Args:
-        once: Weights lie once in the memory of each node.
+        once: If true, weights are once in the memory of each node.
     """
     planned, buckets = RankStep(), workload.buckets
     # Updates come at the end, of slices.
@@ -181,7 +181,7 @@ def _once_per_node(workload: Workload) -> StepTime | None:
 
 def _overlapped(workload: Workload) -> StepTime | None:
     began_s, ended_s = workload.profile.steps[0].forward_s
-    # Without a forward pass of its own there is nothing that weights could wait for.
+    # Without a recorded forward pass there is nothing that weights could wait for.
     return predict_step(workload, _sharded_with_overlap) if began_s < ended_s else None
 
 

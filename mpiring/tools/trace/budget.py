@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ...record.trace_file import OPERATIONS
 from ..traces import JobTrace, RankTrace
 
-# A step of so many times the median length contains something else, as a validation.
+# A step of so many times the median length contains other work, as a validation.
 _LONG = 2.0
 
 # A communicator's name, and the number of an operation there.
@@ -34,11 +34,11 @@ class Wait(NamedTuple):
 
 
 class TracedOperation(NamedTuple):
-    """An operation under way.
+    """An operation in flight.
 
     Attributes:
-        began, ended: In microseconds.
-        lane: Operations that are under way at once have different lanes.
+        began, ended: Times in microseconds.
+        lane: Number that differs between operations that are in flight at once.
     """
 
     began: float
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     """A training step, or all of a trace that has none.
 
     Attributes:
-        began, ended: In microseconds.
+        began, ended: Times in microseconds.
         tokens: How many the rank had in it; NaN if that is unknown.
     """
 
@@ -88,16 +88,16 @@ class Activity:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Where the time of a step goes, in milliseconds.
+    """How the time of a step is spent, in milliseconds.
 
     Attributes:
-        step: All of it: compute, data, exposed and idle.
+        step: Sum of compute, data, exposed and idle.
         compute: The program does not wait.
         data: It waits for its next batch.
         exposed: It waits for communication.
         idle: It waits for a rank that has not called the operation yet.
-        hidden: The part of compute with operations under way.
-        tokens: How many the rank has in a step; NaN if that is unknown.
+        hidden: The part of compute with operations in flight.
+        tokens: Number of tokens of the rank in a step; NaN if that is unknown.
     """
 
     step: float
@@ -110,7 +110,7 @@ class StepBudget:
 
     @property
     def hidden_percent(self) -> float:
-        """The part of the time with operations under way in which the program computes."""
+        """The part of the time with operations in flight in which the program computes."""
         under_way = self.hidden + self.exposed + self.idle
         return 100 * self.hidden / under_way if under_way else float("nan")
 

@@ -1,4 +1,4 @@
-"""The command `python -m mpiring trace`, and its `merge`; works without any MPI library."""
+"""The command `mpiring trace`, and its `merge`; works without any MPI library."""
 
 import argparse
 import json
@@ -12,19 +12,20 @@ from . import report
 from ..traces import Event, RankTrace, open_job
 
 _DESCRIPTION = """\
-Looks at what the ranks of a job did. The job wrote it to a folder:
+Shows how the ranks of a job spent their time. The job wrote traces to a folder:
 
     MPIRING_TRACE=FOLDER mpirun -n 8 python train.py
 
-`merge` joins the traces of all ranks, on one clock, into a file for
-https://ui.perfetto.dev; `report` prints where the time of a step goes. A step ends when
-DataParallel has all its gradients. It is made up of
+`merge` joins the traces of all ranks, on one clock, into a file for https://ui.perfetto.dev.
+`report` prints how the time of a step is spent. A step ends when DataParallel has all its
+gradients. It consists of
   compute   the program does not wait: forward, backward, optimizer
   data      it waits for a batch of mpiring.data.prefetch(..., comm=comm)
   exposed   it waits for communication
   idle      it waits for another rank, which has not called the operation yet
-and hidden is the time within compute in which operations are under way. Below stands which ranks
-wait for their data, and which the others wait for, and why, where it is 5 % of a step or more."""
+Within compute, `hidden` is the time in which operations are in flight. Below the table, the report
+names the ranks that wait for data, and the ranks for which others wait, if it is 5 % of a step or
+more."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +34,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
     merging = commands.add_parser("merge", help="join the traces of all ranks for Perfetto")
-    reporting = commands.add_parser("report", help="print where the time of a step goes")
+    reporting = commands.add_parser("report", help="print how the time of a step is spent")
     for command in (merging, reporting):
-        command.add_argument("folder", metavar="FOLDER", help="where the traces are")
+        command.add_argument("folder", metavar="FOLDER", help="folder with the traces")
         command.add_argument("--job", metavar="NAME",
-                             help="which job, where the folder has several; its name's beginning")
+                             help="name of the job, or its beginning, if the folder has several")
     merging.add_argument("-o", "--output", metavar="FILE.json",
-                         help="default: merged-JOB.json in the folder; -: standard output")
+                         help="file to write, or - for standard output (default: "
+                              "merged-JOB.json in the folder)")
     merging.set_defaults(action=merge)
     reporting.add_argument("--plot", metavar="FILE.png",
-                           help="draw it, and one step over time (needs matplotlib)")
+                           help="picture to draw of the report and of one step (needs matplotlib)")
     reporting.add_argument("--step", type=int, metavar="N",
-                           help="which step to draw; default: one of median length")
+                           help="number of the step to draw (default: a step of median length)")
     reporting.set_defaults(action=report.run)
 
 
@@ -52,7 +54,7 @@ def merge(options: argparse.Namespace) -> int:
     """Write one trace, with a process for each rank; return the exit status.
 
     Args:
-        options: As `declare` has declared them.
+        options: Options of `declare`.
 
     Raises:
         ConfigError: There are no traces, or of several jobs; or the file cannot be written.

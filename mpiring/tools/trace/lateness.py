@@ -12,8 +12,9 @@ from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, mean, 
 
 # Less of a step is not worth a sentence.
 _WORTH = 0.05
-# Ranks are waited for in turn, unless one makes others wait for so many times as long as the mean
-# rank does, and for longer than by chance: by so many standard deviations, or for so much of all.
+# By chance, others wait for each rank in turn. A rank stands out if others wait for it so many
+# times as long as for the mean rank. The difference must be so many standard deviations, or so
+# much of all waits.
 _STANDS_OUT, _DEVIATIONS, _MOSTLY = 1.5, 2.0, 0.75
 # So many ranks are named.
 _MOST = 3
@@ -23,7 +24,7 @@ _Waited = dict[tuple[int, int], float]
 
 
 class Lateness:
-    """Who was late for the operations of a job's steps.
+    """The ranks that were late for the operations of a job's steps.
 
     Args:
         last_called: The last call of each operation.
@@ -132,7 +133,7 @@ def _weighed(budgets: Sequence[StepBudget], weights: Sequence[float]) -> StepBud
 
 
 def _difference(late: StepBudget, usual: StepBudget) -> str:
-    """Return what a late rank does that others do not, as a clause; "" if nothing is seen."""
+    """Return what only a late rank does, as a clause; "" if there is no difference."""
     known = usual.tokens > 0
     # Of the milliseconds by which it computes longer, those that its additional tokens take.
     long = usual.compute * (late.tokens / usual.tokens - 1) if known else 0.0

@@ -36,14 +36,14 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
     """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
 
     Args:
-        path: Its ending sets the format.
-        caption: Stands above.
-        budgets: By rank.
-        activities: Of a few ranks.
-        number: The number of the step that is drawn.
-        last_called: When the last rank called each operation.
+        path: Name of the file; its ending sets the format.
+        caption: Text above the picture.
+        budgets: Budgets by rank.
+        activities: Activities of a few ranks.
+        number: Number of the step that is drawn.
+        last_called: Times at which the last rank called each operation.
 
-    Raises: as picture.
+    Raises: the errors of `picture`.
     """
     drawn = [(step, list(_rows(activity, step, last_called)))
              for activity in activities for step in activity.steps if step.number == number]
@@ -58,7 +58,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
 
 
 def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
-    """Draw where the time of a step goes on each rank."""
+    """Draw how the time of a step is spent on each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
     for label, colour, part in _PARTS:
         values = [part(budget) for budget in budgets.values()]
@@ -71,7 +71,7 @@ def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
 
 def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
           ) -> Iterator[tuple[str, list[_Bar]]]:
-    """Yield the rows of a rank, with their names: its program, and below it what is under way."""
+    """Yield the rows of a rank, with their names: its program, then operations in flight."""
     def in_step(span: Sequence[Any]) -> bool:
         return bool(span[0] < step.ended and span[1] > step.began)
 

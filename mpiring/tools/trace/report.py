@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     """Print the budget of a job's steps, and draw it if asked to; return the exit status.
 
     Args:
-        options: As `command.declare` has declared them.
+        options: Options of `command.declare`.
 
     Raises:
         ConfigError: There are no traces, or of several jobs, or nothing happened in them.

@@ -21,8 +21,8 @@ class Rates(NamedTuple):
     """Bytes per second of the slowest rank.
 
     Attributes:
-        combining: What it reads and writes when it combines vectors into one of them.
-        copying: What it copies to another vector, when it copies one to several.
+        combining: Rate of reading and writing when it combines vectors into one of them.
+        copying: Rate of copying one vector to several.
     """
 
     combining: float
