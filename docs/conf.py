@@ -125,7 +125,11 @@ def with_code_blocks(app, what, name, obj, options, lines):
         text = section("Args").sub("", text)
     # Attributes become entries, as methods do.
     if attributes := section("Attributes").search(text):
-        text = text.replace(attributes[0], "").rstrip() + "\n\n" + attributes[0]
+        # One entry may explain several.
+        entries = re.sub(r"(?m)^ {4}(\w+(?:, \w+)+)(: .*(?:\n {5,}\S.*)*)$",
+                         lambda entry: "\n".join(f"    {word}{entry[2]}"
+                                                 for word in entry[1].split(", ")), attributes[0])
+        text = text.replace(attributes[0], "").rstrip() + "\n\n" + entries
     lines[:] = text.split("\n")
 
 
@@ -133,7 +137,7 @@ def with_short_types(app, what, name, obj, options, signature, returned):
     """Write `ndarray` for the type of an array of any shape and dtype."""
     types = app.env.current_document.autodoc_annotations.get(name, {})
     for argument, text in types.items():
-        types[argument] = re.sub(r"(?<=ndarray)\[\S*tuple\[\S*Any, \.\.\.\], \S*\]\]", "", text)
+        types[argument] = re.sub(r"(?<=ndarray)\[tuple\[\S*Any, \.\.\.\], \S*?\]\]", "", text)
 
 
 def with_defaults(app, what, name, obj, options, signature, returned):

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/explanation: `python docs/pictures/draw.py` writes them anew.
+"""Draws the pictures of docs/explanation: `python docs/pictures/draw.py` writes them again.
 
 A picture is a sheet of lanes, side by side, in which time goes down. A step is a box in a lane and
 a row; arrows join boxes.
@@ -21,8 +21,8 @@ text { font-family: Helvetica, Arial, sans-serif; font-size: 13px; fill: #1f2933
 .both { marker-start: url(#tip); }
 """
 
-# Each step: its name, its lane, what happens, in which files. A step stands below the one before
-# it, or, where its name begins with "=", beside that.
+# Each step has a name, a lane, a text and files. It is drawn below the step before it, or to the
+# right of that step if its name begins with "=".
 GRADIENT = (
     ("backward", 0, ["backward() writes", "a gradient into p.grad"], []),
     ("=ready", 1, ["a hook marks it as ready"], ["torch/averaging.py"]),
@@ -30,21 +30,21 @@ GRADIENT = (
      ["training/averager.py", "training/fused.py"]),
     ("schedule", 1, ["the Reducer builds a schedule;", "the table has the algorithm"],
      ["reducers/reducer.py", "operations/operation.py", "operations/algorithms.py"]),
-    ("=further", 0, ["backward() goes on:", "nothing of this blocks"], []),
+    ("=further", 0, ["backward() continues:", "none of this blocks it"], []),
     ("queued", 1, ["the operation gets a number", "and is queued"],
      ["communicator.py", "engine/group.py"]),
     ("=stepped", 2, ["steps the schedules", "of all operations in turn"],
      ["engine/engine.py", "transport/base.py"]),
     ("agreed", 2, ["compares calls before any", "data is used"],
      ["operations/agreement.py", "transport/protocol.py"]),
-    ("=calls", 3, ["what they called"], []),
+    ("=calls", 3, ["their calls"], []),
     ("combined", 2,
      ["combines this rank's slice out", "of all ranks' buckets, and", "writes it into all"],
      ["collectives/shared.py", "memory/reduction.py"]),
     ("=buckets", 3,
      ["their buckets, in the same", "memory; between hosts by", "messages"], ["transport/mpi.py"]),
     ("step", 0, ["optimizer.step()"], []),
-    ("=wait", 1, ["waits for what is not over:", "p.grad has the mean"],
+    ("=wait", 1, ["waits for the last buckets:", "p.grad has the mean"],
      ["torch/averaging.py", "engine/handle.py"]),
 )
 GRADIENT_ARROWS = (
@@ -57,17 +57,17 @@ GRADIENT_LANES = ("PyTorch", "mpiring, in your thread", "mpiring's own thread", 
 
 BLOCKING = (
     ("call", 0, ["allreduce(x)"], ["communicator.py"]),
-    ("made", 0, ["was such a call prepared?", "then its words are at hand"],
+    ("made", 0, ["uses the words of an", "earlier call like this"],
      ["engine/fast_calls.py"]),
-    ("begin", 0, ["takes the next number, unless", "something else is under way"],
+    ("begin", 0, ["takes the next number, unless", "other operations are in flight"],
      ["transport/protocol.py"]),
-    ("=ordinary", 1, ["first time, or under way:", "a schedule is built"],
+    ("=ordinary", 1, ["first call, or in flight:", "builds a schedule"],
      ["operations/operation.py", "operations/algorithms.py"]),
     ("write", 0, ["writes x to its slot,", "and publishes its flag"], ["transport/node_call.py"]),
-    ("=look", 1, ["some hundred looks"], ["engine/group.py"]),
-    ("meet", 0, ["waits for the others' flags,", "and compares all digests"],
+    ("=look", 1, ["polls some hundred times"], ["engine/group.py"]),
+    ("meet", 0, ["waits for the flags of others,", "and compares all digests"],
      ["transport/protocol.py"]),
-    ("=late", 1, ["late: the engine steps it"], ["engine/engine.py"]),
+    ("=late", 1, ["still waiting: the engine", "steps it"], ["engine/engine.py"]),
     ("reduce", 0, ["reduces all slots into x,", "and publishes that it is done"],
      ["transport/node_call.py"]),
 )
@@ -75,16 +75,16 @@ BLOCKING_ARROWS = (
     ("call", "made"), ("made", "begin"), ("begin", "write"), ("begin", "ordinary"),
     ("ordinary", "look"), ("write", "meet"), ("meet", "reduce"), ("meet", "late"),
 )
-BLOCKING_LANES = ("a call like an earlier one", "the ordinary way")
+BLOCKING_LANES = ("a call like an earlier one", "an ordinary call")
 
-# From the top: what a layer is, and its rooms. Imports go down.
+# Layers from the top, each with its name and its rooms. Imports go down.
 LAYERS = (
     ("commands", ["tools/"]),
     ("adapters", ["torch/", "numpy/", "elastic/", "horovod/"]),
-    ("ways to train", ["training/", "optim/", "asynchronous/"]),
-    ("what travels, and what lasts", ["reducers/", "data/", "resilience/"]),
-    ("the public face", ["communicator", "persistent", "objects"]),
-    ("when", ["engine/", "record/"]),
+    ("training methods", ["training/", "optim/", "asynchronous/"]),
+    ("gradients, data, checkpoints", ["reducers/", "data/", "resilience/"]),
+    ("public interface", ["communicator", "persistent", "objects"]),
+    ("progress", ["engine/", "record/"]),
     ("one operation", ["operations/", "collectives/", "simulated/"]),
     ("messages and memory", ["transport/", "launch/", "buckets/", "sharding/"]),
     ("vectors", ["gpu/", "memory/", "jit/", "config"]),
@@ -121,7 +121,7 @@ def picture(lanes, steps, arrows):
 
 
 def layers(rows):
-    """Return the SVG of layers, the highest first: a name, and its rooms beside it."""
+    """Return the SVG of layers, the highest first: a name, then its rooms."""
     left, room, row = 230, 150, 44
     width = left + room * max(len(rooms) for _, rooms in rows) + 2 * MARGIN
     height = row * len(rows) + 2 * MARGIN
@@ -175,7 +175,7 @@ def ring(ranks):
                    f'rank {rank}</text>')
         out += [f'<text class="file" x="{x + (chunk + 0.5) * box}" y="52" text-anchor="middle">'
                 f'{chunk}</text>' for chunk in range(ranks)]
-    # Whose numbers are in each chunk of each rank.
+    # The ranks whose numbers are in each chunk of each rank.
     sums = [[{rank} for _ in range(ranks)] for rank in range(ranks)]
     for step in range(steps + 1):
         y = top + step * row
