@@ -1,4 +1,4 @@
-"""Trains in 16 bits: scales the loss, so that gradients do not vanish; masters have 32 bits."""
+"""Trains in 16 bits: scales the loss so that gradients do not vanish, keeps masters in 32 bits."""
 
 import math
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from .data_parallel import SAME_STATE, DataParallel, load_arrays
 
 
 class LossScaler:
-    """Scales the loss, so that small gradients survive 16 bits, and adapts the scale.
+    """Scales the loss so that small gradients do not vanish in 16 bits, and adapts the scale.
 
-    Multiply the gradient of the loss by `scale` while it is float32, since float16 ends at 65504;
-    after `dp.wait()` call `step()`, once, and update parameters only if it returns True:
+    Multiply the gradient of the loss by `scale` in float32, since float16 ends at 65504. After
+    `dp.wait()`, call `step()` once, and update the parameters only if it returns True:
 
         scaler, masters = LossScaler(dp), MasterWeights(dp)
         ...
@@ -31,24 +31,25 @@ class LossScaler:
                     master -= learning_rate * scaler.unscaled(name)
                 masters.round_off()
 
-    Where a gradient of any rank is Inf or NaN, all ranks skip the step, without a further message:
-    the mean is not finite either, and has the same bits on all ranks. The scale then shrinks; it
-    grows after `growth_interval` steps in a row that were taken. Scales are powers of two, so that
-    scaling rounds nothing (except what becomes subnormal).
+    If a gradient of any rank is Inf or NaN, the mean is not finite on any rank, and all ranks skip
+    the step without further messages. The scale then shrinks. It grows after `growth_interval`
+    steps in a row that were not skipped. Scales are powers of two, so that scaling does not round,
+    except to subnormal numbers.
 
-    bfloat16 has the range of float32 and needs no scale: with `initial_scale=1, largest=1` steps
-    are only skipped.
+    bfloat16 has the range of float32 and needs no scale: with `initial_scale=1, largest=1` the
+    scaler only skips steps.
 
     Args:
-        dp: The DataParallel whose gradients are scaled.
-        initial_scale: Of the first step.
+        dp: DataParallel whose gradients are scaled.
+        initial_scale: Scale of the first step; this and the next two are powers of two.
         growth: Factor by which the scale grows, above 1.
-        backoff: Factor by which it shrinks, below 1.
-        growth_interval: Steps in a row that were taken, before it grows.
-        smallest, largest: The scale stays between them.
+        backoff: Factor by which the scale shrinks, below 1.
+        growth_interval: Number of steps in a row, none of them skipped, after which the scale
+            grows.
+        smallest, largest: Limits of the scale, powers of two.
 
     Raises:
-        ConfigError: A value is wrong, or the ranks' values differ.
+        ConfigError: A value is wrong, or the values of the ranks differ.
 
     Collective: yes. Blocking: yes.
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -82,15 +83,15 @@ class LossScaler:
         return self._scale
 
     def step(self) -> bool:
-        """Return whether to update the parameters; set the scale of the next step.
+        """Return True if the parameters are to be updated; set the scale of the next step.
 
-        Call it on every rank, once after each `dp.wait()`. The result is the same on all ranks. A
-        rank that does not call it, or has another scale, gets BufferMismatchError, as all do, when
+        Call this on every rank, once after each `dp.wait()`. The result is the same on all ranks.
+        If a rank does not call this, or has another scale, all ranks raise BufferMismatchError when
         the next gradients are sent.
 
         Raises:
-            GradientError: `dp.wait()` has completed no step since the last call, or steps are
-                skipped at the smallest scale too; names the gradients that are not finite.
+            GradientError: `dp.wait()` has completed no step since the last call, or many steps in a
+                row were skipped at the smallest scale; names the gradients that are not finite.
 
         Collective: yes, but sends nothing. Blocking: no.
         """
@@ -112,18 +113,18 @@ class LossScaler:
     def unscaled(self, name: str) -> Array:
         """Return the gradient of a parameter, divided by the scale that it was computed with.
 
-        Valid after `step()` has returned True, until gradients are written again.
+        Call this after `step()` has returned True, before gradients are written again.
 
         Args:
-            name: As in `dp.grads`.
+            name: Name of the parameter, as in `dp.grads`.
 
         Returns:
-            A new array, of float32 for 16 bits, else of the gradient's dtype.
+            A new array. Its dtype is float32 for gradients in 16 bits, otherwise the same.
 
         Raises:
             GradientError: `step()` was not called since `dp.wait()`, or returned False.
 
-        Collective: no.
+        Collective: no. Blocking: no.
         """
         if self._dp.steps != self._seen or self._unscale is None:
             raise GradientError(
@@ -135,18 +136,21 @@ class LossScaler:
         return wide_gradient
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state to resume from; the same on all ranks."""
+        """Return the state, the same on all ranks, for `load_state_dict`."""
         return {"scale": self._scale, "taken_in_row": self._taken_in_row,
                 "skipped_at_smallest": self._skipped_at_smallest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where `state_dict` was called, between two steps.
+        """Resume from a state, between two steps.
 
-        The state of reducers has the scale of that time: restore it as well.
+        The state of reducers depends on the scale, so restore it as well.
+
+        Args:
+            state: State that `state_dict` returned.
 
         Raises:
-            ConfigError: A value is missing or wrong, or the ranks' states differ. Nothing has
-                changed then, on any rank.
+            ConfigError: A value is missing or wrong, or the states of the ranks differ. In that
+                case nothing has changed on any rank.
 
         Collective: yes. Blocking: yes.
         """
@@ -183,7 +187,7 @@ class LossScaler:
                 f"rate that is too large (or, with finite losses, allow a smaller smallest=)")
 
     def _change(self, scale: float) -> None:
-        """Set the scale, also of what reducers remember of gradients."""
+        """Set the scale, also of the gradients that reducers store."""
         if scale != self._scale:
             self._dp.rescale(scale / self._scale)
             self._scale = scale
@@ -192,17 +196,17 @@ class LossScaler:
 class MasterWeights(Views):
     """Copies of 16-bit parameters in float32, in which small updates are not rounded away.
 
-    A mapping from names to arrays, which are to be updated in place. Those of 16-bit parameters
-    are masters, in float32; all others are the parameters themselves. `round_off` copies masters
-    into parameters: see LossScaler for the whole step.
+    A mapping from names to arrays, to be updated in place. The arrays of 16-bit parameters are
+    masters in float32; all other arrays are the parameters themselves. `round_off` copies the
+    masters to the parameters. LossScaler shows a complete step.
 
     Args:
-        dp: The DataParallel with the parameters.
+        dp: DataParallel with the parameters.
 
     Raises:
-        ConfigError: Not a DataParallel.
+        ConfigError: `dp` is no DataParallel of mpiring.numpy.
 
-    Collective: no.
+    Collective: no. Blocking: no.
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
 
@@ -216,25 +220,28 @@ class MasterWeights(Views):
                           for name, array in dp.params.items()}, "masters")
 
     def round_off(self) -> None:
-        """Round the masters into the 16-bit parameters, in place: to nearest, ties to even.
+        """Round the masters to the 16-bit parameters, in place: to nearest, ties to even.
 
-        Collective: no.
+        Collective: no. Blocking: no.
         """
-        # What is too large becomes Inf.
+        # Numbers that are too large become Inf.
         with np.errstate(all="ignore"):
             for name, array in self._params.items():
                 array[...] = self._views[name]
 
     def state_dict(self) -> dict[str, Array]:
-        """Return copies of all arrays, by name; they have the same bits on all ranks."""
+        """Return copies of all arrays by name, bitwise identical on all ranks."""
         return {name: array.copy() for name, array in self._views.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Set all arrays to those of a state, and round them off into the parameters.
+        """Set all arrays to those of a state, and round them to the parameters.
+
+        Args:
+            state: Arrays that `state_dict` returned.
 
         Raises:
             ConfigError: An array is missing, unknown, or of another shape or dtype, or differs
-                between ranks. Nothing has changed then, on any rank.
+                between ranks. In that case nothing has changed on any rank.
 
         Collective: yes. Blocking: yes.
         """

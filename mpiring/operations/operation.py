@@ -1,4 +1,4 @@
-"""Schedules of one operation: what the communicator calls, and Reducers build on."""
+"""Builds the schedules of one operation, for the communicator and for Reducers."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,26 +24,26 @@ _MOST_CHOSEN = 4096
 
 
 class Collectives:
-    """The schedules of one operation, bound to its channel: what Reducers build on.
+    """The schedules of one operation, bound to its channel; Reducers build on them.
 
-    An operation may run several, one after the other, in the same order on all ranks: they
-    share its barriers, its staging slots and its channel. Schedules that are to run at once
-    must be operations of their own.
+    An operation may run several schedules, one after another, in the same order on all ranks. They
+    share its barriers, its staging slots and its channel. Schedules that run concurrently must be
+    separate operations.
 
     Args:
-        resources: What the operations of the communicator have in common.
-        node: The operation's meeting place on this node; None for a rank that is alone there.
-        sequence: The operation's number.
+        resources: Resources that the operations of a communicator share.
+        node: Ranks of this node in this operation; None if this rank is alone on its node.
+        sequence: Number of the operation.
 
     Attributes:
-        rank, size: This rank, and how many there are.
-        node: The meeting place; for a rank that is alone, `Alone`.
-        resources, sequence: As above.
-        windows: The arrays in node-shared memory.
-        tuning: Lengths and counts.
-        preferred: The algorithm that "auto" means, where it can be used.
-        gpu: The GPU on which the operation's vectors lie, in words; "" for host memory.
-        algorithm: Name of the algorithm of its last allreduce, if any.
+        rank, size: Number of this rank, and number of ranks.
+        node: Ranks of this node in this operation; `Alone` if this rank is alone on its node.
+        resources, sequence: As given.
+        windows: Arrays in node-shared memory.
+        tuning: Lengths and counts that decide between variants of algorithms.
+        preferred: Algorithm that "auto" stands for, if it supports the case.
+        gpu: Name of the GPU that holds the vectors; "" for host memory.
+        algorithm: Name of the algorithm of the last allreduce, if any.
     """
 
     gpu = ""
@@ -62,7 +62,7 @@ class Collectives:
 
     @property
     def net(self) -> Channel:
-        """The operation's channel."""
+        """The channel of the operation."""
         if self._net is None:
             self._net = self.resources.transport.channel(self.sequence)
         return self._net
@@ -79,27 +79,27 @@ class Collectives:
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
-        """The ranks that share a memory, for each memory; without shared memory, one each."""
+        """List of ranks for each shared memory; one rank each without shared memory."""
         return self.resources.nodes
 
     @property
     def slices(self) -> int:
-        """How many ranks the largest node has: what they exchange is cut into as many slices."""
+        """Number of ranks of the largest node, and of slices in exchanges between nodes."""
         return max(map(len, self.nodes))
 
     @property
     def own_slices(self) -> range:
-        """The numbers of those slices that this rank exchanges."""
+        """Numbers of the slices that this rank exchanges."""
         return range(self.node.rank, self.slices, self.node.size)
 
     @property
     def _whole(self) -> Node | None:
-        """The meeting place of all ranks, if one node has them all, and several."""
+        """The ranks of the node, if all ranks are on it and there are several."""
         return self.node if self.node.size == self.size > 1 else None
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes this rank has sent in this operation so far; see Statistics."""
+        """Number of bytes that this rank has sent in this operation so far; see Statistics."""
         return self._native_bytes + (0 if self._net is None else self._net.sent[0])
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
@@ -107,8 +107,9 @@ class Collectives:
         return self.resources.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        """Return what combines vectors where they lie; see Reduction."""
-        # A rank alone on its node waits for messages: not for sums, which it need not load.
+        """Return the object that combines vectors in their memory; see Reduction."""
+        # A rank alone on its node waits for messages and not for sums, so compiled sums are not
+        # worth loading.
         return reduction(op, dtype, size, compiled=self.node.size > 1)
 
     # Combining
@@ -116,11 +117,16 @@ class Collectives:
     def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks, in place.
 
-        With algorithm "auto" or "native" this must be called when the operation
-        is made, not from inside a running schedule; "ring" can be called anywhere.
+        With algorithm "auto" or "native", call this when the operation is created, not from inside
+        a running schedule. With "ring" it may be called anywhere.
+
+        Args:
+            x: Vector of shape (n,).
+            op: Operation as in Reduction.
+            algorithm: Name of the algorithm.
 
         Raises:
-            ConfigError: The op or the algorithm does not suit the dtype.
+            ConfigError: The op or the algorithm does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
         row = self.algorithm_of(x, op, algorithm)
@@ -128,9 +134,12 @@ class Collectives:
         return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
     def algorithm_of(self, x: Array, op: str, algorithm: str = "auto") -> Algorithm:
-        """Return the algorithm that `allreduce` takes.
+        """Return the algorithm that `allreduce` uses.
 
-        Raises: as `allreduce`.
+        Args:
+            x, op, algorithm: Arguments of `allreduce`.
+
+        Raises the same errors as `allreduce`.
         """
         return self._chosen(choose, x, op, algorithm)
 
@@ -158,21 +167,22 @@ class Collectives:
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
-        """Return the schedule that leaves this rank's combined slice of the vector `x`.
+        """Return the schedule that combines this rank's slice of the vector `x`, in place.
 
-        The other slices are overwritten, or left as they are.
+        The other slices may be overwritten.
 
         Args:
-            x: Shape (n,).
-            op: As in Reduction.
-            bounds: size + 1 offsets from 0 to n, the same on all ranks: rank r's slice is
-                `x[bounds[r]:bounds[r + 1]]`. By default, equal chunks; see `chunks_of`.
+            x: Vector of shape (n,).
+            op: Operation as in Reduction.
+            bounds: Offsets of the slices, from 0 to n, the same on all ranks. There are size + 1
+                of them; the slice of rank r is `x[bounds[r]:bounds[r + 1]]`. By default slices are
+                equally long; see `chunks_of`.
 
         Returns:
-            The slice, a view of `x`; rounded as `allreduce` by the same algorithm rounds it.
+            The slice, a view of `x`, with the same rounding as an `allreduce` by that algorithm.
 
         Raises:
-            ConfigError: The op does not suit the dtype.
+            ConfigError: The op does not support the dtype.
         """
         combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal(x)
         halves = self._chosen(choose_halves, x, op)
@@ -181,29 +191,30 @@ class Collectives:
         return _returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
-        """Return the schedule that copies every rank's slice of the vector `x` to all.
+        """Return the schedule that copies every rank's slice of the vector `x` to all ranks.
 
         Args:
-            x: Shape (n,).
-            bounds: As for `reduce_scatter`.
+            x: Vector of shape (n,).
+            bounds: Offsets of the slices, as in `reduce_scatter`.
         """
         bounds = bounds or self._equal(x)
         halves = self._chosen(choose_halves, x, "sum")
         return _nothing() if self.size == 1 else halves.allgather(self, x, bounds)
 
     def allgather_once(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
-        """Return the schedule that brings every rank's slice of `x` to all nodes.
+        """Return the schedule that sends every rank's slice of `x` to all nodes.
 
-        On a node nothing moves; each node sends and receives every slice of another one once.
-        This rank's own slice may be written before; those of other nodes' ranks change
-        once all ranks of this node have begun. When the schedule ends, all slices are here, also
-        those that other ranks of this node have written.
+        Within a node nothing is copied. Each node sends its slices once and receives the slices of
+        other nodes once. This rank may write its own slice before. The slices of other nodes change
+        after all ranks of this node have started. At the end of the schedule the node has all
+        slices, including those that its other ranks have written.
 
         Args:
-            x: From `node_array`, or a part of it.
-            bounds: As for `reduce_scatter`. Where one rank has all of it, this is a broadcast.
+            x: Array from `node_array`, or a part of it.
+            bounds: Offsets of the slices, as in `reduce_scatter`. If one slice is all of `x`, this
+                is a broadcast.
         """
-        # Until here, other ranks of this node may have read.
+        # Other ranks of this node may have read until here.
         yield (self.node.barrier(),)
         if len(self.nodes) > 1:
             yield from hierarchical.by_rings(
@@ -218,17 +229,18 @@ class Collectives:
         """Return the schedule that combines vector r of `chunks` of all ranks on rank r.
 
         Args:
-            chunks: Per rank a vector, in any memory. This rank's own is overwritten by the
-                result, the others are only read.
+            chunks: Vectors in any memory, one per rank. The vector of this rank is overwritten by
+                the result; the others are only read.
+            op: Operation as in Reduction.
 
         Raises:
-            ConfigError: The op does not suit the dtype.
+            ConfigError: The op does not support the dtype.
         """
         combine = self.combiner(op, chunks[0].dtype, self.size)
         return self.confirmed(self._combine_directly(chunks, combine))
 
     def _combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
-        """Return the schedule that sends chunks straight to the ranks that combine them."""
+        """Return the schedule that sends chunks directly to the ranks that combine them."""
         if self._whole is not None:
             yield from node_copies.reduce_scatter(self._whole, chunks, combine)
             return
@@ -238,13 +250,17 @@ class Collectives:
             yield from direct.reduce_scatter(self.net, chunks, inbox, combine, direct_bytes)
 
     def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
-        """Return the schedule that combines the vector `x` by MPI's own call, in place.
+        """Return the schedule that combines the vector `x` by a call of MPI, in place.
 
-        To be called when the operation is made, not from inside a running schedule.
+        Call this when the operation is created, not from inside a running schedule.
+
+        Args:
+            x: Vector of shape (n,).
+            op: Operation as in Reduction.
         """
         resources, nodes = self.resources, len(self.nodes)
         turn = resources.turns.join(self.sequence)
-        # What a rank has to send to other nodes, the least: MPI does not report what it sends.
+        # The least number of bytes for other nodes: MPI does not report how many it sends.
         nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
@@ -252,12 +268,17 @@ class Collectives:
             resources.transport, turn, x, reduction(op, x.dtype, self.size))
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
-        """Return the schedule that combines the vector `x` of all ranks into that of `root`.
+        """Return the schedule that combines the vectors `x` of all ranks on rank `root`.
 
-        Each rank combines a chunk, and sends it to `root`. Elsewhere `x` is only read.
+        Each rank combines a chunk, and sends it to `root`. On other ranks `x` is only read.
+
+        Args:
+            x: Vector of shape (n,).
+            root: Rank whose `x` is overwritten by the result.
+            op: Operation as in Reduction.
 
         Raises:
-            ConfigError: The op does not suit the dtype.
+            ConfigError: The op does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
         if self._whole is not None and shared.is_short(
@@ -266,17 +287,18 @@ class Collectives:
         return self.confirmed(self._reduce(x, root, combine))
 
     def is_eager(self, kind: str, x: Array, op: str) -> bool:
-        """Return whether a collective takes a single barrier on the node, by way of the slots.
+        """Return whether a collective needs one barrier on the node only, by using the slots.
 
         Args:
-            kind: "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier".
-            x: Its vector.
-            op: Of what combines.
+            kind: Name of the collective: "allreduce", "reduce_scatter", "allgather", "broadcast" or
+                "barrier".
+            x: Vector of the collective.
+            op: Operation of a collective that combines.
         """
         if kind == "allreduce":
             return self.algorithm_of(x, op) is EAGER
         if kind in ("reduce_scatter", "allgather"):
-            # As there.
+            # The same choice as in those methods.
             return self._chosen(choose_halves, x, op or "sum") is EAGER_HALVES
         return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
 
@@ -292,38 +314,39 @@ class Collectives:
             yield from self._combine_directly(chunks, combine)
             yield from self._gather(combined, (), root)
 
-    # What Reducers do between nodes
+    # For Reducers, between nodes
 
     def between_nodes(
         self, x: Array, bounds: Sequence[int], exchange: hierarchical.Exchange[bool],
     ) -> Schedule[bool]:
-        """Return the schedule that lets nodes exchange their means as they like.
+        """Return the schedule in which nodes exchange their means by a function.
 
-        The means are weighted: a node's is that of its ranks times their number over the
-        mean number, so that the plain mean of all nodes' is that of all ranks.
+        The mean of a node is weighted by its number of ranks divided by the mean number of ranks.
+        The plain mean over nodes is then the mean over all ranks.
 
         Args:
-            x: Shape (n,), floating. Overwritten by what `exchange` leaves, on all ranks.
-            bounds: Where it is cut into `slices` slices; from 0 to n.
-            exchange: Is given the ranks that have a slice, the slice, which is to become the
-                same bits on all nodes, and its number.
+            x: Floating vector of shape (n,). On all ranks it is overwritten by the slices that
+                `exchange` has written.
+            bounds: Offsets of the `slices` slices, from 0 to n.
+            exchange: Function of the ranks that have a slice, the slice and its number. It returns
+                a schedule that makes the slice bitwise identical on all nodes.
 
         Returns:
-            Whether all exchanges on this node have returned True.
+            True if all exchanges on this node have returned True.
         """
         within = self.combiner("mean", x.dtype, self.size / len(self.nodes))
         inside = yield from hierarchical.meet(self, x, within)
         answers = yield from hierarchical.by_slices(
             self, 0, inside[0], x, _slices(bounds), exchange)
-        # No rank's vector is complete before.
+        # The vectors of all ranks are complete after this.
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
     def allgather_on_node(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-        """Return the schedule that copies each rank's slices of `x` to the others of its node.
+        """Return the schedule that copies each rank's slices of `x` to the ranks of its node.
 
         Args:
-            x: Shape (n,).
-            bounds: As for `between_nodes`.
+            x: Vector of shape (n,).
+            bounds: Offsets of the slices, as in `between_nodes`.
         """
         inside = yield from hierarchical.meet(self, x, self.combiner("sum", x.dtype, self.size))
         yield from inside[0].spread(_slices(bounds))
@@ -335,8 +358,8 @@ class Collectives:
         """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
 
         Args:
-            chunks: Per rank a vector, of lengths that all ranks agree on, in any memory;
-                all but this rank's own are overwritten.
+            chunks: Vectors in any memory, one per rank, of lengths that all ranks agree on. All
+                vectors except this rank's are overwritten.
         """
         if self._whole is not None:
             return node_copies.allgather(self._whole, chunks)
@@ -356,7 +379,12 @@ class Collectives:
                 as_bytes(chunk)[...] = content
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange."""
+        """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange.
+
+        Args:
+            sends: Vectors to send, one per rank.
+            receives: Vectors that are overwritten, one per rank.
+        """
         return self.confirmed(self._exchange(
             dict(enumerate(sends)), dict(enumerate(receives)), self.size))
 
@@ -364,9 +392,10 @@ class Collectives:
         """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
 
         Args:
-            x: Contiguous, of any length.
-            parts: On `root`, per rank a vector of as many bytes. Ignored elsewhere.
-            root: The rank that receives.
+            x: Contiguous array of any length.
+            parts: Vectors with the same numbers of bytes, one per rank; ignored on ranks other than
+                `root`.
+            root: Rank that receives.
 
         Raises:
             BufferMismatchError: A rank sends another number of bytes.
@@ -380,7 +409,12 @@ class Collectives:
     def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
 
-        Args, raises: as `gather`.
+        Args:
+            parts: Vectors to send, one per rank; ignored on ranks other than `root`.
+            x: Contiguous array with the same number of bytes, which is overwritten.
+            root: Rank that sends.
+
+        Raises the same errors as `gather`.
         """
         sends = dict(enumerate(parts)) if self.rank == root else {}
         return self.confirmed(self._exchange(sends, {root: x}, self.size))
@@ -392,18 +426,18 @@ class Collectives:
         return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks exchange data that are not neighbours."""
+        """Run a schedule in which ranks exchange data with ranks that are not their neighbors."""
         yield from schedule
         if len(self.nodes) > 1:
-            # Between nodes only the left neighbour's call was compared, and the others' were
-            # believed. A rank that disagrees does not come here.
+            # Between nodes a rank has compared only the call of its left neighbor. A rank whose
+            # call differs does not arrive here.
             yield from chain.barrier(self.net)
 
     def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
-        """Return the schedule that collects a byte vector from every rank, in rank order."""
+        """Return the schedule that gathers a byte vector from every rank, in rank order."""
         lengths = np.zeros(self.size, np.int64)
         lengths[self.rank] = payload.size
-        # Receives need them.
+        # Receives need the lengths.
         yield from self.allgather_chunks(chunks_of(lengths, self.size))
         gathered = [np.empty(length, np.uint8) for length in lengths]
         gathered[self.rank] = payload
@@ -411,7 +445,7 @@ class Collectives:
         return gathered
 
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
-        """Return the schedule that copies the vector `x` of rank `root` to all."""
+        """Return the schedule that copies the vector `x` of rank `root` to all ranks."""
         if self._whole is not None:
             if x.nbytes <= self.tuning.moved_bytes:
                 return shared.eager_broadcast(self, x, root)
@@ -422,7 +456,7 @@ class Collectives:
             self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
 
     def broadcast_bytes(self, payload: Array, root: int) -> Schedule[Array]:
-        """Return the schedule that copies a byte vector of any length to all."""
+        """Return the schedule that copies a byte vector of any length to all ranks."""
         length = np.array([payload.size], np.int64)
         yield from self.broadcast(length, root)
         if self.rank != root:
@@ -434,23 +468,27 @@ class Collectives:
         """Return the schedule that returns after every rank has called."""
         if len(self.nodes) > 1:
             yield from chain.barrier(self.net)
-        # A node's lowest rank is here only if it agrees with the other nodes.
+        # The lowest rank of a node arrives here only if it agrees with the other nodes.
         yield (self.node.barrier(),)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
-        """Return the schedule that returns an array in node-shared memory, where possible."""
+        """Return the schedule that returns an array, in node-shared memory if available."""
         if self.node.size == 1:
             return _returning(np.empty(shape, dtype), _nothing())
         return self.windows.empty(self.node, shape, dtype, self.next_window())
 
     def node_array(self, n: int, dtype: DTypeLike) -> Schedule[Array]:
-        """Return the schedule that returns n zeros that lie once in the memory of each node.
+        """Return the schedule that returns n zeros, of which each node has one copy.
 
-        All ranks of a node have the same bytes; `nodes` says which ranks these are. A rank alone
-        there has private memory. What one rank writes, another one may read after a barrier.
+        The ranks of a node, as in `nodes`, share the memory. A rank alone on its node has private
+        memory. Elements that one rank writes can be read by others after a barrier.
+
+        Args:
+            n: Number of elements.
+            dtype: Dtype of the array.
 
         Raises:
-            ConfigError: A rank cannot have them; on all ranks, of all nodes.
+            ConfigError: A node does not have enough memory; raised on all ranks of all nodes.
         """
         nbytes, problem, memory = n * np.dtype(dtype).itemsize, "", None
         if self.node.size > 1 and nbytes:
@@ -466,7 +504,7 @@ class Collectives:
 
     def next_window(self) -> int:
         """Return a number for a window, the same on all ranks; never 0, which stands for none."""
-        # Not a count of all windows: operations may end in any order.
+        # Each operation counts its windows, since operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
 

@@ -36,20 +36,20 @@ from .tensors import DEVICE_TYPES, described, tensors_in
 from .threads import share_cores
 
 
-# What a rank counts in a step.
+# Unit of the weight of a rank in a step.
 _NO_BATCH, _SAMPLES, _TOKENS = range(3)
 
 
 class Uneven:
-    """Which ranks still have batches, and how much their gradients weigh.
+    """Ranks that still have batches, and the weights of their gradients.
 
     Args:
-        comm: The ranks.
-        weighing: Told in each step how much this rank's gradients weigh. Where it was told their
-            tokens, these count; else samples do.
+        comm: Ranks that train together.
+        weighing: Weights of the gradients. If the program has told it the tokens of a step, tokens
+            count; otherwise samples do.
 
     Attributes:
-        root: The lowest rank that had a batch in the last step.
+        root: Lowest rank that had a batch in the last step.
     """
 
     def __init__(self, comm: Communicator, weighing: Weighing) -> None:
@@ -61,11 +61,11 @@ class Uneven:
         """Begin a step with a batch.
 
         Args:
-            args, kwargs: Of the model; dimension 0 of the first tensor counts samples.
-            syncs: Whether gradients are averaged in this step, not only accumulated.
+            args, kwargs: Arguments of the model; dimension 0 of the first tensor counts samples.
+            syncs: If true, gradients are averaged in this step, not only accumulated.
 
         Raises:
-            GradientError: Some ranks gave tokens, and others did not.
+            GradientError: Some ranks called `weigh`, and others did not.
 
         Collective: yes, if `syncs`. Blocking: yes.
         """
@@ -78,10 +78,10 @@ class Uneven:
             self._samples = 0
 
     def others_continue(self) -> bool:
-        """Return whether another rank still has a batch; begin a step with nothing.
+        """Return True if another rank still has a batch; begin a step without a batch.
 
         Raises:
-            GradientError: Some ranks gave tokens, and others did not.
+            GradientError: Some ranks called `weigh`, and others did not.
 
         Collective: yes. Blocking: yes.
         """
@@ -93,8 +93,8 @@ class Uneven:
         return True
 
     def _count(self, unit: int, weight: float) -> None:
-        """Weigh this rank by its share in what all ranks count, and set `root`."""
-        # The unit of each rank, and the sum of what they count: exact below 2**53.
+        """Weight this rank by its share of the total of all ranks, and set `root`."""
+        # The unit of each rank, and the sum of their counts: exact below 2**53.
         counts = np.zeros(self._comm.size + 1)
         counts[self._comm.rank], counts[-1] = unit, weight
         self._comm.allreduce(counts)
@@ -111,55 +111,56 @@ class Uneven:
 
 
 class DataParallel(Wrapper):
-    """A module that is trained on all ranks at once, each on its own share of the data.
+    """A module that is trained on all ranks, each with its own share of the data.
 
-        model = mpiring.torch.DataParallel(model, comm)
+        model = mpiring.torch.DataParallel(model)
 
-    Everything else stays as it was: `forward`, the loss, `backward`, any optimizer. Parameters and
-    buffers are broadcast from rank 0. Gradients are sent, fused, while backward still computes
-    others (but combined at its end, where all ranks are on one node and leave none of its cores
-    idle); `p.grad` is a view into that memory, which the next backward pass overwrites: clone
-    what you need longer. After every `digest_steps` steps (see Config), backward compares
-    parameters and optimizers' state between ranks.
+    The rest of the program does not change: `forward`, the loss, `backward`, any optimizer. The
+    constructor broadcasts the parameters and buffers of rank 0. Gradients are fused, and sent while
+    the backward pass computes later gradients. If all ranks are on one node and leave no core idle,
+    they are combined at the end of the backward pass. `p.grad` is a view of a bucket, which the
+    next backward pass overwrites, so clone gradients that you need longer. The backward pass of
+    every `digest_steps`-th step (see Config) compares parameters and optimizer state between ranks.
 
-    Buffers (BatchNorm's statistics) are copied from rank 0 after each step, when gradients have
-    arrived. So every rank evaluates the same model and has the same `state_dict()`, and may do
-    either alone. Changes by forward passes in training mode without such a step, under
-    `torch.no_grad()`, in `no_sync()` or without backward, stay on this rank until then.
+    Buffers (BatchNorm statistics) are copied from rank 0 after each step, when gradients have
+    arrived. Every rank then evaluates the same model and has the same `state_dict()`, and one rank
+    may do either alone. Forward passes in training mode may change buffers without such a step:
+    under `torch.no_grad()`, in `no_sync()` or without backward. Such changes stay on this rank
+    until the next step.
 
-    A step is a pass of `backward()` through the outputs, or one that reaches a parameter;
-    torch.autograd.grad, and backward(inputs=[...]) of other tensors, concern this rank alone.
+    A step is a pass of `backward()` through the outputs, or one that reaches a parameter.
+    torch.autograd.grad, and backward(inputs=[...]) of other tensors, only affect this rank.
 
-    PyTorch uses this rank's share of the node's cores, unless OMP_NUM_THREADS, MKL_NUM_THREADS or
-    an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
+    PyTorch uses this rank's share of the cores of the node, unless OMP_NUM_THREADS, MKL_NUM_THREADS
+    or an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
 
-    The process keeps memory that it frees (glibc's malloc, up to 1 GiB), since the next step needs
-    as much again; `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` in the environment,
-    whatever their values, leave that to you.
+    The process keeps memory that it frees (up to 1 GiB, in malloc of glibc), since the next step
+    needs as much again. If MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ is set in the
+    environment, to any value, mpiring does not change this.
 
     Args:
-        module: The same on every rank, with parameters in the same order, on the CPU or all on one
-            GPU, where gradients stay.
+        module: Module with the same parameters, in the same order, on every rank. They are on the
+            CPU or all on one GPU, where the gradients stay.
         comm: Ranks to average over; by default all ranks of the job.
-        bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
-            shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
-            128 KiB for each where that is more, up to 25 MiB.
-        reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
-            names or patterns to several; a plain mean by default.
-        find_unused_parameters: Allow backward passes that do not reach all parameters, on any
-            rank. Costs a short message per step.
-        broadcast_buffers: Copy rank 0's buffers to all ranks after each step; else each rank has
-            its own, from the first step on.
-        deterministic: Do not reorder gradients after the first step, so that two runs have equal
-            bits even if gradients became ready in different orders.
-        defer_wait: Gradients are complete after `synchronize()`, or in the `step()` of their
-            optimizer, not at the end of backward. Until then `p.grad` reads as NaN and cannot be
-            written: call `synchronize()` before clipping, and before GradScaler's `unscale_` or
-            `step`.
-        order: `order` of a saved checkpoint, to continue from it bit by bit.
-        autotune: In the first steps, at most 60, try which length of buckets, algorithm and
-            number of operations in flight make steps fastest; later jobs begin with these.
-            By default as in Config. If parameters are frozen or thawed, this ends.
+        bucket_bytes: Length in bytes of the buckets into which gradients are fused; the first
+            buckets are shorter, to be sent early. By default 25 MiB on one node. Between nodes the
+            default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
+        reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
+            patterns to reducers; by default a plain mean.
+        find_unused_parameters: If true, backward passes may leave out parameters, on any rank. This
+            costs a short message per step.
+        broadcast_buffers: If true, copy rank 0's buffers to all ranks after each step. Otherwise
+            each rank has separate buffers from the first step on.
+        deterministic: If true, do not reorder gradients after the first step. Two runs are then
+            bitwise identical even if gradients become ready in different orders.
+        defer_wait: If true, gradients are complete after `synchronize()`, or in `step()` of their
+            optimizer, instead of at the end of the backward pass. Until then `p.grad` reads as NaN
+            and cannot be written. Call `synchronize()` before clipping, and before `unscale_` or
+            `step` of a GradScaler.
+        order: Value of `order` from a checkpoint, to continue bitwise identically.
+        autotune: If true, try bucket lengths, algorithms and numbers of operations in flight in the
+            first 60 steps or fewer, and keep the fastest, also for later jobs. By default the
+            setting `autotune` decides. A change of frozen parameters ends this.
 
     Attributes:
         module: The module.
@@ -168,10 +169,10 @@ class DataParallel(Wrapper):
         ConfigError: The module cannot be trained on several ranks.
         BufferMismatchError: The modules or the arguments differ between ranks; names the first
             difference.
-        ReplicaError: In backward: parameters or optimizers' state differ between ranks.
+        ReplicaError: Parameters or optimizer state differ between ranks; raised in backward.
 
-    Collective: yes, and so are steps, forward passes in `join()`, and the first forward pass after
-    parameters were frozen, thawed or replaced. Blocking: yes.
+    Collective: yes. Steps are also collective, as are forward passes in `join()`, and the first
+    forward pass after parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
     @explaining(DATA_PARALLEL)
@@ -232,7 +233,7 @@ class DataParallel(Wrapper):
         return outputs
 
     def synchronize(self) -> None:
-        """Return when all gradients have arrived; for `defer_wait`.
+        """Wait until all gradients have arrived; for `defer_wait`.
 
         Collective: yes. Blocking: yes.
         """
@@ -243,8 +244,8 @@ class DataParallel(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in backward passes, without averaging them.
 
-        The first pass after it averages what was accumulated. Both the forward and the backward
-        pass must be inside.
+        Run both the forward and the backward pass inside. The first backward pass after the block
+        averages the accumulated gradients.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -253,33 +254,34 @@ class DataParallel(Wrapper):
             self._syncs = before
 
     def weigh(self, tokens: float | torch.Tensor) -> None:
-        """Let this rank count in this step as much as it has tokens, or samples.
+        """Weight this rank's gradients in this step by its number of tokens, or samples.
 
-        For ranks whose batches are of different lengths: the mean over ranks becomes the mean over
-        all their tokens, as one rank with all of them would get it.
+        Use this if the batches of ranks have different lengths. The mean over ranks becomes the
+        mean over all tokens, as if one rank had all of them.
 
             model.weigh(tokens)
             loss = cross_entropy(model(x), y, reduction="sum") / max(tokens, 1)
             loss.backward()
 
-        The loss must be the mean over this rank's own tokens. To add up several passes in
-        `no_sync()`, give the tokens of all of them, and divide each one's sum by these.
+        The loss must be the mean over this rank's own tokens. To accumulate several passes in
+        `no_sync()`, pass the tokens of all of them, and divide each sum by this number.
 
-        The gradients of a rank with 0 tokens count as zeros, whatever they are, even NaN, the mean
-        of nothing; forward and backward it has to run all the same. Where the model cannot run
-        on an empty batch (BatchNorm cannot), let it run on any other sample.
+        The gradients of a rank with 0 tokens count as zeros, even if they are NaN. That rank must
+        also run the forward and backward pass. If the model cannot run on an empty batch (BatchNorm
+        cannot), pass it any other sample.
 
         Args:
-            tokens: A finite number from 0, or a tensor of one (on a GPU, that waits for it); of
-                this rank and this step. If all ranks have 0, the means are 0.
+            tokens: Number of tokens of this rank in this step, finite and at least 0; or a tensor
+                with this number, which synchronizes with a GPU. If all ranks have 0, the means
+                are 0.
 
         Raises:
-            ConfigError: Not such a number.
-            GradientError: A second call in one step, or one that comes too late: after a gradient
-                was complete in a pass that averages, or in `join()` after the model was called.
-            BufferMismatchError: Other ranks did not call this; here, or in backward.
+            ConfigError: `tokens` is not such a number.
+            GradientError: This is the second call in a step, or it is too late. Call it before a
+                gradient is complete in a pass that averages, and in `join()` before the model.
+            BufferMismatchError: Other ranks did not call this; raised here, or in backward.
 
-        Collective: yes. Blocking: no; with `defer_wait`, while the last step's gradients arrive.
+        Collective: yes. Blocking: only with `defer_wait`, while gradients of the last step arrive.
         """
         self.synchronize()
         plain = tokens.item() if isinstance(tokens, torch.Tensor) and not tokens.dim() else tokens
@@ -293,12 +295,14 @@ class DataParallel(Wrapper):
                 for x, y in batches:
                     ...
 
-        A rank without batches takes part in steps, with nothing, until all have finished. The mean
-        is over samples: a rank's gradient, a mean over its batch, weighs as much as the batch is
-        long (dimension 0 of the first tensor that `forward` takes), or as `weigh` says, if it is
-        called before the model. Afterwards all ranks have the
-        parameters and buffers of a rank that finished last, and, unless they never took a step,
-        the state of its optimizers; schedulers have made as many steps as their rank had batches.
+        A rank without batches takes part in steps without gradients until all ranks have finished.
+        The mean is over samples: the gradient of a rank is weighted by the length of its batch,
+        which is dimension 0 of the first tensor that `forward` takes. If `weigh` is called before
+        the model, the weight is the number of tokens.
+
+        Afterwards all ranks have the parameters and buffers of a rank that finished last. They also
+        have the state of its optimizers, unless they never took a step. Each scheduler has counted
+        the batches of its rank.
 
         Raises:
             ConfigError: The model has a `Sharded` optimizer.
@@ -329,53 +333,53 @@ class DataParallel(Wrapper):
 
     @property
     def statistics(self) -> Statistics:
-        """The cost of averaging gradients in the last complete step.
+        """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count: yours, and those that compare replicas,
-        copy buffers or look for unused parameters.
+        Other operations on the communicator do not count, such as those that compare replicas, copy
+        buffers or find unused parameters.
         """
         return Statistics() if self._averaging is None else self._averaging.gradients.statistics
 
     @property
     def order(self) -> list[str] | None:
-        """The names in the order in which gradients are fused; None in the first step."""
+        """Names in the order in which gradients are fused; None in the first step."""
         return None if self._averaging is None else self._averaging.gradients.order
 
     @property
     def finite(self) -> bool:
-        """Whether all means of the last complete step are finite; the same on all ranks.
+        """True if all means of the last complete step are finite; the same on all ranks.
 
-        A NaN or Inf of any rank is in the means of all. Where this is False, take no step, as
-        GradScaler would not: reducers have not counted it either.
+        A NaN or Inf on any rank reaches the means on all ranks. If this is False, skip the update,
+        as GradScaler does; reducers ignore such a step.
         """
         return self._averaging is None or self._averaging.gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
-        """By rank, names of its own gradients that held NaN or Inf in the last complete step.
+        """Names of gradients that held NaN or Inf before averaging in the last step, by rank.
 
-        The same on all ranks. Gradients are checked before they are sent: in each step those that
-        are sent last (except on a GPU, which would have to be waited for), which the NaN of any
-        other layer reaches, and all in the ten steps after one whose means were not finite. Rank 0
-        warns when an optimizer is about to use them.
+        The same on all ranks. Each step checks the gradients that are sent last, which a NaN of any
+        layer reaches; on a GPU, that check would synchronize and is omitted. All gradients are
+        checked in the ten steps after a step whose means were not finite. Rank 0 warns when an
+        optimizer is about to use such gradients.
         """
         return {} if self._averaging is None else self._averaging.gradients.nonfinite.by_rank
 
     def watch(self, **state: Any) -> None:
-        """Compare more tensors between ranks, and restore them, as is done with parameters.
+        """Compare more tensors between ranks, and restore them, in the same way as parameters.
 
         Parameters, and the state of optimizers that have taken a step, need no such call.
 
             model.watch(average=averaged.state_dict())
 
         Args:
-            state: By any name, the same on all ranks: a tensor, or a nest of mappings, lists and
-                tuples with tensors and numbers in it, which may change and be replaced.
+            state: Tensors, or pytrees of mappings, lists and tuples with tensors and numbers, by
+                names that are the same on all ranks. The contents may change and be replaced.
 
         Raises:
-            ConfigError: Not such a state.
+            ConfigError: A value is no such state.
 
-        Collective: no.
+        Collective: no. Blocking: no.
         """
         for name, value in state.items():
             if not isinstance(value, torch.Tensor | Mapping | list | tuple):
@@ -390,10 +394,10 @@ class DataParallel(Wrapper):
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
-        """Compare parameters, optimizers' state and what is watched, now.
+        """Compare parameters, optimizer state and watched state now.
 
         Raises:
-            ReplicaError: They differ, unless `digest_action` is "restore".
+            ReplicaError: They differ between ranks, unless `digest_action` is "restore".
 
         Collective: yes. Blocking: yes.
         """
@@ -427,10 +431,13 @@ class DataParallel(Wrapper):
             trace.span("optimizer", "phase", self._updating_s, time.monotonic())
 
     def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
-        """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.
+        """Give the means to an optimizer of slices, or back to the parameters; for `Sharded`.
+
+        Args:
+            owner: Optimizer of slices, or None for the parameters.
 
         Returns:
-            What averages the gradients.
+            The averager of the gradients.
 
         Raises:
             ConfigError: The model cannot have such an optimizer, or has one already.
@@ -459,20 +466,22 @@ class DataParallel(Wrapper):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether weights lie once in the memory of each node; by a Sharded optimizer."""
+        """True if a Sharded optimizer keeps one copy of the weights in the memory of each node."""
         return self._owner is not None and self._owner.shares_weights
 
     def rescale(self, factor: float) -> None:
-        """Rescale what reducers remember of gradients, after the scale of the loss has changed.
+        """Rescale the gradients that reducers store, after the scale of the loss has changed.
 
         Args:
-            factor: New scale / old scale.
+            factor: New scale divided by old scale.
+
+        Collective: no, but on all ranks. Blocking: no.
         """
         if self._averaging is not None:
             self._averaging.gradients.rescale(factor)
 
     def _follow_freezing(self) -> None:
-        """Build new buckets where other parameters than before are trained."""
+        """Build new buckets if other parameters than before are trained."""
         parameters = {name: p for name, p in without_waiting(self.module) if p.requires_grad}
         # Buckets keep their parameters alive: no other parameter can have the same id.
         trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
@@ -504,7 +513,7 @@ class DataParallel(Wrapper):
         self._trained = trained
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load what this `state_dict`, or that of the bare module, has returned; on every rank."""
+        """Load the `state_dict` of this model, or of the module alone; on every rank."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -530,7 +539,7 @@ class DataParallel(Wrapper):
 
 
 def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Find what `state_dict` has named, for a module of which the DataParallel is a part."""
+    """Rename keys of a state, for a module that contains the DataParallel."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
 
