@@ -4,11 +4,12 @@ python examples/compare_optimizers.py --quick                   # seconds, to se
 mpirun -n 2 python examples/compare_optimizers.py --task digits --runs runs.csv
 mpirun -n 2 python examples/compare_optimizers.py --task bytes --runs runs.csv
 
-Trains a network on scikit-learn's digits (in NumPy, scored by test accuracy), and a small
-transformer on bytes of Python's standard library (in PyTorch, scored by bits per byte of modules
-that it has not seen). All methods see the same samples, have as many learning rates, and the same
-schedule: linear warm-up over a tenth of the steps, then linear decay to zero. A larger batch has
-fewer steps. The file of --runs has a line per run; runs that are in it already are not repeated.
+The task `digits` trains a network on scikit-learn's digits in NumPy, and scores test accuracy. The
+task `bytes` trains a small transformer on Python's standard library in PyTorch, and scores bits per
+byte of modules that it has not seen. All methods see the same samples and have equally many
+learning rates. They have the same schedule: linear warm-up over a tenth of the steps, then linear
+decay to zero. A larger batch has fewer steps. The file of --runs has a line per run; runs that are
+already in it are not repeated.
 """
 
 import argparse
@@ -39,12 +40,12 @@ parser.add_argument("--method", choices=METHODS, nargs="+", default=list(METHODS
 parser.add_argument("--batch", type=int, nargs="+", default=[32, 256, 1024],
                     help="samples per step, over all ranks")
 parser.add_argument("--rates", type=int, default=7, help="learning rates per method")
-parser.add_argument("--factor", type=float, default=4.0, help="between neighbouring rates")
+parser.add_argument("--factor", type=float, default=4.0, help="ratio of neighboring rates")
 parser.add_argument("--seeds", type=int, default=3)
 parser.add_argument("--samples", type=int, default=32768, help="seen by each run, with repetitions")
 parser.add_argument("--at-once", type=int, default=128,
                     help="samples per pass and rank; batches of more are accumulated")
-parser.add_argument("--runs", metavar="FILE", help="append a line per run, in CSV, and go on there")
+parser.add_argument("--runs", metavar="FILE", help="CSV file of runs: those in it are not repeated")
 parser.add_argument("--quick", action="store_true", help="a small grid and few samples")
 args = parser.parse_args()
 if args.quick:
@@ -199,11 +200,11 @@ def run(task, samples, batch, method, rate, seed):
 
 
 def summary(name, task, batch, runs):
-    """Return lines of a Markdown table: what each method reached at a batch.
+    """Return lines of a Markdown table with the score of each method at a batch.
 
-    That is the mean over seeds at the best rate, and the standard deviation. Those that differ from
-    the first by no more than the larger of both deviations tie with it. The last column has the
-    share of all runs that come within 1 % of that mean, or exceed it.
+    A score is the mean over seeds at the best rate, with the standard deviation. Methods that
+    differ from the first by no more than the larger of both deviations tie with it. The last column
+    has the share of all runs that come within 1 % of that mean, or exceed it.
     """
     best = {}
     for method in args.method:

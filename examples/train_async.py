@@ -7,7 +7,7 @@ mpirun -n 4 python examples/train_async.py --way synchronous        # an allredu
 mpirun -n 4 python examples/train_async.py --straggler 30,0.25      # 30 ms late, now and then
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of them for the test. Each rank
-trains on its own share, in batches of its own.
+trains on its own share and in its own batches.
 """
 
 import argparse
@@ -34,14 +34,14 @@ def straggling(text):
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--way", choices=["server", "pairs", "synchronous"], default="server")
 parser.add_argument("--staleness", type=lambda x: None if x == "none" else int(x), default=4,
-                    help="steps that a rank may be ahead of another one; none: any number")
+                    help="most steps that a rank may be ahead of another one, or 'none'")
 parser.add_argument("--straggler", type=straggling, default=(0.0, 0.0), metavar="MS,SHARE",
                     help="sleep so many milliseconds in this share of the steps, at random")
 parser.add_argument("--compute", type=float, default=0.0, metavar="MS",
                     help="sleep so long in every step, as if the model were larger")
 parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--batch", type=int, default=32, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.3, help="at first; falls to 0")
+parser.add_argument("--learning-rate", type=float, default=0.3, help="rate at first; falls to 0")
 parser.add_argument("--seed", type=int, default=1)
 args = parser.parse_args()
 
@@ -52,7 +52,7 @@ images = (images / 16.0 - 0.3).astype(np.float32)
 test, train_set = np.split(np.random.default_rng(0).permutation(len(images)), [len(images) // 5])
 mine = train_set[comm.rank::comm.size]
 batch = max(1, args.batch // comm.size)
-# Alike on all ranks, whose shares may differ by an image.
+# The same on all ranks, whose shares may differ by an image.
 steps = args.epochs * (len(train_set) // comm.size // batch)
 
 random = np.random.default_rng(args.seed)

@@ -6,8 +6,9 @@ mpirun -n 4 python examples/train_hybrid.py --tensor 1     # data parallel alone
 python examples/train_hybrid.py --tensor 1                 # one rank; all learn the same
 
 The data are the modules of the standard library that runs this program. The loss is in bits per
-byte; 8 is knowing nothing. Layers are cut as in Megatron-LM (Shoeybi et al., 2019): the first of
-two by its outputs, the second by its inputs, so that the pair needs one sum in each direction.
+byte; 8 is knowing nothing. Layers are cut as in Megatron-LM (Shoeybi et al., 2019). The first of
+two is cut by its outputs, the second by its inputs, so that the pair needs one sum in each
+direction.
 """
 
 import argparse

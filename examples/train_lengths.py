@@ -27,11 +27,11 @@ from mpiring.resilience import Stopping
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--tokens", type=int, default=16384, help="per step, over all ranks, at most")
+parser.add_argument("--tokens", type=int, default=16384, help="most tokens of a step on all ranks")
 parser.add_argument("--longest", type=int, default=1024, help="bytes; longer functions are cut")
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
-parser.add_argument("--modules", type=int, help="use so many of the library; default: all")
+parser.add_argument("--modules", type=int, help="number of modules to use; all by default")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
                     help="written every --report steps and when the job is stopped, and resumed")
@@ -56,7 +56,7 @@ if args.framework == "torch":
     from torch.nn.functional import cross_entropy
     from torch.nn.utils.rnn import pad_sequence
 
-    from mpiring.torch import Checkpoints, DataParallel, share_cores
+    from mpiring.torch import DataParallel, TrainState, share_cores
 
     class Transformer(nn.Module):
         """Scores each next byte, given those before."""
@@ -88,7 +88,7 @@ if args.framework == "torch":
         def batch_of(self, functions):
             """Return what is predicted, and from what; -100 is padding, and does not count."""
             functions = [torch.tensor(x, dtype=torch.long) for x in functions]
-            # Where a rank has none, the model reads a byte all the same.
+            # A rank without functions lets the model read a byte all the same.
             targets = pad_sequence(functions or [torch.tensor([-100])], True, -100)
             return nn.functional.pad(targets.clamp(min=0), (1, -1)), targets
 
@@ -109,20 +109,13 @@ if args.framework == "torch":
             (self.bits_of(batch) / max(1, tokens)).backward()
             self.optimizer.step()
 
-        def state_dict(self):
-            return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-        def load_state_dict(self, state):
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-
         evaluating = torch.no_grad
 else:
     from contextlib import nullcontext
 
     from threadpoolctl import threadpool_limits
 
-    from mpiring.numpy import Checkpoints, DataParallel
+    from mpiring.numpy import DataParallel, TrainState
     from mpiring.optim import AdamW
 
     class Learner:
@@ -137,8 +130,8 @@ else:
                            for name, shape in shapes.items()}
             self.context = context
             self.params |= {"b1": np.zeros(width, "f"), "b2": np.zeros(256, "f")}
-            self.dp = DataParallel(self.params, comm)
-            self.optimizer = AdamW(self.dp, lr=args.learning_rate, no_decay=["b*"])
+            self.model = DataParallel(self.params, comm)
+            self.optimizer = AdamW(self.model, lr=args.learning_rate, no_decay=["b*"])
 
         def batch_of(self, functions):
             """Return what is predicted, and from what, one function after the other."""
@@ -167,7 +160,7 @@ else:
         def step(self, batch):
             """Learn from a batch."""
             before, targets = batch
-            self.dp.weigh(len(targets))         # the mean over ranks is the mean over all tokens
+            self.model.weigh(len(targets))      # the mean over ranks is the mean over all tokens
             x, hidden, scores = self.forward(before)
             error = softmax(scores)
             error[np.arange(len(targets)), targets] -= 1
@@ -178,22 +171,14 @@ else:
             self.ready("w1", x.T @ error)
             self.ready("b1", error.sum(axis=0))
             error = (error @ self.params["w1"].T).reshape(-1, 16)
-            self.dp.grads["byte"][...] = 0
-            np.add.at(self.dp.grads["byte"], before.ravel(), error)
-            self.dp.ready("byte")
+            self.model.grads["byte"][...] = 0
+            np.add.at(self.model.grads["byte"], before.ravel(), error)
+            self.model.ready("byte")
             self.optimizer.step()
 
         def ready(self, name, gradient):
-            self.dp.grads[name][...] = gradient
-            self.dp.ready(name)                 # it leaves while the next ones are computed
-
-        def state_dict(self):
-            return {"params": self.params, "optimizer": self.optimizer.state_dict()}
-
-        def load_state_dict(self, state):
-            for name, value in state["params"].items():
-                self.params[name][...] = value
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.model.grads[name][...] = gradient
+            self.model.ready(name)              # it leaves while the next ones are computed
 
         evaluating = nullcontext
 
@@ -210,19 +195,9 @@ held_out = sorted(held_out[::max(1, len(held_out) // 128)], key=len)[comm.rank::
 batches = TokenBatches([len(x) for x in train], comm, tokens=args.tokens, seed=args.seed)
 
 learner = Learner(comm)
-checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
-saved, step, seen = checkpoints.load(), 0, 0
-if saved:
-    learner.load_state_dict(saved.replicated["learner"])
-    batches.load_state_dict(saved.replicated["batches"])            # of any number of ranks
-    step = saved.step
-
-
-def save():
-    """Begin to write a checkpoint."""
-    checkpoints.save(step, replicated={
-        "learner": learner.state_dict(),
-        "batches": batches.state_dict(seen=seen)})      # not what was drawn ahead
+state = TrainState(comm, seed=args.seed, model=learner.model, optimizer=learner.optimizer,
+                   batches=batches)
+step = state.restore(args.checkpoint)           # 0 without a checkpoint
 
 
 def validate():
@@ -235,7 +210,7 @@ def validate():
 
 
 began, tokens = time.perf_counter(), 0
-with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
+with Stopping(comm, time_limit_s=args.time_limit, checkpoints=state) as stopping, \
         Progress("training", args.steps, shown=comm.rank == 0, done=step,
                  metrics=args.metrics) as progress:
     progress.say(f"{len(train):,} functions in {len(batches)} batches: imbalance of ranks "
@@ -254,12 +229,12 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
                 progress.say(f"step {step:5d}  held out {bits:.3f} bits per byte  "
                              f"{rate:,.0f} tokens/s")
                 progress.record(step, held_out=bits, tokens_per_s=rate)
-                save()
+                state.save(args.checkpoint, step, seen=seen)
             if step == args.steps or stopping.now():    # on all ranks at the same step
                 break
     if stopping.reason:
-        save()
+        state.save(args.checkpoint, step, seen=seen)
         progress.say(f"stopped at step {step}: {stopping.reason}")
 
-checkpoints.close()
+state.close()
 comm.close()

@@ -22,12 +22,12 @@ from threadpoolctl import threadpool_limits
 
 import mpiring
 from mpiring.gpus import cupy_for
-from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
+from mpiring.numpy import DataParallel, LossScaler, MasterWeights, TrainState
 from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
 
-# What nodes send each other of the gradients: the less, the sooner over a slow network.
+# How nodes compress gradients for each other: fewer bytes take less time on a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
             "int8": lambda: ErrorFeedback(Int8()), "onebit": lambda: OneBit(warmup_steps=45),
             "topk": lambda: TopK(warmup_steps=75), "powersgd": lambda: PowerSGD(rank=2)}
@@ -42,7 +42,7 @@ parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                     help="cuda: on GPUs, which the ranks of a node take in turn")
 parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
-                    help="of weights, gradients and messages; arithmetic is float32")
+                    help="dtype of weights, gradients and messages; arithmetic is float32")
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
@@ -73,24 +73,16 @@ for layer, (rows, columns) in enumerate(zip(sizes, sizes[1:]), start=1):
     weights = random.standard_normal((rows, columns)) * np.sqrt(2 / rows)
     params[f"w{layer}"] = xp.asarray(weights.astype(dtype))
     params[f"b{layer}"] = xp.zeros(columns, dtype)
-reducer = REDUCERS[args.reducer]()
-checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
-saved = checkpoints.load()
-if saved and saved.own and reducer:
-    reducer.load_state_dict(saved.own)      # what this rank has not yet sent
-dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=reducer,
-                  order=saved and saved.replicated["order"])
+dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=REDUCERS[args.reducer]())
 
-# Weights of 16 bits are updated in float32, and gradients must not vanish in them. In
-# float32 masters are the weights themselves, and the scale, a power of two, rounds nothing.
+# Weights of 16 bits are updated in float32, and their gradients must not vanish. In float32 the
+# masters are the weights themselves, and the scale, a power of two, rounds nothing.
 masters, scaler = MasterWeights(dp), LossScaler(dp)
 velocity = {name: xp.zeros_like(master) for name, master in masters.items()}
-step, loss_sum = 0, np.zeros(1)
-if saved:
-    step, velocity = saved.step, saved.replicated["velocity"]
-    masters.load_state_dict(saved.replicated["masters"])
-    scaler.load_state_dict(saved.replicated["scaler"])
-    loss_sum += saved.replicated["loss_sum"] if comm.rank == 0 else 0
+loss = np.zeros(2)                              # of this rank in this epoch: sum, images
+state = TrainState(comm, seed=args.seed, model=masters, scaler=scaler, velocity=velocity,
+                   own={"loss": loss})
+step = state.restore(args.checkpoint)           # 0 without a checkpoint
 # Every thousandth step, ranks find out whether they all have the same bits, as in params.
 dp.watch(masters=masters, velocity=velocity)
 
@@ -115,7 +107,7 @@ def backward(inputs, error):
         dp.ready(f"w{layer}")
         dp.grads[f"b{layer}"][...] = error.sum(axis=0)
         dp.ready(f"b{layer}")
-        # While these travel, the next layer's are computed.
+        # While these are sent, the next layer's are computed.
         if layer > 1:
             error = (error @ params[f"w{layer}"].T) * (x > 0)
 
@@ -126,22 +118,13 @@ def probabilities_of(scores):
     return exponents / exponents.sum(axis=1, keepdims=True)
 
 
-def save():
-    """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
-    checkpoints.save(
-        step, replicated={"masters": masters.state_dict(), "velocity": velocity,
-                          "scaler": scaler.state_dict(), "order": dp.order,
-                          "loss_sum": comm.allreduce(loss_sum.copy())},
-        own=reducer and reducer.state_dict())
-
-
 def train(batch):
     """Do one step with this rank's share of a batch."""
     mine = xp.asarray(batch[comm.rank::comm.size])
     inputs, scores = forward(images[mine])
     probabilities = probabilities_of(scores)
     picked = xp.arange(len(mine)), labels[mine]
-    loss_sum[0] -= float(xp.log(probabilities[picked]).sum())
+    loss[:] += -float(xp.log(probabilities[picked]).sum()), len(mine)
     error = probabilities
     error[picked] -= 1
     # Shares may differ by an image. With this factor the mean over ranks is
@@ -158,7 +141,7 @@ def train(batch):
 
 starts = range(0, len(train_set), args.batch)
 steps = args.epochs * len(starts)
-with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
+with Stopping(comm, time_limit_s=args.time_limit, checkpoints=state) as stopping, \
         Progress("training", steps, shown=comm.rank == 0, done=step,
                  metrics=args.metrics) as progress:
     while step < steps and not stopping.reason:
@@ -174,19 +157,19 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
             progress.step()
         else:
             rate = len(starts[first:]) * args.batch / (time.perf_counter() - began)
-            loss = comm.allreduce(loss_sum.copy())[0] / len(train_set)
+            total, seen = comm.allreduce(loss.copy())
             accuracy = float((forward(images[test])[1].argmax(axis=1) == labels[test]).mean())
-            progress.say(f"epoch {epoch + 1:3}  loss {loss:.4f}  test accuracy {accuracy:.2%}  "
-                         f"{rate:,.0f} images/s  "
+            progress.say(f"epoch {epoch + 1:3}  loss {total / seen:.4f}  "
+                         f"test accuracy {accuracy:.2%}  {rate:,.0f} images/s  "
                          f"{statistics.hidden_share:.0%} of communication hidden")
-            progress.record(step, loss=loss, accuracy=accuracy, images_per_s=rate)
-            loss_sum[0] = 0
-            save()
+            progress.record(step, loss=total / seen, accuracy=accuracy, images_per_s=rate)
+            loss[:] = 0
+            state.save(args.checkpoint, step)
     if stopping.reason:
-        save()
+        state.save(args.checkpoint, step)
         progress.say(f"stopped at step {step}: {stopping.reason}")
 
-checkpoints.close()
+state.close()
 if args.save and not stopping.reason:
     xp.savez(f"{args.save}{comm.rank}.npz", **masters)
 comm.close()

@@ -25,10 +25,9 @@ from mpiring.data import prefetch
 from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
-from mpiring.torch import (
-    Checkpoints, DataParallel, DistributedSampler, device_for, random_state, set_random_state)
+from mpiring.torch import DataParallel, DistributedSampler, TrainState, device_for
 
-# What nodes send each other of the gradients: the less, the sooner over a slow network.
+# How nodes compress gradients for each other: fewer bytes take less time on a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
             "int8": lambda: ErrorFeedback(Int8()), "onebit": lambda: OneBit(warmup_steps=20),
             "topk": lambda: TopK(warmup_steps=50), "powersgd": lambda: PowerSGD(rank=4)}
@@ -109,32 +108,11 @@ sampler = DistributedSampler(train, comm, seed=args.seed, drop_last=True)
 loader = DataLoader(train, args.batch // comm.size, sampler=sampler, drop_last=True)
 mine = DistributedSampler(range(min(256, len(validation))), comm, shuffle=False, pad=False)
 
-bare = Transformer(args.width, args.layers, args.context).to(device)
-reducer = REDUCERS[args.reducer]()
-checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
-saved = checkpoints.load()
-if saved:
-    bare.load_state_dict(saved.replicated["model"])
-if saved and saved.own and reducer:
-    reducer.load_state_dict(saved.own["reducer"])       # what this rank has not yet sent
-model = DataParallel(bare, comm, reducer=reducer, order=saved and saved.replicated["order"])
+model = DataParallel(Transformer(args.width, args.layers, args.context).to(device), comm,
+                     reducer=REDUCERS[args.reducer]())
 optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
-step = epoch = seen = 0
-if saved:
-    optimizer.load_state_dict(saved.replicated["optimizer"])
-    sampler.load_state_dict(saved.replicated["sampler"])
-    step, epoch = saved.step, saved.replicated["sampler"]["epoch"]
-if saved and saved.own:
-    set_random_state(saved.own["random"])
-
-
-def save():
-    """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
-    position = sampler.state_dict(seen=seen)    # not of what was fetched ahead
-    checkpoints.save(
-        step, replicated={"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                          "sampler": position, "order": model.order},
-        own={"random": random_state(), "reducer": reducer and reducer.state_dict()})
+state = TrainState(comm, seed=args.seed, model=model, optimizer=optimizer, sampler=sampler)
+step = state.restore(args.checkpoint)           # 0 without a checkpoint
 
 
 @torch.no_grad()
@@ -158,12 +136,11 @@ def train(sequences):
 
 
 began, first = time.perf_counter(), step
-with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
+with Stopping(comm, time_limit_s=args.time_limit, checkpoints=state) as stopping, \
         Progress("training", args.steps, shown=comm.rank == 0, done=step,
                  metrics=args.metrics) as progress:
     while step < args.steps and not stopping.reason:
-        sampler.set_epoch(epoch)
-        seen = 0                                # by this rank, since it began to draw
+        seen = 0                                # samples that this rank has trained on
         for sequences in prefetch(loader, device, comm=comm):
             loss = train(sequences)
             step += 1
@@ -175,16 +152,16 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
                 progress.say(f"step {step:5d}  training {loss:.3f}  validation {held_out:.3f} "
                              f"bits per byte  {rate:,.0f} bytes/s")
                 progress.record(step, training=loss, validation=held_out, bytes_per_s=rate)
-                save()
+                state.save(args.checkpoint, step, seen=seen)
             if step == args.steps or stopping.now():    # on all ranks at the same step
                 break
         else:
-            epoch += 1
+            sampler.set_epoch(sampler.epoch + 1)
     if stopping.reason:
-        save()
+        state.save(args.checkpoint, step, seen=seen)
         progress.say(f"stopped at step {step}: {stopping.reason}")
 
-checkpoints.close()
+state.close()
 if args.save and comm.rank == 0 and not stopping.reason:
     torch.save(model.state_dict(), args.save)
 comm.close()

@@ -204,12 +204,12 @@ class TrainState:
 
         Collective: yes. Blocking: until the state is copied.
         """
-        checkpoints = self._open(folder)
-        if folder is None:
-            return
         if seen is not None and not self._counting:
             raise ConfigError(f"rank {self._comm.rank}: seen={seen!r}, but no part has a position "
                               f"that it could set; pass a DistributedSampler or TokenBatches")
+        checkpoints = self._open(folder)
+        if folder is None:
+            return
         replicated: dict[str, Any] = {}
         sharded: dict[str, Any] = {}
         for name, part in self._shared.items():
