@@ -53,7 +53,7 @@ COUNTER_HELD: Final = 4
 # For each area, the identity of the call whose header this rank wrote there last; 0 if Python wrote
 # it. It is written with each header.
 COUNTER_WRITTEN: Final = 8
-# The last fast calls: number k (COUNTER_CALLS counts them) is in entry `k % RING`.
+# The last fast calls: recorded call number k (COUNTER_CALLS counts them) is in entry `k % RING`.
 COUNTER_RING: Final = 16
 RING: Final = 1024
 # An entry: identity of the call, its number, and its begin and end in ns of CLOCK_MONOTONIC.

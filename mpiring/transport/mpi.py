@@ -354,7 +354,7 @@ class Mailbox:
         return arrived
 
     def close(self) -> None:
-        """Receive messages in flight, like late answers; MPI frees no memory before.
+        """Receive messages in flight, like late answers, because MPI frees nothing before.
 
         Nothing may be sent afterwards.
 

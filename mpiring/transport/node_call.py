@@ -203,7 +203,7 @@ class NodeCall:
         elif self.is_short or how & 3 == PUBLISH or how == LOOK:
             status = code.call_with_lock(self.address + how, data_address(x))
         else:
-            # Use a number with Python's lock held; release it for the wait for other ranks.
+            # Number the call with Python's lock held; release it while other ranks may be late.
             status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
             if status == DONE:
                 status = code.call(self.address + GO_ON, 0)

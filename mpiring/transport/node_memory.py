@@ -17,7 +17,7 @@ from .layout import (
     AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
     HEADER_WORD, LANE_WORDS, LATE, LOOK, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
 
-# x86 neither reorders stores nor loads; ARM and POWER do.
+# x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A limit is needed, because a program may combine vectors of ever new lengths.

@@ -43,8 +43,8 @@ from .layout import (
 
 # Number of phases that run at a time; they take a few milliseconds.
 _PHASES = 32
-# An area is free when the operation AREAS before has ended in it: difference between this
-# operation's count of barriers and the flag of the ended one.
+# An area is free once the operation AREAS before has ended in it. Its flag is then this much below
+# the count with which this operation begins.
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 # Offset of a rank's note of its first barrier.
 _NOTE = NOTE_WORD + NOTE_WORDS
@@ -139,7 +139,7 @@ def _phases(d: Any) -> Any:
 
 
 def _beginning(d: Any) -> Any:
-    """Return a function that uses the next number if the gate is open, and returns if it was."""
+    """Return a function that begins an operation, or returns False if the gate is closed."""
     bind, now = d.bind, d.now
 
     @d.inlined
