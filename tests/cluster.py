@@ -9,7 +9,7 @@ from mpiring.operations.operation import Collectives
 from mpiring.operations.resources import Resources
 from mpiring.operations.windows import Windows
 from mpiring.memory.scratch import Scratch
-from mpiring.launch.topology import neighbours, node_order, ranks_of_nodes
+from mpiring.launch.topology import neighbors, node_order, ranks_of_nodes
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
 
@@ -67,7 +67,7 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes,
                         algorithm, tuning=tuning)
         collectives = Collectives(own, node, 0)
-        between = neighbours(rank, nodes)
+        between = neighbors(rank, nodes)
         return agreed(lambda: collectives.net, node, between, call(rank), program(collectives))
 
     return network.run(operation, return_errors=return_errors), network

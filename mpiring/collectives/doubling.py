@@ -60,7 +60,8 @@ def allreduce(operation: Operation, net: Channel, x: Array, op: str,
         p, r, net = net.size, net.rank, net.lane(LANE)
         doubled = 1 << p.bit_length() - 1
         paired = 2 * (p - doubled)
-        # p exceeds a power of two by `paired` / 2: of each of these first pairs, one rank combines.
+        # The first `paired` ranks form pairs, of which only the first rank combines, so that a
+        # power of two remains.
         if r < paired and r % 2:
             yield (net.isend(total, r - 1),)
             yield (net.irecv(total, r - 1),)

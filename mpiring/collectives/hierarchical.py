@@ -47,9 +47,9 @@ class Levels:
     """An op on a dtype, split into an op within nodes and one between them.
 
     Sums and products of 16 bits are rounded twice, once on the node and once at the end. Sums in
-    float32 would double the bytes on the wire, and a node would receive the contribution of
-    every single rank. The means of nodes and their mean are within the range of the
-    contributions, so neither overflows.
+    float32 would double the bytes on the wire. Sending each rank's contribution would multiply
+    them by the number of ranks per node. The means of nodes and their mean are within the range
+    of the contributions, so neither overflows.
 
     Attributes:
         within: Implementation of the op on a node.

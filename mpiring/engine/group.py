@@ -191,7 +191,7 @@ class Group:
 
         Args:
             call, build: Arguments of `submit`.
-            patient: Seconds for which a wait may last beyond `stall_timeout_s`, as long as the
+            patient: Seconds for which this rank waits, even beyond `stall_timeout_s`, while the
                 background threads of other ranks answer. True means a day.
 
         Collective: yes. Blocking: yes.
@@ -290,9 +290,9 @@ class Group:
             flight = Flight(call, sequence, self._name, collectives.algorithm)
             self._note(flight)
             return flight, agreed(
-                lambda: collectives.net, node, sharing.neighbours, call, schedule)
+                lambda: collectives.net, node, sharing.neighbors, call, schedule)
         except BaseException:
-            # The operation is cancelled: later ones must not wait for its turn.
+            # The operation is canceled: later ones must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
 

@@ -11,7 +11,7 @@ from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
 
-# The first message holds the length and this many bytes, which suffice for most objects.
+# Bytes of the first message, which suffice for most objects, and of the length at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
 
 

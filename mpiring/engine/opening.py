@@ -15,7 +15,7 @@ from ..errors import ConfigError, MpiringError, StallError
 from ..launch.ending import FirstReport, JobEnder, end_job_on_exceptions
 from ..launch.start import load_mpi
 from ..launch.topology import (
-    Topology, compact, neighbours, node_order, ranks_of_nodes, topology)
+    Topology, compact, neighbors, node_order, ranks_of_nodes, topology)
 from ..memory.digest import digest
 from ..operations.algorithms import named
 from ..operations.windows import mapped
@@ -47,7 +47,7 @@ class Sharing:
         memory_groups: Ranks that share a memory, for each memory, in that order.
         memory: Memory that this rank shares; None if it is alone in its group.
         counter: Counter of the group's operations and its last fast calls.
-        neighbours: Result of `launch.topology.neighbours`.
+        neighbors: Result of `launch.topology.neighbors`.
         first_ranks: Ranks as numbered by the first group.
     """
 
@@ -56,7 +56,7 @@ class Sharing:
     memory_groups: Sequence[Sequence[int]]
     memory: NodeMemory | None
     counter: OperationCounter
-    neighbours: tuple[int, int] | None
+    neighbors: tuple[int, int] | None
     first_ranks: Sequence[int]
 
 
@@ -220,7 +220,7 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int) -> Sharing:
     groups = ranks_of_nodes(memory_leaders, order)
     return Sharing(
         topology(comm.rank, leaders), order, groups, memory, counter,
-        neighbours(comm.rank, groups), compact(first_ranks))
+        neighbors(comm.rank, groups), compact(first_ranks))
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:

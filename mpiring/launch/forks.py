@@ -24,7 +24,7 @@ class Gate(Protocol):
         """Close the gate in a fork, for good."""
 
 
-# True if this process is a fork of the one in which MPI was started, and the number of the latter.
+# Whether this process is a fork of the one in which MPI was started, and that process's number.
 in_fork = False
 _home = 0
 # Exit status of a fork.

@@ -63,7 +63,7 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
         node_rank=nodes.index(leaders[rank]), num_nodes=len(nodes))
 
 
-def neighbours(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def neighbors(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Return the first ranks of the groups before and after the one that this rank leads.
 
     Args:

@@ -158,7 +158,7 @@ def _is_fortran(x: Any) -> bool:
 
 
 def agreed(
-    net: Callable[[], Channel], node: Node | None, neighbours: tuple[int, int] | None,
+    net: Callable[[], Channel], node: Node | None, neighbors: tuple[int, int] | None,
     call: Call, schedule: Schedule[T],
 ) -> Schedule[T]:
     """Run `schedule`, but stop after its first step if another rank made a different call.
@@ -166,7 +166,7 @@ def agreed(
     Args:
         net: Function that returns the operation's channel.
         node: Node of the rank; None if the rank is alone on it.
-        neighbours: Lowest ranks of the previous and the next node, for the lowest rank of a node;
+        neighbors: Lowest ranks of the previous and the next node, for the lowest rank of a node;
             None for other ranks, and on a single node.
         call: Call of this rank.
         schedule: Schedule of the operation. Its first yield must precede any use of received data;
@@ -180,8 +180,8 @@ def agreed(
     header = call.header
     if node is not None and not node.test():
         yield (node,)
-    if neighbours is not None:
-        before, after = neighbours
+    if neighbors is not None:
+        before, after = neighbors
         other_header = np.empty(HEADER_BYTES, np.uint8)
         arriving = net().irecv(other_header, before)
         leaving = net().isend(np.frombuffer(header, np.uint8), after)
@@ -198,7 +198,7 @@ def agreed(
             yield (node.barrier(),)
         if not node.agrees():
             refuse_others(call, node)
-    if neighbours is not None:
+    if neighbors is not None:
         yield (arriving,)
         if bytes(other_header) != header:
             _refuse(net().rank, call, before, bytes(other_header))

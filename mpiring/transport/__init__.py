@@ -1,1 +1,1 @@
-"""Messages between ranks by MPI, and the memory in which the ranks of a node meet."""
+"""Messages between ranks through MPI, and memory that the ranks of a node share."""

@@ -1,4 +1,4 @@
-"""What a schedule knows of the network: channels, nodes, requests; and what steps schedules."""
+"""The interface between schedules and the network: channels, nodes, requests, and tasks."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,29 +11,29 @@ Array = NDArray[Any]
 
 
 class Request(Protocol):
-    """Something pending: a message, a turn, a CUDA event, a barrier."""
+    """A pending event: a message, a turn, a CUDA event, a barrier."""
 
     def test(self) -> bool:
-        """Return whether it is complete, without blocking; once True, always True."""
+        """Return whether it is complete, without blocking; once True, it stays True."""
 
 
-# A collective algorithm: a generator that posts requests, yields those it waits
-# for, and is resumed when all of them are complete.
+# A collective algorithm: a generator that posts requests, yields those for which it waits, and is
+# resumed when all of them are complete.
 Schedule = Generator[Sequence[Request], None, T]
 
 
-# How many lanes an operation has; each costs a tag.
+# Number of lanes of an operation; each costs a tag.
 LANES = 4
 
 
 class Channel(Protocol):
     """One operation's private lane between `size` ranks.
 
-    Messages between two ranks arrive in the order in which they were sent;
-    messages of different channels, and of different lanes, never meet.
+    Messages between two ranks arrive in the order in which they were sent. Messages of different
+    channels, and of different lanes, are never matched with each other.
 
     Attributes:
-        rank, size: This rank, and how many there are.
+        rank, size: Number of this rank, and number of ranks.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Channel(Protocol):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The communicator's number of each rank: `range(size)`, but for `Members`."""
+        """The communicator's number of each rank: `range(size)`, except for `Members`."""
 
     def lane(self, index: int) -> "Channel":
         """Return lane `index` of the same operation, below LANES; lane 0 is its first channel.
 
-        Schedules that run at once, of which one may overtake another, need a lane each.
+        Schedules that run at once, and that may overtake each other, need separate lanes.
         """
 
     def isend(self, array: Array, dest: int) -> Request:
@@ -55,18 +55,18 @@ class Channel(Protocol):
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving exactly `array.nbytes` bytes; undefined content until complete.
 
-        The request raises BufferMismatchError when another number of bytes arrives.
+        The request raises BufferMismatchError when a different number of bytes arrives.
         """
 
 
 class Members:
-    """A channel that joins a few ranks of another; see base.Channel.
+    """A channel between some ranks of another channel; see base.Channel.
 
-    It has no messages of its own: they travel, and keep their order, as those of `net`.
+    Its messages are those of `net`, and keep their order.
 
     Args:
-        net: The channel of all.
-        members: Ranks of `net`, this rank among them, in their new order.
+        net: Channel of all ranks.
+        members: Ranks of `net` in their new order, including this rank.
     """
 
     def __init__(self, net: Channel, members: Sequence[int]) -> None:
@@ -94,15 +94,15 @@ class Members:
 
 
 class Node(Protocol):
-    """One operation's meeting place of the ranks that share a node's memory.
+    """One operation on the ranks that share a node's memory: barriers, notes and staging slots.
 
-    It is itself the request to wait for before anything else: that no rank uses the
+    It is itself a request, for which a rank waits first. It is complete once no rank uses the
     memory for an earlier operation any more.
 
     Attributes:
-        rank, size: Among the ranks of the node.
+        rank, size: Number of this rank within the node, and number of ranks there.
         ranks: Their ranks in the communicator.
-        memory: Where calls are made; see node_memory.NodeMemory.
+        memory: Memory of the node, see node_memory.NodeMemory.
     """
 
     rank: int
@@ -115,14 +115,14 @@ class Node(Protocol):
         """Whether the first barrier was begun."""
 
     def test(self) -> bool:
-        """Return whether the memory is this operation's."""
+        """Return whether this operation may use the memory."""
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return, per rank of the node, its staging slot, which all of them read and write.
+        """Return the staging slots of all ranks of the node, which all of them read and write.
 
         Args:
-            dtype: Of the elements.
-            size: How many elements; by default, all that fit.
+            dtype: Dtype of the elements.
+            size: Number of elements; by default, as many as fit.
         """
 
     def agrees(self) -> bool:
@@ -132,26 +132,26 @@ class Node(Protocol):
         """Return the other ranks and their headers; after the first barrier."""
 
     def leave(self) -> None:
-        """Mark that this rank has done with the operation."""
+        """Mark that this rank no longer uses the memory for the operation."""
 
     def barrier(self, *numbers: int) -> Request:
-        """Arrive; the request is complete once every rank of the node has."""
+        """Arrive; the request is complete once every rank of the node has arrived."""
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Arrive, and return per rank the up to 8 whole numbers that each has passed."""
+        """Arrive; return the up to 8 whole numbers that each rank has passed, per rank."""
 
     def part(self, call: Any, x: Any) -> Schedule[None]:
         """Run a call as a part of the operation; see node_call.NodeCall.
 
         Args:
-            call: Of the ranks of the node.
-            x: Its vector.
+            call: Call of the ranks of the node.
+            x: Vector of the call.
         """
 
     def lane(self, index: int) -> "Node":
-        """Return lane `index` of the same operation, from 1, below LANES: barriers of its own.
+        """Return lane `index` of the same operation, from 1, below LANES, with separate barriers.
 
-        To be used after the first barrier. The slots are those of the operation.
+        Use it after the first barrier. It has the same slots as the operation.
         """
 
 
@@ -159,9 +159,9 @@ class Task(Generic[T]):
     """Steps one schedule; every driver (engine, simulator) uses it.
 
     Attributes:
-        done: The schedule has returned.
-        result: What it returned.
-        pending: The incomplete requests it waits for.
+        done: True once the schedule has returned.
+        result: Result of the schedule.
+        pending: Incomplete requests for which it waits.
     """
 
     def __init__(self, schedule: Schedule[T]) -> None:
@@ -171,7 +171,7 @@ class Task(Generic[T]):
         self._schedule = schedule
 
     def requests(self) -> Iterator[Request]:
-        """Return what is waited for, also by schedules within this one."""
+        """Yield the requests for which it waits, also in schedules within this one."""
         for request in self.pending:
             if isinstance(request, _Movement):
                 for task in request.tasks:
@@ -180,20 +180,20 @@ class Task(Generic[T]):
                 yield request
 
     def start(self) -> None:
-        """Run the schedule to its first yield, without looking at what it waits for."""
+        """Run the schedule to its first yield, without testing the requests it waits for."""
         self._resume(None)
 
     def step(self) -> bool:
         """Resume the schedule as often as its requests allow; return whether it moved.
 
-        A request's error is thrown into the schedule at its yield; what the
-        schedule does not catch is raised here.
+        A request's error is thrown into the schedule at its yield. An error that the schedule does
+        not catch is raised here.
         """
         moved = False
         while not self.done:
             error, pending = None, self.pending
             try:
-                # There is mostly a single request: to list those left would take longer.
+                # Mostly there is one request, for which making a list would take longer.
                 if len(pending) == 1:
                     if not pending[0].test():
                         return moved
@@ -236,10 +236,11 @@ def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[l
     """Run several schedules at once, and return their results in order.
 
     Args:
-        schedules: Begun in this order; drawn from the iterable only when their turn comes.
-        in_flight: At most so many are under way at a time.
+        schedules: Schedules, begun in this order; drawn from the iterable only in their turn.
+        in_flight: Largest number of schedules that run at a time.
 
-    Raises: what any of them raises; the others are not resumed then.
+    Raises:
+        Exception: The error of any schedule; the others are not resumed then.
 
     Collective: as the schedules. Blocking: no (a schedule).
     """
@@ -254,7 +255,7 @@ def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[l
 
 
 def _begin(waiting: Iterator[Schedule[T]], count: int, begun: list[Task[T]]) -> list[Task[T]]:
-    """Begin schedules until `count` of them wait for something; note all in `begun`."""
+    """Begin schedules until `count` of them wait for something; append all to `begun`."""
     active: list[Task[T]] = []
     while len(active) < count and (schedule := next(waiting, None)) is not None:
         task = Task(schedule)

@@ -1,7 +1,7 @@
-"""The protocol in machine code: the dialect of numba's intrinsics, and the sums that it makes.
+"""The protocol in machine code: the dialect of numba's intrinsics, and its sums.
 
-Addresses are int64. Python's lock is held while a short call begins, for some microseconds at most,
-and released while it waits for longer, and for long vectors.
+Addresses are int64. Python's lock is held while a short call begins, for a few microseconds at
+most. It is released during longer waits, and for long vectors.
 """
 
 import sys
@@ -22,30 +22,32 @@ from .layout import (
     COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD, WINDOWS)
 from .protocol import protocol
 
-# What is compiled: sums and means (of integers: sums). The code for any dtype also runs calls that
-# reduce nothing; this one is taken for them.
+# Dtypes of compiled sums and means (of integers, only sums). The code for any dtype also runs calls
+# that reduce nothing; these calls use the code for this one.
 COPIES = "float32"
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
-# So many bytes are added up at a time: with those of four vectors they stay in the level-1 cache.
+# Number of bytes added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK_BYTES = 4096
-# Python's lock keeps two threads from taking the same number. A Python without it runs calls in
-# Python.
+# Python's lock keeps two threads from using the same number. Without the lock, Python code runs the
+# calls.
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
 
 def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Code | None:
-    """Return the code of calls for an op on a dtype, among some ranks; None where there is none.
+    """Return the code of calls for an op on a dtype, among some ranks; None if there is none.
 
     Args:
-        op: "" for calls that reduce nothing.
-        name: Of the dtype.
-        compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
+        op: Name of the op; "" for calls that reduce nothing.
+        name: Name of the dtype.
+        ranks: Number of ranks.
+        compiles: If true, compile it if necessary, for a second or two; otherwise use saved code
+            only.
     """
     if not op:
         op, name = "sum", COPIES
-    # More vectors of 16 bits would be rounded on the way, see sums.adding.
+    # More 16-bit vectors would be rounded on the way, see sums.adding.
     if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
     return cache.code(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name,
@@ -53,9 +55,9 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
-    """Return what numba compiles, given the address of a call's words plus how, and the vector's.
+    """Return the function to compile, of the address of a call's words plus how, and the vector's.
 
-    An address is a multiple of 8.
+    The address of the words is a multiple of 8.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     run = intrinsics.inlined(protocol(_dialect(intrinsics, name, words_at)))
@@ -125,7 +127,7 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
-    """Return functions: the address of an element of a slot, and those that copy."""
+    """Return functions that compute the address of an element of a slot, and that copy."""
     inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
 
     @inlined
@@ -152,10 +154,11 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
-    """Return a function that adds up n numbers of each rank: the dialect's `reduce`.
+    """Return a function that adds n numbers of each rank: the dialect's `reduce`.
 
-    Slots are added up into the vector; vectors block by block, by way of this rank's slot: windows
-    into all of them, private ones into this rank's, and the results stay in the slot.
+    Slots are added into the vector. Vectors are added block by block, in this rank's slot. In
+    windows, the sums are copied into all vectors. For private vectors, they are copied into this
+    rank's vector, and also stay in the slot.
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
@@ -166,7 +169,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     def reduce(call, at, start, n):  # type: ignore[no-untyped-def]
         p, kind, divisor = call[CALL_RANKS], call[CALL_KIND], number(call[CALL_DIVISOR])
         vector, slot = call[CALL_VECTOR] + start * itemsize, slot_of(call, call[CALL_RANK], at)
-        # The sources begin `offset` behind the addresses in the words from `first` on.
+        # The sources begin `offset` bytes after the addresses in the words from `first` on.
         first, offset, out, step = CALL_BASES, slot - call[CALL_BASES + call[CALL_RANK]], vector, n
         if kind != SLOTS:
             first, offset, out, step = CALL_BASES + p, start * itemsize, slot, block
@@ -181,7 +184,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
         while done < n:
             length, total = min(step, n - done), pointer(out)
             add(call, first, offset + done * itemsize, length, total, divisor)
-            # Not a variable: the loop would be compiled twice.
+            # Not the variable `kind`, for which the compiler would duplicate the loop.
             if call[CALL_KIND] != SLOTS:
                 target, stop = first, first + p
                 if kind == PIECES:
@@ -197,8 +200,11 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
 
 
 def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
-    """Return of a dtype: what makes its divisor; what adds up two vectors, into both; what adds up
-    n numbers of each rank, whose addresses are `offset` beyond those from word `first` on."""
+    """Return functions for a dtype that convert the divisor, and that add two vectors into both.
+
+    A third function adds n numbers of each rank, at `offset` from the addresses in the words from
+    `first` on.
+    """
     inlined = intrinsics.inlined
     number, widen, narrow, divides = _arithmetic(intrinsics, name)
     both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
@@ -219,8 +225,10 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
-    """Return of a dtype: what makes its divisor; what widens its numbers, and narrows a sum; and
-    whether a sum may be divided."""
+    """Return functions for a dtype that convert a divisor, widen a number and narrow a sum.
+
+    Also return whether a sum may be divided.
+    """
     if name in SIXTEEN_BIT:
         return np.float32, *intrinsics.conversions(name), True
     same = intrinsics.inlined(lambda x: x)
@@ -229,7 +237,7 @@ def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
 
 
 def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
-    """Return what does as `one_by_one` with bfloat16, but two at a time where these are words."""
+    """Return a function that does `one_by_one` on bfloat16, two at a time in aligned words."""
     inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
     first, second, two = (
         intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)
@@ -256,8 +264,8 @@ def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
 
 
 def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any, bool]:
-    """Return what is done with a sum before it is stored, and whether it is divided afterwards."""
+    """Return a function of a sum that is to be stored, and whether sums are divided later."""
     if name in SIXTEEN_BIT:
-        # Rounded once, at the end.
+        # Each sum is rounded once, at the end.
         return inlined(lambda x, divisor: narrow(x / divisor)), False
     return inlined(lambda x, divisor: x), divides

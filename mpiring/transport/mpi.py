@@ -1,4 +1,4 @@
-"""Messages by mpi4py, on a private duplicate of the user's communicator."""
+"""Messages through mpi4py, on a private duplicate of the user's communicator."""
 
 import sys
 import time
@@ -18,23 +18,24 @@ from .staged import DeviceMessage
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
 
-# An error names this many of the lines that made dropped communicators.
+# Number of lines that made dropped communicators in an error.
 _LINES = 3
 _CONTROL_TAG = 0
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
         "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
 
-# What MPI reports when a rank has died, or another rank that knows it wants all to learn of it.
-# (Where MPI has no such errors, mpi4py puts ERR_UNKNOWN in their place.)
+# MPI's errors when a rank has died, or when another rank that knows of a death informs all ranks.
+# (If MPI lacks these errors, mpi4py defines them as ERR_UNKNOWN.)
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
 
 
 def failure(action: str, error: MPI.Exception) -> TransportError:
-    """Return our error for one of MPI's.
+    """Return an mpiring error for an MPI error.
 
     Args:
-        action: What was being done, and by which rank.
+        action: Description of the failed action, with its rank.
+        error: Error of MPI.
     """
     if error.Get_error_class() in _LOSSES:
         return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
@@ -42,13 +43,17 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
 
 
 def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Return a communicator that `make` makes out of another.
+    """Return the communicator that `make` makes out of another one.
+
+    Args:
+        comm: Communicator that `make` uses.
+        make: Function that makes the communicator.
 
     Raises:
         ProcessFailedError: A rank has died.
-        TransportError: MPI makes no more; with a count of those open.
+        TransportError: MPI makes no more; names the number of open ones.
 
-    Collective: as `make`.
+    Collective: like `make`.
     """
     try:
         return make()
@@ -60,15 +65,14 @@ def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
 
 
 def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
-    """Start to replace numbers, in place, by the greatest of all ranks; return MPI's request."""
+    """Start to replace numbers, in place, by the maximum over all ranks; return MPI's request."""
     return comm.Iallreduce(MPI.IN_PLACE, numbers, MPI.MAX)
 
 
 def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     """Return the whole numbers of all ranks, shape (ranks, numbers).
 
-    This rank sleeps meanwhile: MPI would look without pause, and keep ranks that share its core
-    from coming.
+    This rank sleeps meanwhile. MPI would test without pause, and delay ranks that share its core.
 
     Collective: yes. Blocking: yes.
     """
@@ -80,12 +84,12 @@ def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     return rows
 
 
-# The transports of this process: MPI's room for communicators is the process's, too.
+# The transports of this process, which share MPI's limit on communicators.
 _open: "set[MpiTransport]" = set()
 
 
 def _census() -> str:
-    """Return how many transports are open, and which lines made those that were dropped."""
+    """Return the number of open transports, and the lines that made the dropped ones."""
     dropped = [transport.line for transport in list(_open) if transport.dropped]
     text = f"{len(_open)} communicators of mpiring's are open in this process"
     if not dropped:
@@ -120,14 +124,14 @@ class _Pending:
 
     @property
     def source(self) -> int:
-        """The rank that has sent what was received; once complete."""
+        """The rank that has sent the message, once the request is complete."""
         return -1 if self._status is None else self._status.Get_source()
 
     def test(self) -> bool:
         """Return whether it is complete.
 
         Raises:
-            BufferMismatchError: A message of another length arrived.
+            BufferMismatchError: A message of a different length arrived.
             TransportError: MPI reports an error.
         """
         if self._done:
@@ -171,7 +175,7 @@ class _All:
 
 
 def messages_of(request: Request) -> "list[_Pending]":
-    """Return the MPI requests that make up a request; none if it is for something else."""
+    """Return the MPI requests that make up a request; none if it waits for something else."""
     if isinstance(request, DeviceMessage):
         return [] if request.request is None else messages_of(request.request)
     if isinstance(request, _All):
@@ -180,19 +184,21 @@ def messages_of(request: Request) -> "list[_Pending]":
 
 
 class MpiTransport:
-    """A private communicator, from which each operation gets a channel of its own.
+    """A private communicator, from which each operation gets a separate channel.
 
     Args:
         comm: The user's communicator; duplicated, which is collective.
-        piece_bytes: Longest message; longer arrays travel in several.
+        piece_bytes: Length of the longest message; longer arrays are sent in several.
 
     Attributes:
-        rank, size: As in MPI.
-        bytes_sent: By this rank, so far (by MPI's own collectives, the least there is).
-        piece_bytes: As above.
-        tag_limit: The highest tag that MPI takes.
+        comm: The private communicator.
+        rank, size: Number of this rank, and number of ranks.
+        bytes_sent: Number of bytes sent by this rank (by MPI's own collectives, the least
+            possible).
+        piece_bytes: The argument of the same name.
+        tag_limit: Highest tag that MPI accepts.
         line: File and line of the user's program that made it.
-        dropped: Whether it was lost without being freed.
+        dropped: True if it was garbage-collected without being freed.
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
@@ -202,8 +208,8 @@ class MpiTransport:
         self.size = self.comm.size
         self.bytes_sent = 0
         self.piece_bytes = piece_bytes
-        # Tag 0 is the control messages'. Tags come round again long after the
-        # operations that used them are complete.
+        # Control messages use tag 0. Tags repeat long after the operations that used them are
+        # complete.
         self.tag_limit = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self._tags = min(self.tag_limit, 1 << 20)
         self.line, self.dropped = _users_line(), False
@@ -216,11 +222,11 @@ class MpiTransport:
         return MpiChannel(self, sequence, 1 + (sequence * LANES + lane) % self._tags)
 
     def tagged(self, tag: int) -> "MpiChannel":
-        """Return a channel of one tag, of a transport that has no other channels."""
+        """Return a channel with one tag, on a transport without other channels."""
         return MpiChannel(self, 0, tag)
 
     def iallreduce(self, x: Array, op: str) -> Request:
-        """Start MPI_Iallreduce of a vector, in place; every rank in the same order."""
+        """Start MPI_Iallreduce of a vector, in place; ranks must call in the same order."""
         if x.dtype == np.bool_:
             x = x.view(np.uint8)    # MPI has no MAX and MIN of booleans
         return self.started(
@@ -228,7 +234,7 @@ class MpiTransport:
 
     def started(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
                 other: int = -1, expected: int | None = None) -> _Pending:
-        """Make an MPI call that returns a request; its errors become ours here."""
+        """Make an MPI call that returns a request; convert its errors."""
         try:
             request = start()
         except MPI.Exception as exc:
@@ -236,12 +242,12 @@ class MpiTransport:
         return _Pending(request, self.rank, action, other, nbytes, expected)
 
     def free(self) -> None:
-        """Give the private communicator back to MPI; collective."""
+        """Return the private communicator to MPI; collective."""
         self.comm.Free()
         _open.discard(self)
 
     def drop(self) -> None:
-        """Warn that nobody can free it any more; for the garbage collector: takes no lock."""
+        """Warn that it can no longer be freed. The garbage collector calls this; use no lock."""
         self.dropped = True
         warnings.warn_explicit(
             f"rank {self.rank}: a communicator of {self.size} ranks, made in this line, was "
@@ -254,7 +260,8 @@ class MpiChannel:
     """One operation's lane: a tag of the transport's communicator. See base.Channel.
 
     Attributes:
-        sent: How many bytes this rank has sent on all lanes of the operation, one number.
+        sent: Number of bytes that this rank has sent on all lanes of the operation, as a list
+            with one element that the lanes share.
     """
 
     def __init__(self, transport: MpiTransport, sequence: int, tag: int) -> None:
@@ -301,17 +308,17 @@ class MpiChannel:
 
 
 class Mailbox:
-    """Short control messages between any two ranks, beside the operations."""
+    """Short control messages between any two ranks, separate from the operations."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._comm = transport.comm
         self._rank = transport.rank
         self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
-        # To each rank; from all.
+        # Number of messages sent to each rank, and received from all ranks.
         self._sent, self._received = np.zeros(transport.size, np.int64), 0
 
     def post(self, dest: int, message: bytes) -> None:
-        """Send a message, without waiting for anybody.
+        """Send a message without waiting.
 
         Raises:
             ProcessFailedError: A rank has died.
@@ -329,9 +336,10 @@ class Mailbox:
     def poll(self) -> list[tuple[int, bytes]]:
         """Return the messages that have arrived, each with its source.
 
-        For a rank that waits in shared memory, the only news that another has died.
+        For a rank that waits in shared memory, this is the only way to learn of a death.
 
-        Raises: as `post`.
+        Raises:
+            ProcessFailedError, TransportError: As for `post`.
         """
         arrived = []
         status = MPI.Status()
@@ -346,11 +354,12 @@ class Mailbox:
         return arrived
 
     def close(self) -> None:
-        """Receive what is on its way, late answers for instance: MPI frees nothing before.
+        """Receive messages in flight, like late answers, because MPI frees nothing before.
 
         Nothing may be sent afterwards.
 
-        Raises: as `post`.
+        Raises:
+            ProcessFailedError, TransportError: As for `post`.
 
         Collective: yes. Blocking: yes.
         """
@@ -366,12 +375,12 @@ class Mailbox:
 
 
 class MpiNode:
-    """The ranks of a communicator that share a node, meeting by blocking MPI calls.
+    """The ranks of a communicator that share a node, synchronized by blocking MPI calls.
 
-    For the start, when they have no memory in common yet. Making one is collective.
+    It serves the start, when they do not share memory yet. Its constructor is collective.
 
     Attributes:
-        rank, size: Among the ranks of the node.
+        rank, size: Number of this rank within the node, and number of ranks there.
         ranks: Their ranks in the communicator, ascending.
     """
 
@@ -385,12 +394,12 @@ class MpiNode:
             group.Free()
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return, per rank of the node, the numbers that each has passed; without yielding."""
+        """Return the numbers that each rank of the node has passed, per rank; never yield."""
         return [tuple(row) for row in gathered(self._local, numbers).tolist()]
         yield ()
 
     def free(self) -> None:
-        """Give the communicator back to MPI; collective."""
+        """Return the communicator to MPI; collective."""
         self._local.Free()
 
 
@@ -401,12 +410,12 @@ def abort(code: int) -> None:
 
 
 def before_finalize(action: Callable[[], None]) -> Callable[[], None]:
-    """Call `action` when MPI is about to be finalised.
+    """Call `action` when MPI is about to be finalized.
 
     MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI 4.1, section 11.2.4).
 
     Returns:
-        A function that does it earlier, and forgets about it.
+        A function that calls `action` now instead.
     """
     def delete(comm: MPI.Comm, keyval: int, value: object) -> None:
         action()

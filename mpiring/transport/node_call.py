@@ -1,4 +1,4 @@
-"""Calls of the ranks of a node, and the protocol in Python: the dialect of NumPy's vectors."""
+"""Calls of the ranks of a node, and the protocol in Python: the dialect of NumPy vectors."""
 
 import functools
 import math
@@ -28,28 +28,31 @@ from .layout import (
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
 
-# For longer vectors, Python's lock is not held.
+# Python's lock is released for longer vectors.
 _WITH_LOCK_BYTES = 64 << 10
 
-# Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
-# if they lie in one window.
+# Function of the notes of all ranks of the node, and of this rank's vector: it returns all ranks'
+# vectors if they are in one window.
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
 
 
-# Of an area: all slots, what is written of this rank's, and what reduces all of them.
+# For an area: all slots, the part of this rank's slot to write, and the function that reduces all.
 _Views = tuple[Sequence[Array], Array | None, Any]
 
 
 class _Operands:
-    """What Python works on when it runs a call: the objects behind the words.
+    """The objects with which Python runs a call, in place of addresses.
 
     Attributes:
-        segments: All ranks' words of node memory.
-        header: How ranks compare the call.
-        x, slots: The vector, and all ranks' slots: of the operation that goes on.
-        written, combined: What is written of this rank's slot; reduces all slots.
-        views: Per area, the slots and the two.
-        slices: Of WINDOWS, this rank's slice of all vectors.
+        memory, dtype: Memory of the node, and dtype of the vectors.
+        combine: Implementation of the op.
+        segments: Words of node memory of all ranks.
+        header: Header by which ranks compare the call.
+        x, slots: Vector and all ranks' slots of the present operation.
+        written: Part of this rank's slot to write.
+        combined: Function that reduces all slots.
+        views: Slots, written and combined, for each area.
+        slices: For WINDOWS, this rank's slice of all vectors.
     """
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", combine: Any) -> None:
@@ -64,25 +67,26 @@ class _Operands:
 
 
 class NodeCall:
-    """A call that the ranks of a node make, once or again and again.
+    """A call that the ranks of a node make, once or many times.
 
-    A part of an operation, until `whole`.
+    It is a part of an operation, unless `whole` makes it a complete one.
 
     Args:
-        memory: Where the ranks meet.
-        dtype, n: Of the vectors.
-        kind: What moves, see layout.
-        combine: What reduces, in Python; None where nothing is.
+        memory: Memory of the node.
+        dtype, n: Dtype and length of the vectors.
+        kind: Kind of the call, see layout.
+        combine: Implementation of the op in Python; None if nothing is reduced.
 
     Attributes:
-        memory, dtype: As above.
-        call, op: What it is, and the op of what is reduced; of a whole operation.
-        words: See layout. An array where compiled code runs it. Where Python does, a list, which
-            it reads in a third of the time: with objects in the place of their addresses.
-        operands: What Python works on.
-        code: Runs it in compiled code; None where Python does.
-        is_short: The code may begin with Python's lock held: `begin(address, data_address(x))`
-            does as `run(BEGIN, x)`, with less to do for Python; go on with `run` if it is not DONE.
+        memory, dtype: The arguments of the same name.
+        call, op: Description of a complete operation, and its op.
+        words: Words of the call, see layout. An array for compiled code. For Python, a list, which
+            it reads in a third of the time, with objects instead of addresses.
+        operands: Objects with which Python runs the call.
+        code: Compiled code of the call; None if Python runs it.
+        is_short: If true, the code may begin with Python's lock held. Then
+            `begin(address, data_address(x))` does the same as `run(BEGIN, x)` in less time;
+            continue with `run` if the status is not DONE.
     """
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
@@ -116,16 +120,16 @@ class NodeCall:
 
     def whole(self, call: Any, identity: int, op: str, code: Code | None, *,
               note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
-        """Become a whole operation.
+        """Make the call a complete operation.
 
         Args:
-            call: What it is, with the header and the digest by which ranks compare it.
-            identity: See OperationCounter.identity_of.
-            op: Of what is reduced; "" where nothing is.
-            code: Compiled code for the op and the dtype, if there is some.
-            note: What this rank tells the others of where its vector is, and always will be.
-            barriers: How many it has come to when its vector lies in its slot.
-            find: Of WINDOWS: finds all ranks' vectors.
+            call: Description, with the header and the digest by which ranks compare it.
+            identity: Number of the call, see OperationCounter.identity_of.
+            op: Name of the op; "" if nothing is reduced.
+            code: Compiled code for the op and the dtype, if there is any.
+            note: Position of this rank's vector for the other ranks; it never changes.
+            barriers: Number of barriers at which it has arrived when its vector is in its slot.
+            find: Function that finds all ranks' vectors, for WINDOWS.
         """
         self.call, self.operands.header = call, call.header
         self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
@@ -135,10 +139,11 @@ class NodeCall:
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
 
     def compile(self, code: Code | None, divisor: int) -> None:
-        """Let compiled code run it, if there is some.
+        """Use compiled code to run the call, if there is any.
 
         Args:
-            divisor: Of sums.
+            code: The code; None for none.
+            divisor: Divisor of sums.
         """
         self.code = code
         if code is None:
@@ -160,7 +165,7 @@ class NodeCall:
         self.is_short = self[CALL_LENGTH] * self.dtype.itemsize <= _WITH_LOCK_BYTES
 
     def join(self, sequence: int, count: int, x: Any) -> None:
-        """Begin as a part of operation number `sequence`, behind its barrier number `count`."""
+        """Begin as a part of operation number `sequence`, after its barrier number `count`."""
         self[CALL_SEQUENCE], self[CALL_COUNT] = sequence, count
         self[CALL_AREA] = sequence % AREAS * AREA_WORDS
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
@@ -170,10 +175,11 @@ class NodeCall:
             self[CALL_VECTOR] = data_address(x)
 
     def join_by_barriers(self, node: Node, x: Any) -> None:
-        """Begin as a part of an operation whose ranks arrive in a way of their own.
+        """Begin as a part of an operation whose node implements barriers in another way.
 
         Args:
-            node: Has the slots, and barriers.
+            node: Node with the slots and the barriers.
+            x: Vector of the call.
         """
         operands, ranks, self.barriers = self.operands, self[CALL_RANKS], _Barriers(node)
         operands.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
@@ -183,11 +189,11 @@ class NodeCall:
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
     def run(self, how: int, x: Array) -> int:
-        """Run it as far as it goes; see layout.
+        """Run the call as far as possible; return its status. See layout.
 
         Args:
-            how: BEGIN (who holds the counter's lock adds HELD), PUBLISH, GO_ON or LOOK.
-            x: Its vector.
+            how: BEGIN, PUBLISH, GO_ON or LOOK; add HELD to BEGIN when holding the counter's lock.
+            x: Vector of the call.
         """
         code = self.code
         if code is None or self.words is not self._of_code:
@@ -197,7 +203,7 @@ class NodeCall:
         elif self.is_short or how & 3 == PUBLISH or how == LOOK:
             status = code.call_with_lock(self.address + how, data_address(x))
         else:
-            # Numbered with Python's lock held; the others may be late.
+            # Number the call with Python's lock held; release it while other ranks may be late.
             status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
             if status == DONE:
                 status = code.call(self.address + GO_ON, 0)
@@ -206,16 +212,16 @@ class NodeCall:
     def _run_in_python(self, how: int, x: Array) -> int:
         status: int = run_plain(self.words, how, x)
         if self.words[CALL_STAGE] == IDLE:
-            # Whoever remembers the call shall not keep the array.
+            # A call that is kept must not keep the array alive.
             self.operands.x = None
             if self.code is not None:
-                # The next time is that of compiled code again.
+                # The next run uses compiled code again.
                 self.words = self._of_code
                 self.words[CALL_STAGE] = IDLE
         return status
 
     def _go_on_otherwise(self, how: int, x: Array) -> int:
-        """Go on in Python; or where vectors are not where they were."""
+        """Continue in Python, or with the present positions of vectors."""
         how = LOOK if how == LOOK else GO_ON
         if self._find is None:
             self.words = list(self._of_code)
@@ -224,7 +230,7 @@ class NodeCall:
             return self._run_in_python(how, x)
         notes = self.node().notes(2)
         addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
-        # At an odd place only NumPy can make sums.
+        # Only NumPy can add vectors at unaligned addresses.
         if not addresses or any(a % x.itemsize for a in addresses):
             return OTHERWISE
         ranks = self[CALL_RANKS]
@@ -240,7 +246,7 @@ class NodeCall:
         return bool(self[CALL_KIND] == WINDOWS)
 
     def node(self) -> SharedNode:
-        """Return its meeting place, after the first barrier."""
+        """Return the node of the operation, after the first barrier."""
         node = self.memory.node(
             self[CALL_SEQUENCE], self.operands.header, self[CALL_DIGEST])
         node.arrived(node.count + 1)
@@ -248,10 +254,10 @@ class NodeCall:
 
 
 class _Barriers:
-    """Stands for the segments where ranks meet by barriers: to set a flag is to arrive at one.
+    """Replaces the segments if ranks synchronize by barriers: setting a flag means arriving.
 
     Attributes:
-        arrival: The request for the others.
+        arrival: Request that waits for the other ranks.
     """
 
     def __init__(self, node: Node) -> None:
@@ -273,14 +279,14 @@ def _reducer(combine: Any, sources: Sequence[Array]) -> Callable[[Array], None]:
 
 
 class SlotPlan(NamedTuple):
-    """One rank's part in a collective in which each rank of a node writes once, and reads once.
+    """One rank's part in a collective in which each rank of a node writes once and reads once.
 
-    What is written lies in the rank's slot where it lies in the vector.
+    Data has the same offset in the rank's slot as in its vector.
 
     Attributes:
-        writes: What this rank writes of its vector.
-        reduces: What it reduces of all ranks' vectors; None where nothing is reduced.
-        reads: Else, per rank of the node, what it reads of that one's vector.
+        writes: Range of its vector that this rank writes.
+        reduces: Range of all ranks' vectors that it reduces; None if nothing is reduced.
+        reads: If nothing is reduced, range that it reads of each rank's vector.
     """
 
     writes: slice
@@ -290,14 +296,16 @@ class SlotPlan(NamedTuple):
 
 def slot_plan(kind: str, n: int, rank: int, ranks: int, root: int = 0,
               bounds: Sequence[int] | None = None) -> SlotPlan:
-    """Return what a rank writes and reads in a short collective.
+    """Return the ranges that a rank writes and reads in a short collective.
 
     Args:
-        kind: "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier".
-        n: Elements of the vector.
-        rank, ranks: This rank, among those of the node, and how many these are.
-        root: Of a broadcast.
-        bounds: Rank r's slice is `bounds[r]` to `bounds[r + 1]`; by default, equal slices.
+        kind: Kind of the collective: "allreduce", "reduce_scatter", "allgather", "broadcast" or
+            "barrier".
+        n: Number of elements of the vector.
+        rank, ranks: Number of this rank within the node, and number of ranks there.
+        root: Root of a broadcast.
+        bounds: Offsets of the slices: rank r's slice is `bounds[r]` to `bounds[r + 1]`. By default,
+            slices are equal.
     """
     everything, nothing = slice(0, n), slice(0, 0)
     if kind == "allreduce":
@@ -328,19 +336,22 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
 
 
 def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine) -> NodeCall:
-    """Return a call that reduces private vectors piece by piece, by compiled code if there is some.
+    """Return a call that reduces private vectors piece by piece, by compiled code if possible.
 
     Args:
-        piece_bytes: Longest piece.
+        memory: Memory of the node.
+        x: Vector of this rank.
+        piece_bytes: Length of the longest piece.
+        combine: Implementation of the op.
     """
     p, n, half = len(memory.ranks), x.size, memory.slots(0, x.dtype, None)[0].size // 2
     longest = min(half, piece_bytes // x.itemsize) // p
-    # A slice lies where those of other pieces do: of two pieces, one is read while one is written.
+    # Slices of alternate pieces share their place: one is read while the next is written.
     width = -(-n // max(1, -(-n // (longest * p)) * p))
     call = NodeCall(memory, x.dtype, n, PIECES, combine)
     call[CALL_LAST] = -(-n // max(1, width * p))
     call[CALL_WIDTH], call[CALL_HALF] = width, half
-    # The words of a call are whole numbers; of a vector at an odd place only NumPy can make sums.
+    # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
     if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
             and data_address(x) % x.itemsize == 0):
         call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
@@ -349,7 +360,7 @@ def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
 
 
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
-    """Return a call that goes on once all know where all vectors are: it reduces slices of them."""
+    """Return a call that reduces slices of vectors in windows, whose positions all ranks know."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
     call.operands.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
     return call
@@ -360,7 +371,7 @@ def _length(part: slice) -> int:
     return length
 
 
-# The dialect. A call is the list of its words.
+# The dialect. In it, a call is the list of its words.
 
 def _bind(words: Any, vector: Any) -> None:
     operands, area = words[CALL_ADDRESS], words[CALL_SEQUENCE] % AREAS
@@ -373,7 +384,7 @@ def _bind(words: Any, vector: Any) -> None:
 
 
 def _views(words: Any, slots: Sequence[Array]) -> _Views:
-    """Return what Python works on in an area, given all ranks' slots there."""
+    """Return the objects with which Python works in an area, given all ranks' slots there."""
     combined, written = None, None
     if words[CALL_KIND] == SLOTS:
         part = slice(words[CALL_REDUCES], words[CALL_REDUCES] + words[CALL_REDUCED])
@@ -400,7 +411,7 @@ def _publish(segment: Any, word: int, value: int) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing: looks follow each other, and a look takes Python long enough."""
+    """Do nothing between two checks, because a check takes Python long enough."""
 
 
 def _write_header(words: Any) -> None:

@@ -1,7 +1,7 @@
-"""The memory in which the ranks of a node meet: barriers, notes, headers of calls, staging slots.
+"""The memory that the ranks of a node share: barriers, notes, headers of calls, staging slots.
 
-Every rank writes to its own segment only. A segment has a few areas, and operation
-number s uses area s modulo their count once no rank is in the area's previous operation.
+Every rank writes to its own segment only. A segment has a few areas. Operation number s uses area
+s modulo their number, once no rank is in the area's previous operation.
 """
 
 import platform
@@ -17,10 +17,10 @@ from .layout import (
     AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
     HEADER_WORD, LANE_WORDS, LATE, LOOK, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
 
-# x86 reorders neither stores nor loads among themselves; ARM and POWER do.
+# x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
-# A program may combine vectors of ever new lengths.
+# A limit is needed, because a program may combine vectors of ever new lengths.
 _MOST_SLOTS = 256
 
 
@@ -30,20 +30,20 @@ class PartCall(Protocol):
     def __getitem__(self, word: int) -> int: ...
 
     def join(self, sequence: int, count: int, x: Any) -> None:
-        """Begin behind barrier number `count` of operation number `sequence`."""
+        """Begin after barrier number `count` of operation number `sequence`."""
 
     def run(self, how: int, x: Any) -> int:
-        """Run it as far as it goes."""
+        """Run the call as far as possible; return its status."""
 
 
 class NodeMemory:
-    """The shared memory in which the ranks of one node meet.
+    """The memory that the ranks of one node share.
 
     Args:
-        segments: Per rank of the node, NODE_MEMORY_BYTES bytes, zero at first.
-        rank: This rank, among them.
+        segments: Memory of each rank of the node: NODE_MEMORY_BYTES bytes, zero at first.
+        rank: Number of this rank among them.
         ranks: Their ranks in the communicator, for messages.
-        counter: The words of the group's counter, COUNTER_WRITTEN of which are kept here.
+        counter: Words of the group's counter; this class writes those of COUNTER_WRITTEN.
     """
 
     def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
@@ -60,16 +60,17 @@ class NodeMemory:
         self.written: list[bytes] = [b""] * AREAS
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
-        """Return the meeting place of operation number `sequence`, see base.Node.
+        """Return the node of operation number `sequence`, see base.Node.
 
         Args:
+            sequence: Number of the operation.
             header: HEADER_BYTES bytes that must be equal on all ranks.
-            digest: Any number of 63 bits that is equal if they are.
+            digest: Digest of the header, a number of 63 bits.
         """
         return SharedNode(self, sequence, header, digest, 0)
 
     def slots(self, area: int, dtype: np.dtype[Any], size: int | None) -> Sequence[Array]:
-        """Return, per rank, the first `size` elements of a area's slot."""
+        """Return the first `size` elements of an area's slot, per rank."""
         key = area, dtype, size
         slots = self._slots.get(key)
         if slots is None:
@@ -87,10 +88,10 @@ class NodeMemory:
 
     @staticmethod
     def fence() -> None:
-        """Let no access to memory move across this line, where the processor would do that.
+        """Prevent the processor from moving memory accesses across this call.
 
-        Giving a lock away and taking it again forbids it on each. Not always the same lock: fast
-        calls pass here in one thread, and other operations in another.
+        Releasing a lock and acquiring it again prevents this on every processor. The lock is new
+        each time, because fast calls run here in one thread, and other operations in another.
         """
         lock = threading.Lock()
         lock.acquire()
@@ -99,7 +100,7 @@ class NodeMemory:
 
 
 class SharedNode:
-    """One operation's meeting place; see base.Node."""
+    """The node of one operation; see base.Node."""
 
     __slots__ = ("rank", "size", "ranks", "met", "memory",
                  "_sequence", "_header", "_lanes",
@@ -121,7 +122,7 @@ class SharedNode:
         self._count = (sequence + 1) << COUNT_BITS
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return, per rank of the node, a vector of at most SLOT_BYTES bytes; see base.Node."""
+        """Return vectors of at most SLOT_BYTES bytes, per rank of the node; see base.Node."""
         return self.memory.slots(self._sequence % AREAS, dtype, size)
 
     def test(self) -> bool:
@@ -136,7 +137,7 @@ class SharedNode:
         return self.memory.words[self.rank][flag] >= ended
 
     def barrier(self, *numbers: int) -> "_Arrived":
-        """Arrive, leave a note of up to 8 numbers, and return a request for the others."""
+        """Arrive, write a note of up to 8 numbers, and return a request for the other ranks."""
         memory, flag = self.memory, self._flag
         words = memory.words[self.rank]
         self._count += 1
@@ -154,25 +155,26 @@ class SharedNode:
 
     @property
     def count(self) -> int:
-        """What this rank's flag says since its last barrier."""
+        """The value of this rank's flag since its last barrier."""
         return self._count
 
     def arrived(self, count: int) -> "_Arrived":
-        """Return a request for the others, given what other code has set this rank's flag to."""
+        """Return a request for the other ranks, after other code has set this rank's flag."""
         self._count, self.met = count, True
         return _Arrived(self.memory, self._flag, count)
 
     def part(self, call: "PartCall", x: Any) -> Schedule[None]:
-        """Run a call as a part of the operation, behind its barriers so far; see protocol.
+        """Run a call as a part of the operation, after its barriers so far; see protocol.
 
         Args:
-            x: Its vector.
+            call: Call of the ranks of the node.
+            x: Vector of the call.
         """
         if not self.met:
             self.met = True
             self._write_header()
         call.join(self._sequence, self._count, x)
-        # What others have written is not used before the calls were compared.
+        # Other ranks' data is not used before the calls were compared.
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
@@ -181,26 +183,26 @@ class SharedNode:
         self._count = call[CALL_COUNT]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return, per rank of the node, the up to 8 numbers that each has passed."""
+        """Return the up to 8 numbers that each rank of the node has passed, per rank."""
         yield (self.barrier(*numbers),)
         return self.notes(len(numbers))
 
     def notes(self, length: int) -> list[tuple[int, ...]]:
-        """Return, per rank of the node, the numbers of its note; after a barrier."""
+        """Return the numbers of all ranks' notes, per rank of the node; after a barrier."""
         note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
         return [tuple(words[note:note + length]) for words in self.memory.words]
 
     def lane(self, index: int) -> "SharedNode":
-        """Return a further meeting place of the same operation, without an agreement."""
+        """Return another node object of the same operation, which compares no calls."""
         if index not in self._lanes:
-            # Its count of barriers goes on.
+            # Keep the object, because its count of barriers must continue.
             other = SharedNode(self.memory, self._sequence, self._header, self._digest, index)
             other.met = True
             self._lanes[index] = other
         return self._lanes[index]
 
     def leave(self) -> None:
-        """Mark that this rank has done with the operation."""
+        """Mark that this rank no longer uses the memory for the operation."""
         memory = self.memory
         if REORDERS:
             memory.fence()
@@ -224,7 +226,7 @@ class SharedNode:
         memory = self.memory
         words = memory.words[self.rank]
         words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
-        # A program that makes the same calls again and again finds its header there already.
+        # A program that repeats the same calls finds its header already in place.
         area = self._sequence % AREAS
         counter, written = memory.counter, COUNTER_WRITTEN + area
         if counter[written] or memory.written[area] is not self._header:
@@ -233,7 +235,7 @@ class SharedNode:
 
 
 class _Arrived:
-    """Complete once every other rank of the node has arrived."""
+    """A request that is complete once every other rank of the node has arrived."""
 
     __slots__ = ("_memory", "_flag", "_count", "_others")
 
@@ -245,7 +247,7 @@ class _Arrived:
         return f"rank {self._memory.ranks[self._memory.rank]}: waiting for its node's ranks"
 
     def test(self) -> bool:
-        """Return whether all have arrived."""
+        """Return whether all ranks have arrived."""
         flag, count = self._flag, self._count
         for words in self._others:
             if words[flag] < count:
@@ -259,7 +261,7 @@ class Alone:
     """A node of one rank, which waits for nothing and compares nothing; see base.Node.
 
     Args:
-        rank: Of the communicator.
+        rank: Number of the rank in the communicator.
     """
 
     def __init__(self, rank: int) -> None:
@@ -268,7 +270,7 @@ class Alone:
         self.met, self.memory = True, None
 
     def test(self) -> bool:
-        """Return True: the memory is this rank's."""
+        """Return True, because no other rank uses the memory."""
         return True
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
@@ -280,7 +282,7 @@ class Alone:
         return True
 
     def headers(self) -> Sequence[tuple[int, bytes]]:
-        """Return nothing: there are no others."""
+        """Return nothing, because there are no other ranks."""
         return []
 
     def leave(self) -> None:
@@ -291,14 +293,14 @@ class Alone:
         return self
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return this rank's numbers, after a yield, as any other node."""
+        """Return this rank's numbers, after a yield like in any other node."""
         yield (self,)
         return [numbers]
 
     def part(self, call: object, x: object) -> Schedule[None]:
-        """Return a schedule that does nothing: vectors of one rank are combined as they are."""
+        """Return a schedule that does nothing: one rank's vector is already the result."""
         yield ()
 
     def lane(self, index: int) -> "Alone":
-        """Return a further meeting place of the same operation."""
+        """Return the same object, because it needs no barriers."""
         return self

@@ -1,29 +1,30 @@
-"""The protocol by which the ranks of a node work in its memory: write, meet, reduce or read, leave.
+"""The protocol of the ranks of a node in shared memory: write, synchronize, reduce or read, leave.
 
-One text. `protocol` is given a dialect: what loads, stores, copies and reduces. Python and NumPy
-are one (`node_call`), numba's intrinsics another (`compiled`); on simulated memory the first one
-meets an adversary. A call is words (see `layout`), so that any of them may go on where another one
-was.
+There is one text. `protocol` is given a dialect: functions that load, store, copy and reduce. One
+dialect is Python with NumPy (`node_call`), another one numba's intrinsics (`compiled`). Tests run
+the first one on simulated memory that acts as an adversary. A call is an array of words (see
+`layout`), so that any dialect can continue where another one has stopped.
 
 Operation s uses area `s % AREAS` of every rank's segment, once every rank's flag there is at least
-`(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then it goes in phases. In each a rank writes to its own
-segment, publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier number c, and waits until
-all flags are that far: what the others have written is there. After the last phase it publishes
-ENDED: it reads nothing of the others' any more. Publishing stores with release, waiting loads with
-acquire. Nobody writes to another rank's segment.
+`(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then it runs in phases. In each, a rank writes to its own
+segment, and publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier number c. It waits until
+all flags have reached this value, and then sees what the other ranks have written. After the last
+phase it publishes ENDED, because it no longer reads other segments. Publishing stores with release
+semantics, waiting loads with acquire semantics. No rank writes to another rank's segment.
 
-The first flag comes with the digest of what was called, and its header: a rank compares all digests
-before it uses anything. What the phases do:
+With the first flag, a rank publishes the digest of its call, and the header. A rank compares all
+digests before it uses any data. The phases are:
 
-READS   0: write a part of the vector; read others' parts.
-SLOTS   0: write it; reduce all ranks' slots, in rank order.
-WINDOWS 0: write a note of where the vector is; compare all notes with what is known.
+READS   0: write a part of the vector, then read others' parts.
+SLOTS   0: write it, then reduce all ranks' slots, in rank order.
+WINDOWS 0: write a note with the position of the vector, then compare all notes with the known ones.
         1: reduce this rank's slice of all vectors, and store it into all of them.
-PIECES  j: write piece j but for this rank's slice of it, reduce that slice of piece j - 1, write
-        the result; read the others' results. Pieces go by the halves of the slots in turn.
+PIECES  j: write piece j except this rank's slice, reduce this slice of piece j - 1, write the
+        result, then read the others' results. Pieces use the halves of the slots in turn.
 
-A rank of an allreduce in windows that may not come back soon for phase 1 writes its vector to its
-slot, notes that, and arrives at three barriers at once: then all others write theirs, too.
+In an allreduce in windows, a rank that may return late for phase 1 writes its vector to its slot.
+It notes this, and arrives at three barriers at once. All other ranks then also write their vectors
+to their slots.
 """
 
 from collections.abc import Callable
@@ -40,48 +41,51 @@ from .layout import (
     RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
     WRITING)
 
-# So many phases are run at a time: some milliseconds.
+# Number of phases that run at a time; they take a few milliseconds.
 _PHASES = 32
-# An area is free when the operation AREAS before has ended in it: how far its flag then lies behind
-# the count of this one's barriers.
+# An area is free once the operation AREAS before has ended in it. Its flag is then this much below
+# the count with which this operation begins.
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
-# Where a rank's note of its first barrier lies.
+# Offset of a rank's note of its first barrier.
 _NOTE = NOTE_WORD + NOTE_WORDS
 
 
 def protocol(d: Any) -> Callable[..., Any]:
-    """Return `run(call, how, vector)`, which runs a call as far as it goes; see layout.
+    """Return `run(call, how, vector)`, which runs a call as far as possible; see layout.
 
     Args:
-        d: The dialect: what the protocol is written in. `call` is the words of a call, in any form.
-            Offsets within areas are in words, those within slots and vectors in elements.
+        d: Dialect in which the protocol is written. Its argument `call` is the words of a call, in
+            any form. Offsets within areas are in words; those within slots and vectors are in
+            elements.
 
-    A dialect has:
-        form: What is written beside a digest; see layout.FORM_WORD.
-        inlined: Wraps each function of the text.
-        counter: Given a call, returns the words of its counter.
-        bind: Given a call and a vector, makes it the one that the call works on.
-        load: Given where a rank's segment is, and a word's offset, returns what the word says.
-        have_come: Given a flag's offset and a value: returns whether all ranks' flags are at least
-            that; then all that was stored before them is seen.
-        store: Given where a segment is, an offset and a value, sets a word.
-        publish: The same; whoever loads it then sees all that was stored before.
-        write_header: Copies the call's header to this rank's segment.
-        write: Given at, start, n: copies n elements of the vector to this rank's slot.
-        read: Given rank, at, start, n: copies n elements of a rank's slot to the vector.
-        reduce: Given at, start, n: of SLOTS, reduces n elements of all slots into the vector; of
-            WINDOWS, n elements of all vectors, into all of them; of PIECES, those of the others'
-            slots and of this rank's vector, into that and into its slot.
-        relax, give_way: Called between two looks: keep the core, or give it away.
-        now: Given a clock, returns the time in ns.
-        count: Given a call and ns, counts one more fast call; returns how many there were.
+    A dialect has the following attributes.
+
+    Attributes:
+        form: Number that is written with a digest, see layout.FORM_WORD.
+        inlined: Decorator of each function of the text.
+        counter: Function of a call that returns the words of its counter.
+        bind: Function of a call and a vector that lets the call work on the vector.
+        load: Function of a rank's segment and a word's offset that returns the word.
+        have_come: Function of a call, a flag's offset and a value. It returns whether all ranks'
+            flags have reached the value. Then all earlier stores of these ranks are visible.
+        store: Function of a segment, an offset and a value that sets a word.
+        publish: Function like `store`. A rank that loads the word then sees all earlier stores.
+        write_header: Function that copies the call's header to this rank's segment.
+        write: Function of at, start, n that copies n elements of the vector to this rank's slot.
+        read: Function of rank, at, start, n that copies n elements of a rank's slot to the vector.
+        reduce: Function of at, start, n. For SLOTS it reduces n elements of all slots into the
+            vector. For WINDOWS it reduces n elements of all vectors into all of them. For PIECES it
+            reduces the other ranks' slots and this rank's vector, into the vector and its slot.
+        relax, give_way: Functions to call between two checks, to keep the core or to give it away.
+        now: Function of a clock that returns the time in ns.
+        count: Function of a call and ns that counts a fast call, and returns the previous count.
     """
     counter_of, have_come, begin, meet, run_phases = (
         d.counter, d.have_come, _beginning(d), _meeting(d), _phases(d))
 
     def run(call, how, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
-        # A part has begun already.
+        # Only a complete operation must be begun; a part has begun already.
         if call[CALL_WHOLE] != 0 and how != GO_ON and how != LOOK:
             if not begin(call, counter, how, vector):
                 return GATED
@@ -98,7 +102,7 @@ def protocol(d: Any) -> Callable[..., Any]:
 
 
 def _phases(d: Any) -> Any:
-    """Return a function that goes through the phases as far as the others have come."""
+    """Return a function that runs the phases as far as the other ranks have come."""
     have_come, meet, leave = d.have_come, _meeting(d), _leaving(d)
     write, reduce, read = _writing(d), _reducing(d), _reading(d)
     arrive, agreement = _arriving(d), _agreeing(d)
@@ -135,7 +139,7 @@ def _phases(d: Any) -> Any:
 
 
 def _beginning(d: Any) -> Any:
-    """Return a function that takes the next number if the gate is open; whether it was."""
+    """Return a function that begins an operation, or returns False if the gate is closed."""
     bind, now = d.bind, d.now
 
     @d.inlined
@@ -143,7 +147,7 @@ def _beginning(d: Any) -> Any:
         if call[CALL_STAGE] != IDLE or counter[COUNTER_GATE] != 0 or (
                 how < HELD and counter[COUNTER_HELD] != 0):
             return False
-        # First: who meets an interrupt finds that something has begun.
+        # First, so that an interrupt handler can see that something has begun.
         call[CALL_STAGE] = BEGUN
         call[CALL_BEGAN] = now(call[CALL_CLOCK])
         sequence = counter[COUNTER_SEQUENCE]
@@ -159,7 +163,7 @@ def _beginning(d: Any) -> Any:
 
 
 def _meeting(d: Any) -> Any:
-    """Return a function that waits a while for all flags to come to a value."""
+    """Return a function that waits for a limited time until all flags have reached a value."""
     have_come, relax, give_way = d.have_come, d.relax, d.give_way
 
     @d.inlined
@@ -182,7 +186,7 @@ def _meeting(d: Any) -> Any:
 
 
 def _arriving(d: Any) -> Any:
-    """Return a function that publishes what was written, with the call if it is the first time."""
+    """Return a function that publishes the data, and the first time also the call."""
     store, publish, write_header, form = d.store, d.publish, d.write_header, d.form
 
     @d.inlined
@@ -195,7 +199,7 @@ def _arriving(d: Any) -> Any:
                 store(base, area + _NOTE, call[CALL_NOTE])
                 store(base, area + _NOTE + 1, call[CALL_NOTE + 1])
             store(base, area + DIGEST_WORD, call[CALL_DIGEST])
-            # Whoever writes a vector after a note, does it by NumPy.
+            # A rank that writes a vector after a note uses NumPy.
             store(base, area + FORM_WORD, form if call[CALL_KIND] != WINDOWS else 0)
             written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
             if counter[written] != call[CALL_IDENTITY]:
@@ -208,7 +212,7 @@ def _arriving(d: Any) -> Any:
 
 
 def _agreeing(d: Any) -> Any:
-    """Return a function that compares what all ranks have published: DONE, DISAGREE, OTHERWISE."""
+    """Return a function that compares all ranks' calls: DONE, DISAGREE or OTHERWISE."""
     load, form = d.load, d.form
 
     @d.inlined
@@ -231,9 +235,9 @@ def _agreeing(d: Any) -> Any:
 
 
 def _pieces(d: Any) -> Any:
-    """Return a function: where slice s of piece j begins in a slot, and in the vector.
+    """Return a function that returns the offsets of slice s of piece j in a slot and in the vector.
 
-    Further its length, and those of what comes before and after it in the piece.
+    It also returns its length, and the lengths before and after it in the piece.
     """
     @d.inlined
     def bounds(call, s, j):  # type: ignore[no-untyped-def]
@@ -248,7 +252,7 @@ def _pieces(d: Any) -> Any:
 
 
 def _writing(d: Any) -> Any:
-    """Return a function that writes what a phase writes."""
+    """Return a function that writes the data of a phase."""
     copy, bounds = d.write, _pieces(d)
 
     @d.inlined
@@ -265,7 +269,7 @@ def _writing(d: Any) -> Any:
 
 
 def _reducing(d: Any) -> Any:
-    """Return a function that reduces what lies ready since the phase before."""
+    """Return a function that reduces the data of the previous phase."""
     reduce_part, bounds = d.reduce, _pieces(d)
 
     @d.inlined
@@ -287,7 +291,7 @@ def _reducing(d: Any) -> Any:
 
 
 def _reading(d: Any) -> Any:
-    """Return a function that reads from slots what is meant for this rank."""
+    """Return a function that reads the slots' data for this rank."""
     copy, bounds = d.read, _pieces(d)
 
     @d.inlined

@@ -1,8 +1,8 @@
-"""Messages in a GPU's memory, through pinned host memory or, if MPI can, as they are.
+"""Messages in GPU memory, through pinned host memory or, if MPI can, directly.
 
-A message is posted only when the GPU has done with its memory: when a vector to send has been
-copied to the host, or, if MPI takes the GPU's pointers, when whatever was queued on the vector is
-done. Messages are posted in the order in which they were asked for, because MPI matches them so.
+A message is posted only when the GPU no longer uses its memory. For a vector to send, this is when
+it has been copied to the host, or, if MPI accepts GPU pointers, when the work queued on it is done.
+Messages are posted in the order of the calls, because MPI matches them in this order.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from .base import Array, Channel, Request
 
 
 class DeviceChannel:
-    """A channel whose vectors may lie in a GPU's memory; see base.Channel.
+    """A channel whose vectors may be in GPU memory; see base.Channel.
 
     Args:
-        net: What the bytes go by.
-        device: The GPU.
-        direct: MPI takes the GPU's pointers.
+        net: Channel that sends the bytes.
+        device: GPU of the vectors.
+        direct: If true, MPI accepts the GPU's pointers.
     """
 
     def __init__(self, net: Channel, device: Device, *, direct: bool = False) -> None:
@@ -45,7 +45,7 @@ class DeviceChannel:
         return self._lanes[index]
 
     def isend(self, array: Array, dest: int) -> Request:
-        """Start sending the bytes of a vector, in any memory; it must not change meanwhile."""
+        """Start sending the bytes of a vector in any memory; it must not change meanwhile."""
         x: Any = array
         if not self._stages(x):
             return self._queued(self._sends, self._used(x), lambda: self._net.isend(array, dest))
@@ -55,13 +55,13 @@ class DeviceChannel:
                             lambda: self._device.staging.give(slot))
 
     def irecv(self, array: Array, source: int) -> Request:
-        """Start receiving a vector, in any memory.
+        """Start receiving a vector in any memory.
 
-        Once complete, what is queued on the device finds it there.
+        Once complete, work that is queued on the device sees the data.
         """
         x: Any = array
         if not self._stages(x):
-            # Something that is queued may read what was there before.
+            # Queued work may still read the old data.
             return self._queued(
                 self._receives, self._used(x), lambda: self._net.irecv(array, source))
         slot, host = self._slot(x)
@@ -73,11 +73,11 @@ class DeviceChannel:
         return isinstance(x, DeviceVector) and not self._direct
 
     def _used(self, x: Any) -> Event | None:
-        """Return when all that is queued on a vector is done; None for one in host memory."""
+        """Return an event after all work queued on the GPU; None for a vector in host memory."""
         return self._device.event() if isinstance(x, DeviceVector) else None
 
     def _slot(self, x: DeviceVector) -> tuple[Array, Array]:
-        """Return a slot of pinned memory, and the part of it that a vector takes."""
+        """Return a slot of pinned memory, and its part that has a vector's length."""
         slot = self._device.staging.take(x.nbytes)
         return slot, slot[:x.nbytes]
 
@@ -90,7 +90,7 @@ class DeviceChannel:
         return message
 
     def post(self) -> None:
-        """Post the messages that the GPU has done with, in order; called at each test of one."""
+        """Post the messages that are ready, in order; called at each test of a message."""
         for queue in (self._receives, self._sends):
             while queue and queue[0].posted():
                 queue.popleft()
@@ -100,13 +100,13 @@ class DeviceMessage:
     """A message that is posted when the GPU is ready for it.
 
     Args:
-        channel: Its own.
-        ready: When it may be posted; None for at once.
-        post: Posts it.
-        landed: Is called once it is complete.
+        channel: Channel of the message.
+        ready: Event after which it may be posted; None to post it at once.
+        post: Function that posts it.
+        landed: Function to call once it is complete.
 
     Attributes:
-        request: Once it is posted.
+        request: Request of the posted message; None before.
     """
 
     def __init__(self, channel: DeviceChannel, ready: Event | None, post: Callable[[], Request],
@@ -119,7 +119,7 @@ class DeviceMessage:
         return repr(self.request or "a message that waits for the GPU")
 
     def posted(self) -> bool:
-        """Post it, if the GPU has done with its memory; return whether it is posted."""
+        """Post it if the GPU no longer uses its memory; return whether it is posted."""
         if self._ready is not None and not self._ready.test():
             return False
         self.request = self._post()

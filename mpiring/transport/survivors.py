@@ -1,6 +1,6 @@
-"""Agreement of the ranks that are left after a death, and their own communicator.
+"""Agreement of the surviving ranks after a death, and a communicator for them.
 
-By ULFM (User-Level Failure Mitigation), which is an extension of MPI 4 and part of Open MPI.
+It uses ULFM (User-Level Failure Mitigation), an extension of MPI 4 that is part of Open MPI.
 """
 
 import time
@@ -13,13 +13,13 @@ from ..errors import MpiringError, ProcessFailedError
 from .base import Request, T, Task
 from .mpi import failure, messages_of
 
-# How long MPI may take to let go of the buffers of messages that are not waited for any more.
+# Seconds that MPI may take to release the buffers of messages that are no longer waited for.
 _SETTLING_S = 1.0
-# How long MPI's news of a death may take.
+# Seconds that MPI's news of a death may take.
 _NEWS_S = 0.5
 _PAUSE_S = 1e-3
 
-# Of messages that it did not let go of: they must stay where they are, for ever.
+# Messages that MPI did not release: their buffers must stay in place forever.
 _unsettled: list[Request] = []
 
 
@@ -27,11 +27,12 @@ class Survivors:
     """The ranks of an MPI communicator, any of which may die.
 
     Args:
-        comm: All its ranks must call `agree` and `shrunk` in the same order, dead ones apart.
+        comm: MPI communicator. All its living ranks must call `agree` and `shrunk` in the same
+            order.
 
     Attributes:
-        comm: The same.
-        size: How many ranks it has, dead ones included.
+        comm: The argument of the same name.
+        size: Number of its ranks, including dead ones.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -39,14 +40,14 @@ class Survivors:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def lost(self) -> bool:
-        """Return whether a rank has died; wait a moment for news of it.
+        """Return whether a rank has died; wait a moment for news of a death.
 
         Collective: no. Blocking: no.
         """
         deadline = time.monotonic() + _NEWS_S
         while time.monotonic() < deadline:
             try:
-                # Other than the functions that ask for this, it listens to the launcher.
+                # Unlike the functions meant for this, it listens to the launcher.
                 self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             except MPI.Exception as exc:
                 return isinstance(failure("", exc), ProcessFailedError)
@@ -54,10 +55,10 @@ class Survivors:
         return False
 
     def leave(self, tasks: Sequence[Task[Any]] = ()) -> None:
-        """Let no message of these ranks go on, so that all hear of a death.
+        """Stop all messages of these ranks, so that all ranks learn of a death.
 
         Args:
-            tasks: Schedules that will not be resumed; MPI has let go of their buffers afterwards.
+            tasks: Schedules that will not be resumed; MPI releases their buffers.
 
         Collective: no. Blocking: no.
         """
@@ -65,25 +66,25 @@ class Survivors:
         _settle(tasks)
 
     def agree(self, answer: bool) -> bool:
-        """Return whether all ranks that are left have answered True; the same on all of them.
+        """Return whether all surviving ranks have answered True; the same on all of them.
 
-        Works although ranks have died, and do so meanwhile.
+        It works after deaths of ranks, also during the call.
 
         Collective: yes. Blocking: yes.
         """
         while True:
             try:
-                # Otherwise a death that not all ranks know of yet would be an error.
+                # Otherwise a death that is not known to all ranks would be an error.
                 self.comm.Ack_failed()
                 return bool(self.comm.Agree(int(answer)))
             except MPI.Exception as exc:
                 error = failure("agreeing with the ranks that are left", exc)
-                # All get this error, and all try anew.
+                # All ranks get this error, and all try again.
                 if not isinstance(error, ProcessFailedError):
                     raise error from exc
 
     def shrunk(self) -> "Survivors":
-        """Return those that are left, in their order, on a communicator of their own.
+        """Return the surviving ranks, in their order, on a new communicator.
 
         Collective: yes. Blocking: yes.
         """
@@ -97,7 +98,7 @@ class Survivors:
 
 
 def _settle(tasks: Sequence[Task[Any]]) -> None:
-    """Wait for the messages of schedules: those on their way still arrive."""
+    """Wait for the messages of schedules; messages in flight still arrive."""
     left = [message for task in tasks for request in task.requests()
             for message in messages_of(request)]
     deadline = time.monotonic() + _SETTLING_S

@@ -3,7 +3,7 @@
 import numpy as np
 from cluster import order_of, run
 
-from mpiring.launch.topology import neighbours, ranks_of_nodes
+from mpiring.launch.topology import neighbors, ranks_of_nodes
 
 ROUND_ROBIN = [0, 1, 2, 3, 0, 1, 2, 3]
 UNEVEN = [0, 1, 0, 2, 1, 0]
@@ -35,6 +35,6 @@ def test_a_ring_leaves_each_node_once():
 def test_nodes_and_their_neighbours():
     nodes = ranks_of_nodes([0, 1, 0, 3, 1, 0], (0, 2, 5, 1, 4, 3))
     assert list(map(list, nodes)) == [[0, 2, 5], [1, 4], [3]]
-    assert [neighbours(rank, nodes) for rank in range(6)] == [
+    assert [neighbors(rank, nodes) for rank in range(6)] == [
         (3, 1), (0, 3), None, (1, 0), None, None]
-    assert neighbours(0, ((0, 1),)) is None
+    assert neighbors(0, ((0, 1),)) is None
