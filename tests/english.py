@@ -131,8 +131,10 @@ def of_module(text):
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if docstring := ast.get_docstring(node):
-                yield from of_docstring(docstring, node.body[0].lineno)
+            if docstring := ast.get_docstring(node, clean=False):
+                first = node.body[0]
+                yield from of_docstring(re.sub(f"(?m)^ {{{first.col_offset}}}", "", docstring),
+                                        first.lineno)
         if isinstance(node, ast.keyword) and node.arg in {"help", "description"}:
             words = [part.value for part in ast.walk(node.value)
                      if isinstance(part, ast.Constant) and isinstance(part.value, str)]

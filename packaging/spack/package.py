@@ -1,5 +1,5 @@
 # For Spack: repos/spack_repo/builtin/packages/py_mpiring/package.py of spack-packages, or a
-# repository of one's own (spack repo create). Spack builds mpi4py with the MPI of the site that
+# private repository (spack repo create). Spack builds mpi4py with the MPI of the site that
 # its configuration names.
 from spack_repo.builtin.build_systems.python import PythonPackage
 
@@ -21,7 +21,7 @@ class PyMpiring(PythonPackage):
 
     variant("torch", default=False, description="PyTorch models")
     variant("fast", default=False, description="16-bit sums and codecs at the speed of memory")
-    variant("examples", default=False, description="What the examples need")
+    variant("examples", default=False, description="Packages that the examples need")
 
     depends_on("py-setuptools@77:", type="build")
 
