@@ -1,6 +1,6 @@
 """Data-parallel training on plain MPI: collectives, fusion and overlap, in Python.
 
-Start a program by MPI, as `mpirun -n 4 python train.py`. The five entry points:
+Start a program with MPI: `mpirun -n 4 python train.py`. There are five entry points:
 
     mpiring.init                  comm = mpiring.init()
                                   Returns the Communicator of all ranks.
@@ -13,7 +13,7 @@ Start a program by MPI, as `mpirun -n 4 python train.py`. The five entry points:
     the command line              python -m mpiring --help
                                   Checks a launch (doctor), measures speed (bench), reads traces.
 
-`help` of each of the first four has the details.
+Call `help` with one of the first four for details.
 """
 
 from .communicator import Communicator, init

@@ -12,6 +12,8 @@
     │   ├── StallError          an operation waits for ranks that do not arrive
     │   └── ProcessFailedError  a rank has died, and MPI has survived it
     └── MissingDependencyError  an optional package is not installed
+
+`except MpiringError` catches all of them.
 """
 
 
