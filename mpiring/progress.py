@@ -60,7 +60,11 @@ class Progress:
                 self._bar = tqdm(total=total, desc=text, initial=done, leave=False)
 
     def say(self, line: str) -> None:
-        """Print a line on standard output."""
+        """Print a line on standard output.
+
+        Args:
+            line: Text without a newline.
+        """
         if self._bar is not None:
             self._bar.write(line, file=sys.stdout)
             sys.stdout.flush()

@@ -172,7 +172,11 @@ class ParameterServer(AsynchronousTraining):
         return self.params
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
-        """Push, then pull; return True if the gradients were finite."""
+        """Push, then pull; return True if the gradients were finite.
+
+        Args:
+            gradients: Gradients by name, as for `push`; by default those in `grads`.
+        """
         refused = self.refused
         self.push(gradients)
         self.pull()

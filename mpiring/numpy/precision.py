@@ -253,7 +253,13 @@ class MasterWeights(Views):
         return self._dp.own_state_dict()
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the own state of this rank's DataParallel. Collective: yes. Blocking: yes."""
+        """Load the own state of this rank's DataParallel.
+
+        Args:
+            state_dict: Result of `own_state_dict`.
+
+        Collective: yes. Blocking: yes.
+        """
         self._dp.load_own_state_dict(state_dict)
 
 

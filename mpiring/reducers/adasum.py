@@ -47,6 +47,10 @@ class Adasum:
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that combines each tensor of the bucket over ranks.
 
+        Args:
+            collectives: Collective operations of the ranks.
+            bucket: Bucket of gradients; `bucket.flat` becomes the result.
+
         Raises:
             ConfigError: The bucket's dtype is not floating.
         """

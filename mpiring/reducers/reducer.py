@@ -44,11 +44,21 @@ class Mean:
         return "Mean()"
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
-        """Return the schedule of an allreduce of the bucket."""
+        """Return the schedule of an allreduce of the bucket.
+
+        Args:
+            collectives: Collective operations of the ranks.
+            bucket: Bucket of gradients; `bucket.flat` becomes the mean.
+        """
         return collectives.allreduce(bucket.vector, op="mean")
 
     def scatter(self, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
-        """Return the schedule of a reduce-scatter of the bucket; see `scatter_of`."""
+        """Return the schedule of a reduce-scatter of the bucket; see `scatter_of`.
+
+        Args:
+            collectives: Collective operations of the ranks.
+            bucket: Bucket of gradients; this rank's slice of `bucket.flat` becomes the mean.
+        """
         return collectives.reduce_scatter(
             bucket.vector, op="mean", bounds=bucket.bounds(collectives.size))
 

@@ -139,7 +139,8 @@ class Checkpoints:
         written = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
         digests = {
-            name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}
+            name: self._threads.submit(self._copies[name].digest, fast=plan.fast)
+            for name in plan.outlines}
         files = self._threads.submit(self._write, written, digests, began)
         given_up = threading.Event()
         published = None if self._comm.rank else self._threads.submit(
@@ -264,6 +265,9 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Continue with the random numbers that followed `random_state`.
+
+    Args:
+        state: Result of `random_state`.
 
     Raises:
         ConfigError: Not such a state.

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..files import parsed, regular, replacing
+from ..memory.digest import xxh3
 from .tree import Bytes, Outline
 
 # First byte, and the one after the last, of an array; by its name.
@@ -35,6 +36,8 @@ _TREE = "mpiring"
 # Bytes of a system call, during which Python's lock is free.
 _PIECE_BYTES = 8 << 20
 _HASH_DIGITS = 32
+# In the name of a file, the beginning of a hash by XXH3; others are SHA-256.
+XXH3 = "xxh3-"
 # Lists and objects that enclose each other in the header: the tree in it is a string.
 _LEVELS = 3
 
@@ -76,11 +79,21 @@ class Copy:
             new.name = f"{name}.{digest.result()}{SUFFIX}"
         return new.name
 
-    def digest(self) -> str:
-        """Return a hash of the content of the file."""
-        content = hashlib.sha256(self._header)
+    def digest(self, *, fast: bool) -> str:
+        """Return a hash of the content of the file: XXH3 if fast, else SHA-256."""
+        content = _hash(fast=fast)
+        content.update(self._header)
         content.update(self._memory[:self._nbytes].data)
-        return content.hexdigest()[:_HASH_DIGITS]
+        return f"{XXH3 * fast}{content.hexdigest()[:_HASH_DIGITS]}"
+
+
+def _hash(*, fast: bool) -> Any:
+    return xxh3() if fast else hashlib.sha256()
+
+
+def has_fast_hash(file: str) -> bool:
+    """Return whether the name of a file has a hash by XXH3."""
+    return f".{XXH3}" in file
 
 
 def write_plain(path: Path, outline: Outline) -> None:
@@ -251,7 +264,7 @@ class _Source:
     def __init__(self, file: io.BufferedReader, path: Path, length: int,
                  damaged: CheckpointError) -> None:
         self.file, self._path, self._left, self._damaged = file, path, length, damaged
-        self._digest = hashlib.sha256()
+        self._digest = _hash(fast=has_fast_hash(path.name))
 
     def take(self, size: int) -> Bytes:
         """Return the next bytes."""
@@ -296,5 +309,6 @@ class _Source:
         """Read the rest; raise CheckpointError if the content is not what the file's name says."""
         while self._left:
             self.take(min(self._left, _PIECE_BYTES))
-        if self._digest.hexdigest()[:_HASH_DIGITS] != self._path.name.split(".")[-2]:
+        expected = self._path.name.split(".")[-2].removeprefix(XXH3)
+        if self._digest.hexdigest()[:_HASH_DIGITS] != expected:
             raise self._damaged

@@ -64,7 +64,10 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
 
 
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what `python -m mpiring checkpoint consolidate` has written.
+    """Return the content of a file of `python -m mpiring checkpoint consolidate`.
+
+    Args:
+        file: Path of the file.
 
     Returns:
         `step`, `size` (the number of ranks that saved it), `replicated` and `sharded`, as they

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, MpiringError
 from ..files import UNFINISHED, read, regular, replacing, sync_folder
 from ..operations.consistency import Ranks
 from .checkpoint_file import SUFFIX, name_of
-from .manifest import FORMAT, MANIFEST, VERSION, own_name, sealed
+from .manifest import FORMAT, MANIFEST, own_name, sealed, version_of
 
 _log = logging.getLogger("mpiring")
 
@@ -140,7 +140,7 @@ def publish(folder: Path, written: Path, files: Collection[str],
         OSError: It is not published, and the one before is still the newest.
     """
     manifest = {
-        "format": FORMAT, "version": VERSION, **facts,
+        "format": FORMAT, "version": version_of(files), **facts,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
         "files": {name: (written / name).stat().st_size for name in sorted(files)}}
     with replacing(written / MANIFEST, synced=True, links=False) as new:

@@ -11,11 +11,11 @@ from typing import Any
 from ..errors import CheckpointError
 from ..files import parsed, read
 from ..sharding.sliced import Range
-from .checkpoint_file import name_of, reading
+from .checkpoint_file import has_fast_hash, name_of, reading
 
 FORMAT = "mpiring checkpoint"
-# What is written, and the oldest that is read. Since 2 there is sharded state.
-VERSION, OLDEST = 2, 1
+# Since 2 there is sharded state; 3 has hashes by XXH3, and is written only with these.
+_OLDEST, _NEWEST = 1, 3
 MANIFEST = "manifest.json"
 # Of a tensor: dtype, shape, and the rank that has saved a range, by a text of the range.
 Entry = dict[str, Any]
@@ -24,7 +24,8 @@ Entry = dict[str, Any]
 REPLICATED, SHARDED = "replicated", "sharded"
 # 3 million ranges of slices, which is a thousand tensors on each of 3,000 ranks.
 _MOST_BYTES, _LEVELS = 128 << 20, 5
-_FILE = re.compile(r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.[0-9a-f]{32}\.safetensors")
+_FILE = re.compile(
+    r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.(xxh3-)?[0-9a-f]{32}\.safetensors")
 _RANGE = re.compile(r"\d{1,18}:\d{1,18}")
 
 
@@ -46,6 +47,11 @@ def range_text(ends: Range) -> str:
 def piece_name(tensor: str, ends: Range) -> str:
     """Return the name of a piece of a tensor in its file."""
     return f"{tensor}[{range_text(ends)}]"
+
+
+def version_of(files: Iterable[str]) -> int:
+    """Return the version of a manifest with files of these names: the oldest that can have them."""
+    return 3 if any(map(has_fast_hash, files)) else 2
 
 
 def sealed(manifest: Mapping[str, Any]) -> str:
@@ -81,9 +87,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
     version = manifest.get("version")
-    if version not in range(OLDEST, VERSION + 1):
+    if version not in range(_OLDEST, _NEWEST + 1):
         raise CheckpointError(f"{MANIFEST} has version {version!r}, but this mpiring reads "
-                              f"versions {OLDEST} to {VERSION}")
+                              f"versions {_OLDEST} to {_NEWEST}")
     if manifest.get("sha256") != _hash_of(manifest):
         raise CheckpointError(f"{MANIFEST} does not have the content that was written")
     problem = _malformed(manifest)

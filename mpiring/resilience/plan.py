@@ -10,6 +10,7 @@ from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import dtype_name
+from ..memory.digest import has_xxh3
 from ..memory.pytrees import leaves
 from ..sharding.sliced import Range, Sliced
 from .folder import on_all_ranks, rank_and_host
@@ -30,12 +31,14 @@ class SavePlan:
         outlines: By the names of the files, without their hashes.
         names: Of the files of all ranks.
         slices: Which rank saves which ranges, by tensor; None without such state.
+        fast: Whether files are hashed by XXH3: if all ranks can.
     """
 
     step: int
     outlines: Mapping[str, Outline]
     names: Sequence[str]
     slices: Mapping[str, Entry] | None
+    fast: bool
 
 
 def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any, own: Any,
@@ -51,7 +54,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     outlines: dict[str, Outline] = {}
     slices: dict[str, Sliced] = {}
 
-    def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str]:
+    def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str, bool]:
         # JSON has no integers of NumPy.
         number = int(whole_number("step", step, 0))
         elsewhere = (*kinds, SlicedTensors(refused=True))
@@ -73,9 +76,9 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
         names = [name for name in outlines if comm.rank == 0 or name not in (REPLICATED, SHARDED)]
         ranges = [(index, *ends) for index, tensor in enumerate(slices.values())
                   for ends in tensor.pieces]
-        return number, names, ranges, digest
+        return number, names, ranges, digest, has_xxh3()
 
-    steps, names, ranges, digests = zip(
+    steps, names, ranges, digests, fast = zip(
         *on_all_ranks(comm, "Checkpoints.save", describe, ConfigError, rank_and_host(comm)))
     for rank, other in enumerate(steps):
         if other != steps[0]:
@@ -83,7 +86,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     _refuse_other_trees(comm, digests, outlines)
     return SavePlan(steps[0], {name: outlines[name] for name in names[comm.rank]},
                     [name for of_rank in names for name in of_rank],
-                    None if sharded is None else _entries(slices, ranges))
+                    None if sharded is None else _entries(slices, ranges), all(fast))
 
 
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],

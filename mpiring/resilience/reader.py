@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError
+from ..memory.digest import xxh3
 from ..operations.consistency import Ranks, same_on_all
 from ..sharding.sliced import Range
 from ..text import count
-from .checkpoint_file import Content, Layout, map_file, name_of, read, verify
+from .checkpoint_file import Content, Layout, has_fast_hash, map_file, name_of, read, verify
 from .folder import candidates, on_all_ranks, on_rank_0, step_of
 from .manifest import (REPLICATED, SHARDED, Entry, own_name, owned_ranges, piece_name, range_text,
                        read_manifest, slices_name)
@@ -111,6 +112,10 @@ class Reader:
         manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
+        if any(map(has_fast_hash, manifest["files"])):
+            # Not a reason to take an older checkpoint: this one may be good.
+            with same_on_all(self._comm, f"load of {name}"):
+                xxh3()
         files = {name_of(file): (path / file, nbytes)
                  for file, nbytes in manifest["files"].items()}
         slices = manifest.get("slices")

@@ -116,7 +116,11 @@ class AsyncDataParallel(Wrapper):
             self.close()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigError, because the next `step` would overwrite the loaded weights."""
+        """Raise ConfigError, because the next `step` would overwrite the loaded weights.
+
+        Args:
+            state_dict, args, kwargs: Arguments of `torch.nn.Module.load_state_dict`.
+        """
         raise ConfigError(
             f"rank {self._comm.rank}: weights are the owners' here; load the module before it is "
             f"wrapped, or model.server.load_state_dict(...) what its state_dict() has returned")

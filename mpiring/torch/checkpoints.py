@@ -81,7 +81,8 @@ def whole(nest: Any) -> Any:
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a file of `python -m mpiring checkpoint consolidate`, with tensors.
 
-    See `mpiring.resilience.load_file`.
+    Args:
+        file: Path of the file; see `mpiring.resilience.load_file`.
 
     Raises:
         CheckpointError: The file was not written by this command.
@@ -110,6 +111,9 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Continue with the random numbers that followed `random_state`.
+
+    Args:
+        state: Result of `random_state`.
 
     Raises:
         ConfigError: `state` does not come from `random_state`.

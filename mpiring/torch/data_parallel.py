@@ -135,7 +135,7 @@ class DataParallel(Wrapper):
     or an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
 
     The process keeps memory that it frees (up to 1 GiB, in malloc of glibc), since the next step
-    needs as much again. If MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ is set in the
+    needs as much again. If `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` is set in the
     environment, to any value, mpiring does not change this.
 
     Args:

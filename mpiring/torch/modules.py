@@ -40,7 +40,11 @@ class Wrapper(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, with the names of the bare module."""
+        """Return the module's state, with the names of the bare module.
+
+        Args:
+            args, kwargs: Arguments of `torch.nn.Module.state_dict`.
+        """
         return self.module.state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

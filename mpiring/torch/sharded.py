@@ -462,7 +462,11 @@ class Sharded(torch.optim.Optimizer):
             self._weights.release()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise ConfigError: slices and saved state depend on the groups given at the start."""
+        """Raise ConfigError: slices and saved state depend on the groups given at the start.
+
+        Args:
+            param_group: Group of parameters, as for PyTorch optimizers.
+        """
         # The constructor of the base class adds the groups one by one.
         if getattr(self, "_is_made", False):
             raise ConfigError(

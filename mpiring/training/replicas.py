@@ -14,7 +14,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
-from ..memory.digest import digest
+from ..memory.digest import digest, has_xxh3
 from ..memory.pytrees import leaves
 from ..operations.agreement import Call
 from ..text import first_few
@@ -52,6 +52,8 @@ class Replicas:
         self.paused = False
         self._comm, self._items = comm, items
         self._steps = self._compared = 0
+        # Whether digests are XXH3; None before ranks have agreed.
+        self._fast: bool | None = None
 
     def end_step(self) -> None:
         """Count a step of training; compare if `digest_steps` have passed since the last time.
@@ -79,8 +81,11 @@ class Replicas:
         self._compared = self._steps
         if self._comm.size == 1:
             return
+        if self._fast is None:
+            # A rank that lacks xxhash would report other digests of the same bits.
+            self._fast = bool(self._comm.allreduce(np.array([has_xxh3()]), op="min")[0])
         items = {item.name: item for item in self._items()}
-        digests = {name: digest([items[name].read()]) for name in sorted(items)}
+        digests = {name: digest([items[name].read()], fast=self._fast) for name in sorted(items)}
         if self._are_equal(digests):
             return
         hosts, by_rank = zip(*self._comm.allgather_object((socket.gethostname(), digests)))

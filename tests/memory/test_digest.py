@@ -1,13 +1,14 @@
 """Tests digests of arrays: of their bits, in the order of their indices."""
 
 import struct
+import sys
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpiring import ConfigError
-from mpiring.memory.digest import bytes_of, digest
+from mpiring import ConfigError, MissingDependencyError
+from mpiring.memory.digest import bytes_of, digest, has_xxh3
 
 DTYPES = ["bool", "int8", "uint64", "float16", ml_dtypes.bfloat16, "float32", "float64",
           "complex64", "complex128"]
@@ -19,9 +20,23 @@ def test_it_is_blake2b():
         bytes.fromhex("e4a6a0577479b2b4"), "little")
 
 
-def test_where_pieces_end_does_not_count():
+def test_xxh3_is_fast(monkeypatch):
+    """The algorithm's own example of an empty input: its 128 bits begin with these."""
+    assert has_xxh3()
+    assert digest([], fast=True) == int.from_bytes(bytes.fromhex("99aa06d3014798d8"), "little")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert not has_xxh3()
+    with pytest.raises(MissingDependencyError, match=r"pip install xxhash, or mpiring\[fast\]"):
+        digest([], fast=True)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_where_pieces_end_does_not_count(fast):
+    def of(*pieces):
+        return digest(pieces, fast=fast)
+
     x = np.arange(100, dtype=np.uint8)
-    assert digest([x]) == digest([x[:37], x[37:]]) == digest([bytes(x)]) != digest([x[:99]])
+    assert of(x) == of(x[:37], x[37:]) == of(bytes(x)) != of(x[:99])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,9 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring import ReplicaError
+from mpiring.memory.digest import digest
 from mpiring.numpy import DataParallel, LossScaler, MasterWeights
+from mpiring.training import replicas
 
 pytestmark = pytest.mark.mpi
 
@@ -66,6 +68,8 @@ def test_one_check_costs_sixteen_bytes(checked):
     if pair is None:
         return
     run, costs = Run(pair), []
+    # The first time, ranks also agree on a hash.
+    run.dp.compare_replicas()
     # What every operation sends besides, to find out that all ranks make the same call.
     before = pair.statistics.bytes_sent
     pair.barrier()
@@ -203,6 +207,17 @@ def test_a_model_is_freed_at_once(checked):
     reference = weakref.ref(dp)
     del dp
     assert reference() is None
+
+
+@pytest.mark.parametrize("all_have", [False, True])
+def test_a_rank_without_xxhash_compares_equal_bits(checked, monkeypatch, all_have):
+    used = []
+    monkeypatch.setattr(replicas, "has_xxh3", lambda: all_have or checked.rank > 0)
+    monkeypatch.setattr(replicas, "digest", lambda pieces, fast=False: used.append(fast) or digest(
+        pieces, fast=fast))
+    dp = DataParallel({"w": np.arange(3.0)}, checked)
+    dp.compare_replicas()
+    assert checked.size == 1 or used == [all_have, False]
 
 
 def test_never(comm):
