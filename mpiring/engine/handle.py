@@ -18,19 +18,13 @@ Action = Callable[[BaseException | None], None]
 class Handle(Generic[T]):
     """Handle of an operation in progress.
 
-    Args:
-        lane: Lane of the operation's communicator.
-        flight: Record of the operation.
-        task: Schedule of the operation.
-        patient: Seconds for which ranks that answer may stay away, if more than
-            `stall_timeout_s`; True for a day.
-
     Attributes:
         flight: Record of the operation's call and of the times of its steps.
         task: Schedule of the operation.
         lane: Lane of the operation's communicator.
         done: True once the operation is complete and counted.
-        patience_s: Number of seconds that `patient` allows.
+        patience_s: Number of seconds for which ranks that answer may stay away, if more than
+            `stall_timeout_s`; the argument `patient`, of which True means a day.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,

@@ -1,4 +1,4 @@
-"""Uses any PyTorch accelerator, also GPUs of other makers than NVIDIA, without CuPy.
+"""Uses PyTorch accelerators, including GPUs that are not from NVIDIA, without CuPy.
 
 Copies and sums are PyTorch operations on separate streams. There are no other kernels, and
 processes do not open each other's memory: data goes through pinned host memory. GPUs of NVIDIA and

@@ -365,7 +365,7 @@ def _is_free(slot: _Slot) -> bool:
 class _Queue:
     """A stream that is marked, and that waits for others, only if new work was queued.
 
-    A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40.
+    A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40 µs.
 
     Args:
         stream: Stream; call `changes` before queueing work on it.

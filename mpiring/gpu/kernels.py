@@ -3,7 +3,7 @@
 Sums and products are computed in the order of the sources, and never contracted (`OPTIONS`), so
 that results are bitwise identical to the host's `Reduction`. Three things may differ: the payload
 of a NaN, the sign of zero if max or min chooses between both, and the last bit of complex products.
-NumPy contracts the latter on some processors.
+NumPy contracts such products on some processors.
 """
 
 import functools
@@ -254,7 +254,7 @@ def _both(op: str, of: str) -> str:
         value = {"sum": "{ a.re + b.re, a.im + b.im }",
                  "prod": "{ a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re }"}[op]
     else:
-        # If b is NaN, the comparison is false; the second test handles a.
+        # If b is NaN, the comparison is false, which selects b; the second test selects a NaN in a.
         nan = " || a != a" if of in FLOATING else ""
         value = {"sum": "a + b", "prod": "a * b", "band": "a & b", "bor": "a | b",
                  "bxor": "a ^ b", "max": f"a >= b{nan} ? a : b",

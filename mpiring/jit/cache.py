@@ -1,6 +1,6 @@
 """Compiles functions to machine code with numba, saves it, and loads it without numba.
 
-To load the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB. Of these, 45 MiB are
+Loading the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB. Of these, 45 MiB are
 llvmlite's files, which a node has once. A check that finds no saved code costs neither.
 
 numba's own cache cannot replace this one, because it never finds a function that another function
@@ -185,7 +185,8 @@ def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
 
     arguments, result = _types(signature)
     returned = numba.types.void if result is None else kind(result)
-    # Once inlined into the C function it cannot raise; otherwise the code would need numba.
+    # Once it is inlined into what ctypes calls, the compiler sees that it never raises. Otherwise
+    # the code would need numba for that.
     return numba.cfunc(returned(*map(kind, arguments)), error_model="numpy",
                        forceinline=True)(function)
 

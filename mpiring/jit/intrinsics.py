@@ -172,7 +172,7 @@ def second_bfloat(word: Any) -> Any:
 def two_bfloats(x: Any, y: Any) -> Any:
     """Return a uint32 of two bfloat16 sums or means, each rounded as by `conversions`.
 
-    Unlike NaNs in general, the NaNs of such sums have lower bits that cause no carry.
+    Unlike NaNs in general, the NaNs of such sums have a lower half that causes no carry.
     """
     first, second = _rounded(x), _rounded(y)
     return np.uint32(np.uint32(first >> np.uint32(16)) | np.uint32(second & np.uint32(0xffff0000)))

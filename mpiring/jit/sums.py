@@ -152,8 +152,8 @@ def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
     Args:
         inlined: Decorator, see intrinsics.
         pointer: Function that converts an address to a pointer to numbers.
-        widen, finish: Functions of a number and of a sum, which return the value to add and the
-            value to store; used for less than eight vectors.
+        widen, finish: Functions of a number and of a sum, for up to four vectors. They return the
+            value to add and the value to store.
     """
     @inlined
     def first_ones(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def widen(x: Any, out: Any, xp: Any = np) -> None:
 def narrow(x: Any, out: Any, xp: Any = np) -> None:
     """Round a float32 vector to float16 or bfloat16: to nearest, ties to even.
 
-    Too large numbers become Inf; NaN stays NaN.
+    Numbers that are too large become Inf; NaN stays NaN.
 
     Args:
         x: Vector of shape (n,), contiguous.

@@ -404,7 +404,7 @@ class SimulatedNetwork:
         return request
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
-        """Send a message on its way; handle its departure and its arrival."""
+        """Start a message on its way; handle its departure and its arrival."""
         source_node, dest_node = self.node_of[channel.rank], self.node_of[dest]
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
