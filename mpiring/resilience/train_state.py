@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator, or_world
 from ..errors import CheckpointError, ConfigError, MpiringError
 from ..gpu.arrays import is_on_gpu
 from ..memory.pytrees import leaves
@@ -68,7 +68,7 @@ class TrainState:
       restore them.
 
     Args:
-        comm: The ranks.
+        comm: Communicator whose ranks train together; by default, all ranks.
         own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
             model and its optimizer.
         keep: Number of the newest checkpoints that stay in a folder, from 1.
@@ -86,9 +86,9 @@ class TrainState:
 
     framework: ClassVar[Framework] = Framework(Checkpoints, random_state, set_random_state, whole)
 
-    def __init__(self, comm: Communicator, *, own: Mapping[str, Any] | None = None, keep: int = 3,
-                 seed: int | None = None, **parts: Any) -> None:
-        refuse_other_than_communicators(comm)
+    def __init__(self, comm: Communicator | None = None, *, own: Mapping[str, Any] | None = None,
+                 keep: int = 3, seed: int | None = None, **parts: Any) -> None:
+        comm = or_world(comm)
         self._comm, self._keep, self._seed, self.step = comm, keep, seed, 0
         self._checkpoints: Checkpoints | None = None
         self._folder: str | os.PathLike[str] | None = None

@@ -56,6 +56,12 @@ class Checkpoints(resilience.Checkpoints):
 
     The pieces of `Sliced` leaves are NumPy arrays (`mpiring.memory.tensors.array_of` returns a
     tensor as one); `mpiring.torch.whole` makes tensors of them.
+
+    Args:
+        folder: Folder on a file system that all nodes share; it is made if it is missing.
+        comm: Communicator whose ranks save together; by default, all ranks.
+        keep: Number of the newest checkpoints that stay, from 1.
+        seed: Seed of the training; a checkpoint of another seed is refused.
     """
 
     kinds = (Tensors(), *resilience.Checkpoints.kinds)
@@ -133,7 +139,15 @@ class TrainState(resilience.TrainState):
     """The complete state of a PyTorch training, with PyTorch's random numbers.
 
     See `mpiring.resilience.TrainState`. Parts are modules, optimizers, schedulers, `GradScaler`,
-    samplers, and all else with `state_dict` and `load_state_dict`.
+    samplers, and other objects with `state_dict` and `load_state_dict`.
+
+    Args:
+        comm: Communicator whose ranks train together; by default, all ranks.
+        own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
+            model and its optimizer.
+        keep: Number of the newest checkpoints that stay in a folder, from 1.
+        seed: Seed of the training; a checkpoint of another seed is refused.
+        parts: Parts by names of your choice; the same names in the same order on every rank.
     """
 
     framework = Framework(Checkpoints, random_state, set_random_state, whole)

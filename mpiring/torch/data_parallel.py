@@ -513,7 +513,12 @@ class DataParallel(Wrapper):
         self._trained = trained
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the `state_dict` of this model, or of the module alone; on every rank."""
+        """Load the `state_dict` of this model, or of the module alone; on every rank.
+
+        Args:
+            state_dict: State with the names of the bare module.
+            args, kwargs: Arguments of `torch.nn.Module.load_state_dict`.
+        """
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def own_state_dict(self) -> dict[str, Any]:
