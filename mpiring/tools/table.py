@@ -4,6 +4,7 @@ import importlib
 import io
 import math
 import sys
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from ..text import ranks_on_nodes
 # A result; and where and with what results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
+# Longest line that commands print, but for values that are longer.
+WIDTH = 100
 # Follows the best value of a row if there is no bold type.
 _MARK = "*"
 _GAP = 2
@@ -120,6 +123,11 @@ def significant(value: float, digits: int) -> str:
     """Return a number with so many significant digits, and all digits before the point."""
     exponent = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def note(text: str) -> str:
+    """Return a text above a table, in lines that begin with "# "."""
+    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def about(benchmark: str, environment: Environment) -> str:

@@ -138,8 +138,8 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     files = {name: str(tmp_path / f"out.{name}") for name in ("json", "csv", "png")}
     assert main(["simulate", "--nodes", "6", "--ranks-per-node", "2", "--size", "10MB", "--json",
                  files["json"], "--csv", files["csv"], "--plot", files["png"]]) == 0
-    about, _, *table = capsys.readouterr().out.splitlines()
-    assert "10 MB of float32, 2 ranks per node, 100 Gbit/s" in about
+    about, more, _, *table = capsys.readouterr().out.splitlines()
+    assert "10 MB of float32, 2 ranks per node, 100 Gbit/s" in about and more.startswith("# ")
     lines = [line.split() for line in table]
     assert {(words[0], words[1]) for words in lines} == {
         ("1", "2"), ("2", "4"), ("4", "8"), ("6", "12")}

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to predict: a single rank sends nothing; raise "
                           "--nodes or --ranks-per-node")
     about = _about(options, cluster)
-    print(f"# mpiring {__version__} simulate: {about['cluster']}")
+    print(table.note(f"mpiring {__version__} simulate: {about['cluster']}"))
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))

@@ -49,7 +49,6 @@ _AGAINST = [
     Column("ratio", 9, 3, "pred/meas")]
 # Predictions are no more precise than this: smaller savings are not recommended.
 _WORTHWHILE = 0.1
-_WIDTH = 100
 _LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
            "approximates gradients, and sends the errors with later ones",
            "averages weights after local steps, not gradients")
@@ -89,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
     profile, cluster = read_profile(options.trace, options.job), cluster_of(options)
     about = _about(options, profile, cluster)
     columns = _AGAINST if options.against else _COLUMNS
-    print(f"# mpiring {__version__} simulate step: {about['cluster']}")
-    print(f"# {about['recorded']}")
+    print(table.note(f"mpiring {__version__} simulate step: {about['cluster']}"))
+    print(table.note(about["recorded"]))
     print(table.head(columns), flush=True)
     rows = []
     for row in (_against if options.against else _scaling)(options, profile, cluster):
@@ -154,7 +153,7 @@ def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -
     if options.compare:
         last = rows[-1]["nodes"]
         for text in verdict([row for row in rows if row["nodes"] == last]):
-            yield "\n" + textwrap.fill(text, _WIDTH)
+            yield "\n" + textwrap.fill(text, table.WIDTH)
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Prints where the time of training steps goes, rank by rank, and draws it."""
 
+import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -71,7 +72,7 @@ def run(options: Namespace) -> int:
     print(f"# {job.caption}")
     _print_budgets(budgets, counts)
     for sentence in lateness.sentences():
-        print(sentence)
+        print(textwrap.fill(sentence, table.WIDTH, subsequent_indent="  "))
     _print_operations(kinds, sum(counts.values()))
     if options.plot:
         picture.draw(options.plot, job.caption, budgets, drawn, number, last_called)
