@@ -141,10 +141,14 @@ def with_short_types(app, what, name, obj, options, signature, returned):
 
 
 def with_defaults(app, what, name, obj, options, signature, returned):
-    """Show the defaults of settings: None, as declared, stands for the variable and then these."""
+    """Show defaults as users write them."""
     if name == "mpiring.Config":
+        # None, as declared, stands for the variable and then for these.
         given = (f"{field.name}={field.metadata['default']!r}" for field in dataclasses.fields(obj))
         return f"({', '.join(given)})", None
+    if signature and name.startswith("mpiring.horovod."):
+        signature = re.sub(r"ProcessSet\(.*?\)", "global_process_set", signature)
+        return re.sub(r"<class '[\w.]*NoneCompressor'>", "Compression.none", signature), returned
     return None
 
 
@@ -157,4 +161,4 @@ def setup(app):
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-docstring", with_code_blocks, priority=400)
     app.connect("autodoc-process-signature", with_defaults)
-    app.connect("autodoc-process-signature", with_short_types, priority=600)
+    app.connect("autodoc-process-signature", with_short_types, priority=400)
