@@ -43,7 +43,7 @@ def digest(pieces: Iterable[Array | bytes], *, fast: bool = False) -> int:
     """Return a number below 2⁶⁴ that differs, almost certainly, between different bytes.
 
     Args:
-        pieces: Contiguous memory, one piece after the other; where it is cut does not count.
+        pieces: Contiguous memory, one piece after the other. Cutting it elsewhere changes nothing.
         fast: If true, XXH3, which all ranks that compare their digests need; else BLAKE2b.
 
     Source: BLAKE2b, RFC 7693; XXH3.

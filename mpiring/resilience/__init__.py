@@ -1,4 +1,4 @@
-"""Checkpoints, and stopping in time: what a training needs where jobs and machines fail."""
+"""Checkpoints, and stopping in time, for trainings whose jobs and machines may fail."""
 
 from ..names import publish
 from ..sharding.sliced import Sliced, whole

@@ -31,8 +31,8 @@ class _Writing:
     """A checkpoint that is being written.
 
     Attributes:
-        step: Of the training.
-        folder: Where its files appear.
+        step: Step of the training.
+        folder: Folder in which its files appear.
         given_up: Set to publish it no more.
         files: Done when this rank's files are written.
         published: On rank 0; done when the checkpoint is the newest.
@@ -49,23 +49,23 @@ class Checkpoints:
     """Checkpoints of a training in a folder, written in the background.
 
         with Checkpoints("run1", comm, keep=3) as checkpoints:
-            saved = checkpoints.load()                    # None where there is none
+            saved = checkpoints.load()                    # None if there is none
             ...
                 checkpoints.save(step, replicated={"params": params}, own={"random": ...})
 
     `save` copies the state in memory and returns; a thread writes it. A checkpoint counts once the
-    files of all ranks are complete and on the disk. Hashes are compared when it is read: a damaged
-    checkpoint is refused, with the reason, and the one before is loaded.
+    files of all ranks are complete and on the disk. Hashes are compared when it is read. A damaged
+    checkpoint is refused with the reason, and the one before is loaded.
 
-    State is a nest of dicts, lists and tuples of arrays, numbers, texts, True, False, None. Nothing
-    is pickled. Files are in the format of safetensors, with a manifest in JSON.
+    State is a pytree of dicts, lists and tuples with arrays, numbers, strings, True, False, None.
+    Nothing is pickled. Files are safetensors, with a manifest in JSON.
 
     Args:
-        folder: On a file system that all ranks share; made where it is missing. With None, `load`
-            finds no checkpoint, and `save` does nothing.
-        comm: Ranks that take part; by default all ranks of the job.
-        keep: How many of the newest checkpoints stay, from 1.
-        seed: Of the training; a checkpoint of another seed is refused.
+        folder: Folder on a file system that all ranks share; created if it is missing. With None,
+            `load` finds no checkpoint, and `save` does nothing.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        keep: Number of the newest checkpoints that stay, from 1.
+        seed: Seed of the training; a checkpoint of another seed is refused.
 
     Attributes:
         save_s: Seconds from the last call of `save` until this rank's part of it was complete, on
@@ -109,13 +109,13 @@ class Checkpoints:
         Waits for the checkpoint before, if that is not written yet.
 
         Args:
-            step: Of the training; from 0.
+            step: Step of the training, from 0.
             replicated: State that is equal on all ranks; rank 0's is written.
-            own: State of this rank, such as reducers' residuals and the state of random numbers;
-                None where there is none.
-            sharded: State that is cut into slices, such as an optimiser's: a nest that is equal on
-                all ranks, but for its `Sliced` leaves, which hold the pieces of this rank. Each
-                rank writes its own pieces, rank 0 the rest.
+            own: State of this rank, such as Reducers' residuals and the state of random numbers;
+                None if there is none.
+            sharded: State that is cut into slices, such as an optimizer's. It is a pytree that is
+                equal on all ranks, except for its `Sliced` leaves, which hold the pieces of this
+                rank. Each rank writes its own pieces, and rank 0 the rest.
 
         Raises:
             ConfigError: The state holds something that cannot be saved, `sharded` differs between
@@ -209,8 +209,8 @@ class Checkpoints:
         """Return the newest complete checkpoint; the same on all ranks.
 
         Returns:
-            None where the folder holds no checkpoint. `own` is None, with the reason logged, where
-            the number of ranks was another; `sharded` fits any number.
+            None if the folder holds no checkpoint. If the number of ranks was another, `own` is
+            None, and rank 0 logs the reason; `sharded` fits any number.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used; says why.
@@ -223,7 +223,7 @@ class Checkpoints:
         return Reader(self._folder, self._comm, self.kinds, self._seed, self._refused).newest()
 
     def close(self) -> None:
-        """Wait for what is being written, and let other jobs use the folder.
+        """Wait until the last checkpoint is written, and let other jobs use the folder.
 
         Raises: as `wait`.
 
@@ -254,9 +254,9 @@ class Checkpoints:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of `random` and `numpy.random`, as a tree for a checkpoint.
+    """Return the state of `random` and `numpy.random`, as a pytree for a checkpoint.
 
-    Each rank has its own. That of a Generator is `generator.bit_generator.state`.
+    Each rank has its own state. A Generator has another one, `generator.bit_generator.state`.
 
     Collective: no.
     """
@@ -270,7 +270,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         state: Result of `random_state`.
 
     Raises:
-        ConfigError: Not such a state.
+        ConfigError: `state` does not come from `random_state`.
 
     Collective: no.
     """

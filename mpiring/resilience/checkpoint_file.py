@@ -1,8 +1,8 @@
 """Writes and reads a file of a checkpoint: a tree's arrays, in the format of safetensors.
 
 The format is a header in JSON and the elements, one array after the other. The package of that
-name is not used. It writes to a path alone, without a hash and without syncing the disk, and maps
-files without a check, so that all but the 30 lines of the header would stay; it knows no
+name is not used. It writes only to a path, without a hash and without syncing the disk. It maps
+files without a check, so it would replace no more than the 30 lines of the header. It lacks
 complex128, and its functions for arrays of any dtype differ between versions (0.7 takes bytes, 0.8
 pointers).
 
@@ -65,12 +65,12 @@ class Copy:
         The file gets this name once it is complete and on the disk.
 
         Args:
-            folder: Where to write it.
-            name: Of the file, without the hash.
-            digest: The result of `digest`, from another thread.
+            folder: Folder to write to.
+            name: Name of the file, without the hash.
+            digest: Result of `digest`, from another thread.
 
         Raises:
-            OSError: Such as a full disk. What was written is deleted.
+            OSError: Such as a full disk. The part that was written is deleted.
         """
         data = self._memory[:self._nbytes].data
         with replacing(folder / name, synced=True, links=False) as new:
@@ -100,7 +100,7 @@ def write_plain(path: Path, outline: Outline) -> None:
     """Write a tree to a file of this name, without a copy in memory and without a hash.
 
     Raises:
-        OSError: Such as a full disk. What was written is deleted.
+        OSError: Such as a full disk. The part that was written is deleted.
     """
     header, bounds = _laid_out(outline)
     end = len(header) + max((stop for _, stop in bounds.values()), default=0)
@@ -161,8 +161,8 @@ def read(path: Path, nbytes: int) -> Content:
     """Read a file, and check it.
 
     Args:
-        path: With the name that `Copy.write` gave it.
-        nbytes: Its length.
+        path: Path with the name that `Copy.write` gave it.
+        nbytes: Length of the file.
 
     Raises:
         CheckpointError: It differs from what was written; says how.
@@ -236,8 +236,8 @@ def _opened(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
     """Open a file.
 
     Args:
-        path: Of the file.
-        nbytes: Its length; None for any.
+        path: Path of the file.
+        nbytes: Length of the file; None for any.
 
     Raises:
         CheckpointError: It cannot be read, or has another length.

@@ -15,12 +15,12 @@ from .tree import (STORED_KINDS, Arrays, DeviceArrays, Kind, Scalars, SlicedTens
 
 
 class _OneRank:
-    """What Reader needs of a communicator, for a process that has none."""
+    """The part of a communicator that Reader needs, for a process without one."""
 
     rank, size = 0, 1
 
     def allgather_object(self, obj: Any, *, label: str = "") -> list[Any]:
-        """Return what the only rank has."""
+        """Return the object of the only rank."""
         return [obj]
 
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
@@ -36,13 +36,13 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     """Write a checkpoint to one file, which `load_file` reads; return it.
 
     The file is in the format of safetensors. Its arrays are named `replicated/...` and
-    `sharded/...`, after the keys that lead to them. What is a rank's own is left out. Memory for
+    `sharded/...`, after the keys that lead to them. Each rank's own state is left out. Memory for
     the sharded state is not needed.
 
     Args:
-        folder: Of checkpoints, while no job writes to it or while one does.
-        out: The file.
-        step: Of the checkpoint; None for the newest that is complete.
+        folder: Folder of checkpoints; a job may be writing to it.
+        out: File to write.
+        step: Step of the checkpoint; None for the newest that is complete.
 
     Raises:
         CheckpointError: There is no such checkpoint, or the file cannot be written; says why.
@@ -74,7 +74,7 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
         were saved, but with whole arrays instead of `Sliced` leaves.
 
     Raises:
-        CheckpointError: It is not such a file.
+        CheckpointError: The file was not written by this command.
 
     Collective: no.
     """
@@ -82,7 +82,7 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the content of a file, with arrays of these kinds, whole ones of the first."""
+    """Return the content of a file, with arrays of these kinds; joined ones are of the first."""
     content = read_plain(Path(path("file", file)))
     # Tensors that were cut into slices.
     whole_kind = copy.copy(kinds[0])

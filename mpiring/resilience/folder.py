@@ -95,9 +95,9 @@ def await_files(written: Path, names: Collection[str], timeout_s: float,
     before the ranks communicate again, and with no thread but the training's in MPI.
 
     Args:
-        written: The folder where the files appear.
-        names: Of the files, without their hashes.
-        timeout_s: Give up when no file has appeared for so long; 0 waits for ever.
+        written: Folder in which the files appear.
+        names: Names of the files, without their hashes.
+        timeout_s: Seconds without a new file after which to give up; 0 waits for ever.
         given_up: Set by another thread to give up at once.
 
     Raises:
@@ -130,10 +130,10 @@ def publish(folder: Path, written: Path, files: Collection[str],
     """Make a checkpoint with complete files the newest.
 
     Args:
-        folder: Of checkpoints.
-        written: The folder in it that has the files; renamed.
+        folder: Folder of checkpoints.
+        written: Folder in it that has the files; renamed.
         files: Names of the files.
-        facts: Of the manifest; `step` among them.
+        facts: Facts of the manifest; `step` is one.
 
     Raises:
         CheckpointError: The manifest would be too long.
@@ -166,9 +166,9 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
     """Delete old checkpoints.
 
     Args:
-        folder: Of checkpoints.
-        keep: How many of the newest stay.
-        refused: Names of those that cannot be used, which do not count.
+        folder: Folder of checkpoints.
+        keep: Number of the newest that stay.
+        refused: Names of checkpoints that cannot be used, which do not count.
     """
     names = _complete(folder)
     good = [name for name in names if name not in refused]
@@ -204,7 +204,7 @@ class Lock:
     """Keeps other jobs from writing into a folder, for as long as this process lives.
 
     Args:
-        folder: Of checkpoints.
+        folder: Folder of checkpoints.
 
     Attributes:
         held: Whether the file system has locks.
@@ -274,8 +274,9 @@ def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type
     """Call a function on each rank, and return the results of all ranks on each.
 
     Args:
-        label: What ranks have called.
-        error: Raised on all ranks, with the text of the lowest rank on which it was raised.
+        label: Name of the call, for messages.
+        error: Class of the error that is raised on all ranks, with the text of the lowest rank
+            that raised it.
         place: This rank, in that text.
     """
     result, problem = None, ""

@@ -19,8 +19,8 @@ _OLDEST, _NEWEST = 1, 3
 MANIFEST = "manifest.json"
 # Of a tensor: dtype, shape, and the rank that has saved a range, by a text of the range.
 Entry = dict[str, Any]
-# Names of files, without their hashes: the state of all ranks; the tree of sharded state, and what
-# in it is equal on all ranks.
+# Names of files, without their hashes. The first has the state of all ranks, the second the tree of
+# sharded state with all that is equal on all ranks.
 REPLICATED, SHARDED = "replicated", "sharded"
 # 3 million ranges of slices, which is a thousand tensors on each of 3,000 ranks.
 _MOST_BYTES, _LEVELS = 128 << 20, 5

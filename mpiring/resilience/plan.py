@@ -24,14 +24,14 @@ OwnRange = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this rank writes of a checkpoint.
+    """The files that this rank writes of a checkpoint.
 
     Attributes:
-        step: Of the training.
-        outlines: By the names of the files, without their hashes.
-        names: Of the files of all ranks.
-        slices: Which rank saves which ranges, by tensor; None without such state.
-        fast: Whether files are hashed by XXH3: if all ranks can.
+        step: Step of the training.
+        outlines: Outlines by the names of the files, without their hashes.
+        names: Names of the files of all ranks.
+        slices: Ranges of each tensor, with the ranks that save them; None without such state.
+        fast: Whether files are hashed by XXH3, which all ranks need.
     """
 
     step: int
@@ -43,7 +43,7 @@ class SavePlan:
 
 def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any, own: Any,
           sharded: Any) -> SavePlan:
-    """Return what this rank is to write; see Checkpoints.save.
+    """Return the files that this rank is to write; see Checkpoints.save.
 
     Raises:
         ConfigError: The state of a rank cannot be saved, or does not fit that of the others; on

@@ -31,15 +31,15 @@ class Saved:
     """A checkpoint that was read.
 
     Attributes:
-        name: Of its folder.
-        step: Of the training.
+        name: Name of its folder.
+        step: Step of the training.
         size: Number of ranks that saved it.
         replicated: State of all ranks, saved by rank 0.
         own: State of this rank; None if it saved none, or if the number of ranks was another.
         sharded: State that was cut into slices, for any number of ranks; None if there is none.
-            Its `Sliced` leaves have the pieces of all ranks, mapped into memory read-only: what is
-            not read costs nothing. Read what is needed (`load_state_dict`, or `whole`) before the
-            next `save`, which may delete the files.
+            Its `Sliced` leaves have the pieces of all ranks, mapped into memory read-only. Pieces
+            that nobody reads cost nothing. Read those that you need (by `load_state_dict` or
+            `whole`) before the next `save`, which may delete the files.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Reader:
     """Reads checkpoints together with the other ranks.
 
     Args:
-        folder: Of checkpoints.
+        folder: Folder of checkpoints.
         comm: The ranks.
-        kinds: The arrays that states may hold.
-        seed: Of the training; None accepts any.
-        refused: The names of checkpoints that cannot be used are added to it.
+        kinds: Kinds of arrays that states may hold.
+        seed: Seed of the training; None accepts any.
+        refused: Set to which the names of checkpoints that cannot be used are added.
     """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
@@ -78,10 +78,10 @@ class Reader:
         self._seed, self._refused = seed, refused
 
     def newest(self, step: int | None = None) -> Saved | None:
-        """Return the newest complete checkpoint; None where there is none; see Checkpoints.
+        """Return the newest complete checkpoint, or None if there is none; see Checkpoints.
 
         Args:
-            step: Of the checkpoint; None for any.
+            step: Step of the checkpoint; None for any.
 
         Collective: yes. Blocking: yes.
         """
@@ -144,12 +144,12 @@ class Reader:
         """Read and check the files of a checkpoint; each file with slices is checked by one rank.
 
         Args:
-            wanted: What this rank reads, of `files`.
-            slices: Of the manifest.
-            files: All, by name.
+            wanted: Files that this rank reads.
+            slices: Slices of the manifest.
+            files: All files, by name.
 
         Returns:
-            What was read; the pieces of slices, which are read when they are looked at.
+            Contents of the files; pieces of slices, which are read when they are used.
 
         Raises:
             CheckpointError: A rank cannot use a file; the same on all ranks.
@@ -194,9 +194,9 @@ def _pieces_of(by_name: Mapping[str, Entry], files: Mapping[int, Bytes],
     """Return the bytes of the pieces of all ranks, by the name of their tensor and their range.
 
     Args:
-        by_name: Of the manifest.
-        files: By the rank that has saved it, mapped into memory: read when it is looked at.
-        layouts: Where a rank's file has its pieces.
+        by_name: Slices of the manifest.
+        files: Files by the rank that saved them, mapped into memory, and read when they are used.
+        layouts: Bounds of the pieces in each rank's file.
 
     Raises:
         CheckpointError: A file does not have the pieces that the manifest names.

@@ -18,14 +18,14 @@ from ..launch.environment import job_end
 
 _log = logging.getLogger("mpiring")
 
-# Steps from this length on wait for the answer, which takes some 0.1 ms.
+# Steps from this length on wait for the answer, which takes about 0.1 ms.
 _LONG_STEP_S = 0.25
 # A long step fades by this factor with each step after it.
 _FADING = 0.98
 # Reserved, in multiples of the last checkpoint and step: the next may take longer.
 _SAVES, _STEPS = 2.0, 2.0
-# Reserved while no checkpoint was measured: a share of the time, at most so many seconds; and the
-# least that is reserved in any case.
+# Reserved while no checkpoint was measured: a share of the time, and at most so many seconds. The
+# last is reserved in any case.
 _UNKNOWN_SHARE, _UNKNOWN_S, _LEAST_S = 0.05, 60.0, 0.5
 # Within this time the same signal is the same wish: launchers pass on signals that the ranks have
 # received themselves.
@@ -35,7 +35,7 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Saves(Protocol):
-    """What is needed of Checkpoints: the time of the last `save`."""
+    """The part of Checkpoints and TrainState that is needed: the time of the last `save`."""
 
     save_s: float
 
@@ -43,31 +43,31 @@ class _Saves(Protocol):
 class Stopping:
     """Decides for all ranks, at the same step, to stop.
 
-        with Stopping(comm, time_limit_s=3600, checkpoints=checkpoints) as stopping:
+        with Stopping(comm, time_limit_s=3600, checkpoints=state) as stopping:    # a TrainState
             for batch in batches:
                 if stopping.now():
-                    checkpoints.save(...)
+                    state.save(...)
                     break
 
-    A signal to any rank stops all ranks, and so does the end of the time: of `time_limit_s`, or of
-    the Slurm job, where Slurm announces it. The measured time of two steps and two checkpoints, on
-    the slowest rank, is reserved.
+    A signal to any rank stops all ranks. So does the end of `time_limit_s`, or of the Slurm job if
+    Slurm announces it. The measured time of two steps and two checkpoints on the slowest rank is
+    reserved.
 
-    Ranks ask each other in the background, from one call of `now` to the next: so they stop one
-    step late. Where a step takes longer than 0.25 s, they wait for the answer.
+    Ranks ask each other in the background, from one call of `now` to the next, so they stop one
+    step late. If a step takes longer than 0.25 s, they wait for the answer.
 
     A signal also calls the earlier Python handler. The same signal again, at least a second later,
-    does what it did before: most end the process.
+    has the effect that it had before: most signals end the process.
 
     Args:
-        comm: Ranks that take part; by default all ranks of the job.
-        time_limit_s: From now on; None for no limit but Slurm's.
-        checkpoints: Their time to save is reserved.
-        margin_s: Time to reserve instead of what was measured.
-        signals: Those that stop.
+        comm: Communicator whose ranks train together; by default, all ranks.
+        time_limit_s: Seconds from now on; None for no limit except Slurm's.
+        checkpoints: A TrainState or Checkpoints, whose time to save is reserved.
+        margin_s: Seconds to reserve instead of the measured time.
+        signals: Signals that stop the training.
 
     Attributes:
-        reason: Why all stop, such as "SIGUSR1 on rank 2"; "" before.
+        reason: The reason to stop, such as "SIGUSR1 on rank 2"; "" before.
 
     Raises:
         ConfigError: A number is wrong, or this is not the main thread.
@@ -110,7 +110,7 @@ class Stopping:
 
         Raises: as `comm.allreduce`.
 
-        Collective: yes. Blocking: where steps are long.
+        Collective: yes. Blocking: if steps are long.
         """
         if self.reason:
             return True
@@ -165,7 +165,7 @@ class Stopping:
         """Note a signal; the second time, do what it did before."""
         before, now = self._before[number], time.monotonic()
         since_s = now - self._arrivals.setdefault(number, now)
-        # A forked worker is to end, too.
+        # A forked worker also ends.
         if os.getpid() != self._process or since_s > _TWICE_S:
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
@@ -177,7 +177,7 @@ class Stopping:
     def close(self) -> None:
         """Restore the earlier handlers of signals.
 
-        Collective: yes, if the ranks have not stopped: they wait for the last exchange.
+        Collective: yes, if the ranks have not stopped. They then wait for the last exchange.
         """
         self._restore()
         if self._handle is not None:

@@ -122,12 +122,12 @@ class DeviceArrays(Arrays):
 
 @dataclass
 class Stored:
-    """An array that is left as it lies in the files, as nobody calculates with it; and its kind.
+    """An array that stays as it is in the files, since nobody calculates with it; and its kind.
 
     Attributes:
-        name: Of the kind.
+        name: Name of the kind.
         dtype, shape: As in the tree.
-        data: Its elements; None if only the tree is compared.
+        data: Elements of the array; None if only the tree is compared.
     """
 
     name: str
@@ -318,10 +318,10 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
     """Build a tree again.
 
     Args:
-        text: Of its Outline.
-        data: The elements of its arrays, by name, as `build` of their kinds takes them: bytes,
-            whose memory the arrays share.
-        kinds: The arrays that it may hold.
+        text: Text of its Outline.
+        data: Elements of its arrays, by name, as `build` of their kinds accepts them: bytes, whose
+            memory the arrays share.
+        kinds: Kinds of arrays that it may hold.
 
     Raises:
         CheckpointError: It is not the text of an Outline, or the data does not fit it.

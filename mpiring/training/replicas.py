@@ -1,4 +1,4 @@
-"""Compares what should be the same on all ranks, and stops, or restores a rank that differs."""
+"""Compares the replicas of a model across ranks, and stops, or restores a rank that differs."""
 
 import collections
 import functools
@@ -27,9 +27,9 @@ class Replicated:
     """Memory that should have the same bits on all ranks: an array or a number.
 
     Attributes:
-        name: Different from all others'.
-        read: Returns its bytes, perhaps a copy: shape (n,), uint8.
-        write: Replaces its bytes by such a vector.
+        name: A unique name.
+        read: Function that returns its bytes, perhaps a copy: shape (n,), uint8.
+        write: Function that replaces its bytes by such a vector.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Replicated:
 
 
 class Replicas:
-    """The parameters and the optimiser state of a model, of which each rank has a replica.
+    """The parameters and the optimizer state of a model, of which each rank has a replica.
 
     Args:
         comm: The ranks. Its settings say how often to compare, and what to do.
-        items: Yields them as they are at present; the same names on all ranks, in any order.
+        items: Function that yields their present state; names are the same on all ranks.
 
     Attributes:
-        paused: Nothing is compared at present: ranks may differ for a while.
+        paused: Whether nothing is compared at present, since ranks may differ for a while.
     """
 
     def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]]) -> None:
@@ -70,7 +70,7 @@ class Replicas:
     def compare(self) -> None:
         """Find out whether all ranks have the same bits, by a message of 16 bytes if they do.
 
-        What only some ranks have does not count.
+        Items that only some ranks have do not count.
 
         Raises:
             ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority
@@ -129,7 +129,7 @@ class Replicas:
             item.write(raw)
 
     def copy_from(self, root: int) -> None:
-        """Give all ranks what one rank has, as far as all ranks have it.
+        """Copy the items of one rank to all ranks, as far as all ranks have them.
 
         Collective: yes. Blocking: yes.
         """
@@ -139,13 +139,13 @@ class Replicas:
             self._copy(items[name], root, range(self._comm.size))
 
 
-# Names of what is not the same on all ranks, by the ranks that are not of the majority, and those
-# of the majority: the ranks that agree, and are more than any others that do; often none of two.
+# Names of items that differ between ranks. The keys are the ranks outside of the majority, and the
+# majority: the ranks that agree and are more than any others that do. Two ranks often have none.
 _Differences = Mapping[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]]
 
 
 def _differences(by_rank: Sequence[Mapping[str, int]]) -> _Differences:
-    """Compare all ranks' digests of what all ranks have."""
+    """Compare all ranks' digests of the items that all ranks have."""
     differences = collections.defaultdict(list)
     for name in sorted(set(by_rank[0]).intersection(*by_rank)):
         ranks = collections.defaultdict(list)
@@ -160,7 +160,7 @@ def _differences(by_rank: Sequence[Mapping[str, int]]) -> _Differences:
 
 
 def _described(differences: _Differences, hosts: Sequence[str]) -> str:
-    """Return which ranks differ in what, as a text."""
+    """Return as text which ranks differ, and in which items."""
     return "; ".join(
         f"{_ranks(odd, hosts)} "
         + (f"differ{'s' * (len(odd) == 1)} from ranks {first_few([*map(str, majority)], 8)}"
@@ -175,13 +175,13 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | None],
                   ) -> Iterator[Replicated]:
-    """Yield the arrays of a nest, and the numbers in its mappings and lists.
+    """Yield the arrays of a pytree, and the numbers in its mappings and lists.
 
     Args:
-        nest: See memory.pytrees.
-        name: Of the nest.
-        leaf: Returns what an array is; None for other leaves, and for arrays that were yielded
-            before.
+        nest: A pytree; see memory.pytrees.
+        name: Name of the pytree.
+        leaf: Function that returns the Replicated of an array; None for other leaves, and for
+            arrays that were yielded before.
     """
     for path, value in leaves(nest):
         its_name = name + "".join(f"[{key!r}]" for key in path)
@@ -197,7 +197,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
 
 
 def _number(holder: Any, key: Any, name: str) -> Replicated:
-    """Return a number of Python's that can be compared and replaced."""
+    """Return a Python number that can be compared and replaced."""
     value = np.array(holder[key])
 
     def write(raw: Array) -> None:
