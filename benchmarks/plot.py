@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpiring.text import count
-from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars
+from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars
 from mpiring.tools.plot import Drawing, draw, model_title, step_bars
 from mpiring.tools.results import read_json
 from mpiring.tools.table import Row
@@ -37,11 +37,11 @@ def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw tokens per second, and the losses of tokens and time."""
     positions, names = range(len(rows)), [row["contender"] for row in rows]
     axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
-        COLOURS[0] if name == "TokenBatches" else GREY for name in names])
+        COLORS[0] if name == "TokenBatches" else GRAY for name in names])
     axes[0].set_xlabel("real tokens per second")
     for i, loss in enumerate(("padding", "idle")):
         axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
-                     [row[f"{loss}_percent"] for row in rows], 0.4, color=COLOURS[i], label=loss)
+                     [row[f"{loss}_percent"] for row in rows], 0.4, color=COLORS[i], label=loss)
     axes[1].set_xlabel("% of tokens, % of a step")
     axes[1].legend(frameon=False)
     for panel in axes:

@@ -43,7 +43,7 @@ if HEADS % args.tensor or comm.size % args.tensor:
 if args.batch % (comm.size // args.tensor):
     raise SystemExit(f"--batch {args.batch} cannot be shared evenly by "
                      f"{comm.size // args.tensor} groups of ranks")
-# Neighbours share layers, since they meet twice in each, and are on one node. Ranks that have the
+# Neighbors share layers, since they meet twice in each, and are on one node. Ranks that have the
 # same part of the weights share the batch.
 tensor = comm.split(comm.rank // args.tensor)
 data = comm.split(comm.rank % args.tensor)

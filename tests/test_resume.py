@@ -93,7 +93,7 @@ def test_killed_at_any_moment_other_ranks_train_on_each_sample_once(tmp_path):
 def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
     ended = launch(2, PROGRAMS / "saving.py", "killed", tmp_path)
     assert ended.status != 0
-    ended = run(2, PROGRAMS / "saving.py", "check,signalled", tmp_path)
+    ended = run(2, PROGRAMS / "saving.py", "check,signaled", tmp_path)
     assert ended.status == 0, ended.output
     assert "left is step 1 ['000001-step-1', 'latest', 'lock']" in ended.output
     assert ended.output.count("stopped at step 5") == 2

@@ -9,7 +9,7 @@ from tabulated import LOADERS, LOCAL, best_rate
 
 from benchmarks import plot as studies
 from mpiring.tools import plot
-from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars, picture
+from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars, picture
 from mpiring.tools.simulate import step_command
 
 _BAR_INCHES, _FRAME_INCHES = 0.29, 1.0
@@ -31,15 +31,15 @@ def short_calls(buffer):
 def bars(axes, entries):
     """Draw horizontal bars: of each its name, value, the text at its end, and whether it is ours.
 
-    Ours are blue, others grey.
+    Ours are blue, others gray.
     """
     names, values, texts, ours = zip(*entries)
-    colours = [COLOURS[0] if mine else GREY for mine in ours]
-    drawn_bars = axes.barh(range(len(names)), values, color=colours, height=0.7)
+    colors = [COLORS[0] if mine else GRAY for mine in ours]
+    drawn_bars = axes.barh(range(len(names)), values, color=colors, height=0.7)
     axes.bar_label(drawn_bars, texts, padding=4)
     name_bars(axes, names)
     for label, mine in zip(axes.get_yticklabels(), ours):
-        label.set_color(COLOURS[0] if mine else INK)
+        label.set_color(COLORS[0] if mine else INK)
     axes.margins(x=0.25)
 
 
@@ -59,7 +59,7 @@ def barred(entries, title, label, limit=None):
             bars(axes, found)
             axes.set_xlabel(label)
             if limit:
-                axes.axvline(limit, color=COLOURS[1], linestyle="--", linewidth=1.5)
+                axes.axvline(limit, color=COLORS[1], linestyle="--", linewidth=1.5)
 
     return draw
 

@@ -521,4 +521,4 @@ class Group:
                 f"or make a new one with mpiring.init()")
         if self._is_finalized():
             raise ClosedError(
-                f"rank {self.rank}: MPI is finalised; close() communicators before MPI.Finalize()")
+                f"rank {self.rank}: MPI is finalized; close() communicators before MPI.Finalize()")

@@ -32,7 +32,7 @@ def load_mpi() -> Any:
             f"mpi4py cannot load an MPI library ({exc}); load your cluster's MPI module, "
             f"or install one: pip install 'mpiring[mpich]'") from exc
     if MPI.Is_finalized():
-        raise ClosedError("MPI is finalised; make communicators before MPI.Finalize()")
+        raise ClosedError("MPI is finalized; make communicators before MPI.Finalize()")
     if not MPI.Is_initialized():
         MPI.Init_thread()
     forks.guard(MPI.Is_finalized)

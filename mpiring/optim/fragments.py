@@ -270,5 +270,5 @@ class Fragment:
             f"rank {self.comm.rank}: the model has diverged: what was sent at inner step "
             f"{self.since} holds NaN or Inf, of the weights of "
             f"{whose or 'no rank: differences overflow'}; the global parameters stay as they were. "
-            f"Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronise "
+            f"Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronize "
             f"more often")

@@ -120,7 +120,7 @@ class Outer:
         """
         if self._is_joined:
             raise ConfigError(f"rank {self.comm.rank}: synchronize() within join(), in which "
-                              f"others may have ended; the end of the block synchronises")
+                              f"others may have ended; the end of the block synchronizes")
         self._synchronize(is_training=True)
 
     def _synchronize(self, *, is_training: bool) -> None:

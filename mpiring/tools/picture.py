@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 # Pictures have no background. Each of these colors is visible on a white page and on a dark one.
 # Text has the same contrast to both, 4.3, which is the most there is. The first four are of Okabe
-# and Ito, which colour-blind readers can distinguish; there must be one for each contender.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#6A7FDB", "#8C6BB1",
-           "#A0522D", "#117733", "#C44E7B", "#7F7F00", "#00868B", "#AA4499", "#5B8C5A")
+# and Ito, which color-blind readers can distinguish; there must be one for each contender.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#6A7FDB", "#8C6BB1",
+          "#A0522D", "#117733", "#C44E7B", "#7F7F00", "#00868B", "#AA4499", "#5B8C5A")
 INK = "#797979"
-GREY = "#8C8C8C"
+GRAY = "#8C8C8C"
 _MARKERS = "osD^vPX<>hp*d8"
 INCHES = (7.2, 3.4)
 _DPI = 200
@@ -136,6 +136,6 @@ def name_bars(axes: "Axes", names: Sequence[str]) -> None:
 
 
 def curve_style(number: int) -> dict[str, Any]:
-    """Return colour and marker of a curve, by its number."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)],
+    """Return color and marker of a curve, by its number."""
+    return {"color": COLORS[number % len(COLORS)], "marker": _MARKERS[number % len(_MARKERS)],
             "markersize": 3.5}

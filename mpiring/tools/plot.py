@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..text import ranks_on_nodes
-from .picture import COLOURS, GREY, INCHES, INK, curve_style, name_bars, picture
+from .picture import COLORS, GRAY, INCHES, INK, curve_style, name_bars, picture
 from .table import Environment, Row
 from .units import size_text
 
@@ -138,12 +138,12 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     positions = range(len(rows))
     compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
     added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
-    axes[0].barh(positions, compute, color=GREY, label="compute alone")
-    axes[0].barh(positions, added, left=compute, color=COLOURS[1], label="added by communication")
+    axes[0].barh(positions, compute, color=GRAY, label="compute alone")
+    axes[0].barh(positions, added, left=compute, color=COLORS[1], label="added by communication")
     axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], positions,
                  "|", color=INK, markersize=12, label="compute + communication alone")
     axes[0].set_xlabel("time (ms, median)")
-    hidden = axes[1].barh(positions, [row["overlap_percent"] for row in rows], color=COLOURS[0])
+    hidden = axes[1].barh(positions, [row["overlap_percent"] for row in rows], color=COLORS[0])
     axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
     axes[1].set_xlim(0, 115)
     axes[1].set_xticks(range(0, 101, 20))
@@ -155,7 +155,7 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 def step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, with the scaling efficiency next to it."""
     bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
-        COLOURS[0] if "mpiring" in row["contender"] else GREY for row in rows])
+        COLORS[0] if "mpiring" in row["contender"] else GRAY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
     name_bars(axes[0], [row["contender"] for row in rows])
     axes[0].margins(x=0.2)

@@ -89,7 +89,7 @@ class ParameterWeights(LocalWeights):
         if isinstance(self._model, DataParallel) and self._model.shares_weights:
             raise ConfigError(
                 f"rank {self._comm.rank}: a Sharded optimizer with weights='node' keeps one copy "
-                f"of the weights, but synchronising writes into those of each rank; leave out "
+                f"of the weights, but synchronizing writes into those of each rank; leave out "
                 f"weights='node'")
         others = [name for name, p in self._module.named_parameters()
                   if p.requires_grad and name not in self._global]

@@ -32,7 +32,7 @@ def test_a_ring_leaves_each_node_once():
     assert uneven.bytes_between == dict.fromkeys(range(3), 2 * 5 * 4 * 1000 + header)
 
 
-def test_nodes_and_their_neighbours():
+def test_nodes_and_their_neighbors():
     nodes = ranks_of_nodes([0, 1, 0, 3, 1, 0], (0, 2, 5, 1, 4, 3))
     assert list(map(list, nodes)) == [[0, 2, 5], [1, 4], [3]]
     assert [neighbors(rank, nodes) for rank in range(6)] == [

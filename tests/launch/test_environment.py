@@ -40,7 +40,7 @@ RANK_ONLY = {"PALS", "ALPS", "PMIx"}
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_every_launcher_is_recognised(name):
+def test_every_launcher_is_recognized(name):
     environ = TOLD[name]
     size, source = launched_size(environ)
     assert size == (3 if name in RANK_ONLY else 4)

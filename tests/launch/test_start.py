@@ -110,7 +110,7 @@ def test_one_rank_can_be_meant():
     assert ended.stdout == "1 allreduce\n", ended.stderr
 
 
-def test_finalised_mpi_is_an_error_of_ours():
+def test_finalized_mpi_is_an_error_of_ours():
     ended = python(
         "-c", "import numpy, mpiring; from mpi4py import MPI\n"
         "comm = mpiring.init(); MPI.Finalize()\n"
@@ -118,7 +118,7 @@ def test_finalised_mpi_is_an_error_of_ours():
         "except mpiring.ClosedError as error: print(error)\n"
         "try: mpiring.init()\n"
         "except mpiring.ClosedError as error: print(error)")
-    assert ended.stdout.count("MPI is finalised") == 2, ended.stderr
+    assert ended.stdout.count("MPI is finalized") == 2, ended.stderr
     assert ended.returncode == 0
 
 

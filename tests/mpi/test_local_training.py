@@ -67,7 +67,7 @@ def test_any_reducer_and_bit_by_bit_from_a_checkpoint(apart, name):
     close(*results, 1e-3)
 
 
-def test_statistics_are_those_of_the_synchronisations(apart):
+def test_statistics_are_those_of_the_synchronizations(apart):
     for sharded in (False, True):
         params = model()
         outer = LocalSGD(params, apart, every=4, sharded=sharded)

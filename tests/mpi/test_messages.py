@@ -54,15 +54,15 @@ def test_messages_of_a_communicator(comm):
     for wrong in (-1, comm.size, 0.5):
         with pytest.raises(ConfigError, match=f"dest={wrong}: expected a whole number from 0"):
             messages.isend(np.empty(1), wrong)
-    neighbour, x = (comm.rank + 1) % comm.size, np.ones(1)
-    never = messages.irecv(x, neighbour, tag=9)
-    with pytest.raises(StallError, match=f"recv 8 bytes from {neighbour}, tag 9: Timed") as caught:
+    neighbor, x = (comm.rank + 1) % comm.size, np.ones(1)
+    never = messages.irecv(x, neighbor, tag=9)
+    with pytest.raises(StallError, match=f"recv 8 bytes from {neighbor}, tag 9: Timed") as caught:
         never.wait(0.2)
     if comm.size > 1:
-        assert f"\n  rank {neighbour} " in str(caught.value)
+        assert f"\n  rank {neighbor} " in str(caught.value)
     comm.barrier()
     messages.isend(np.ones(1), (comm.rank - 1) % comm.size, tag=9)
-    assert never.wait() == neighbour
+    assert never.wait() == neighbor
 
 
 def test_memory_groups(comm, apart):

@@ -127,7 +127,7 @@ REDUCERS = {"feedback": lambda: ErrorFeedback(Cast("bfloat16")), "int8": Int8,
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_all_reducers_leave_slices(apart, name):
-    """A sharded optimiser gets the means that others get, but for their rounding."""
+    """A sharded optimizer gets the means that others get, but for their rounding."""
     results = []
     for sharded in (False, True):
         dp = DataParallel(model(), apart, bucket_bytes=3000, reducer=REDUCERS[name]())

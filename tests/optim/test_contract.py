@@ -1,4 +1,4 @@
-"""Holds every optimiser to a plain text of its paper, on threads as ranks.
+"""Holds every optimizer to a plain text of its paper, on threads as ranks.
 
 Sharded or not, in float32 on 1 to 5 ranks, in float64 and 16 bits on fewer; by numba, whose bits
 are NumPy's; tensors of one element, without dimensions, of prime sizes, and larger than a bucket.

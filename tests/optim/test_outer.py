@@ -45,7 +45,7 @@ def take_step(params, step, rank):
 
 
 # Papers: the weights of all ranks after so many steps, the global ones, and those after a last
-# synchronisation; in float64.
+# synchronization; in float64.
 
 def local_sgd(size, steps, *, every, start=0):
     """Stich 2019, algorithm 1; post-local: Lin et al. 2020, equation 3."""

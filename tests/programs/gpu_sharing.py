@@ -17,7 +17,7 @@ device = cuda.device(0)
 memory = GpuMemory(device)
 n = 1 << 20
 for attempt in range(3):
-    # A small allocation besides: what is opened must be its own, not its neighbour's.
+    # A small allocation besides: what is opened must be its own, not its neighbor's.
     small, mine = device.allocate(100), memory.put(np.full(n, comm.rank + 1.0))
     raw = mine.view(np.uint8)
     handles = comm.allgather(device.gpu.export(raw))

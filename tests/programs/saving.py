@@ -51,7 +51,7 @@ def full(comm, checkpoints):
     assert left == ["000001-step-1", "000002-step-3", "latest", "lock"], left
 
 
-def signalled(comm, checkpoints):
+def signaled(comm, checkpoints):
     """The last rank gets a signal, in the midst of computing; all stop at the same step."""
     with Stopping(comm) as stopping:
         for step in range(1000):

@@ -706,7 +706,7 @@ def a_model_looks_like_its_module():
     # The first rank decides at the start.
     assert (module.weight == 1).all() and not module.running_mean.any()
     assert model.num_features == 6 and model.running_mean is module.running_mean
-    fails(lambda: model.colour, AttributeError, "colour")
+    fails(lambda: model.color, AttributeError, "color")
     state = {name: x + 1 for name, x in module.state_dict().items()}
     assert list(model.state_dict()) == list(state)
     model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Tests state per slice as an optimiser uses it: momenta on the slices of several ranks."""
+"""Tests state per slice as an optimizer uses it: momenta on the slices of several ranks."""
 
 import numpy as np
 import pytest

@@ -9,7 +9,7 @@ from mpiring.simulated.network import Lost, SimulatedNetwork
 
 
 def exchange(net, mine):
-    """Pass a number to the right, and return the left neighbour's."""
+    """Pass a number to the right, and return the left neighbor's."""
     got = np.zeros(1)
     yield (net.irecv(got, (net.rank - 1) % net.size),
            net.isend(np.array([float(mine)]), (net.rank + 1) % net.size))

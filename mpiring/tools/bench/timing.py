@@ -1,4 +1,4 @@
-"""Times calls, and summarises their seconds."""
+"""Times calls, and summarizes their seconds."""
 
 import contextlib
 import gc

@@ -29,7 +29,7 @@ from .world import World
 _BYTE_VALUES = 256
 TEXT_LENGTH = 64
 _LAYERS = 4
-_PIXELS, _COLOURS, _CLASSES = 32, 3, 10
+_PIXELS, _COLORS, _CLASSES = 32, 3, 10
 
 _LEARNING_RATE = 1e-3
 # With PyTorch's default, 1e-8, Adam would amplify the rounding errors of gradients that are zero
@@ -96,7 +96,7 @@ def perceptron(width: int) -> nn.Module:
 def convnet(width: int) -> nn.Module:
     """Return a convolutional network with BatchNorm, whose stages double the channels."""
     layers: list[nn.Module] = []
-    channels = _COLOURS
+    channels = _COLORS
     for stage in range(_LAYERS):
         for stride in (1 if stage == 0 else 2, 1):
             layers += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
@@ -121,14 +121,14 @@ def _texts(batch: int, dice: torch.Generator) -> Batch:
     return texts[:, :-1], texts[:, 1:]
 
 
-def _labelled(*shape: int) -> Callable[[int, torch.Generator], Batch]:
+def _labeled(*shape: int) -> Callable[[int, torch.Generator], Batch]:
     return lambda batch, dice: (torch.randn(batch, *shape, generator=dice),
                                 torch.randint(_CLASSES, (batch,), generator=dice))
 
 
 _KINDS = {
-    "mlp": _Kind(perceptron, 16, 256, _labelled(TEXT_LENGTH)),
-    "convnet": _Kind(convnet, 8, 4, _labelled(_COLOURS, _PIXELS, _PIXELS)),
+    "mlp": _Kind(perceptron, 16, 256, _labeled(TEXT_LENGTH)),
+    "convnet": _Kind(convnet, 8, 4, _labeled(_COLORS, _PIXELS, _PIXELS)),
     "transformer": _Kind(Transformer, 64, 4, _texts),
 }
 

@@ -258,8 +258,8 @@ def is_closed(ranks: Sequence[Rank]) -> bool:
     """
     readers = [rank for rank in ranks if rank.library.vendor == "MPICH"
                and rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO]
-    return any(len({(rank.container.processes, rank.container.users) for rank in neighbours}) > 1
-               for neighbours in grouped(readers, lambda rank: rank.node).values())
+    return any(len({(rank.container.processes, rank.container.users) for rank in neighbors}) > 1
+               for neighbors in grouped(readers, lambda rank: rank.node).values())
 
 
 @dataclass(frozen=True, kw_only=True)

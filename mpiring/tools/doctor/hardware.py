@@ -310,7 +310,7 @@ def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
 
 def gpus(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's GPUs, and how MPI and the network reach their memory."""
-    gpus, neighbours = rank.gpus, job.nodes()[rank.node]
+    gpus, neighbors = rank.gpus, job.nodes()[rank.node]
     visible = next((name for name in _VISIBLE if name in rank.variables), "")
     text = f"{gpus.count} of {gpus.kind}"
     text += f", driver {gpus.driver}" if gpus.driver else ""
@@ -321,12 +321,12 @@ def gpus(job: JobFacts, rank: Rank) -> Rows:
          "export MPICH_GPU_SUPPORT_ENABLED=0; in a container, let it see the GPUs: apptainer exec "
          "--nv (AMD: --rocm), docker run --gpus all"),
         (not gpus.kind, OK, "none"),
-        (len(neighbours) > gpus.count, WARNING, f"{text}, for {count(len(neighbours), 'rank')}",
+        (len(neighbors) > gpus.count, WARNING, f"{text}, for {count(len(neighbors), 'rank')}",
          f"start {count(gpus.count, 'rank')} on such a node"),
         (True, OK, text)])
     if gpus.kind:
         yield _gpu_aware(rank)
-        yield from _gpu_use(job, rank, neighbours)
+        yield from _gpu_use(job, rank, neighbors)
         yield from _gpu_direct(rank)
 
 
@@ -346,10 +346,10 @@ def _gpu_aware(rank: Rank) -> Finding | None:
          _AWARE.get(vendor, "use an MPI library built for these GPUs"))])
 
 
-def _gpu_use(job: JobFacts, rank: Rank, neighbours: Sequence[Rank]) -> Rows:
+def _gpu_use(job: JobFacts, rank: Rank, neighbors: Sequence[Rank]) -> Rows:
     """Judge what mpiring itself does with a rank's GPU."""
     gpus = rank.gpus
-    sharers = sum(other.gpus.address == gpus.address for other in neighbours)
+    sharers = sum(other.gpus.address == gpus.address for other in neighbors)
     text = f"{gpus.address}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.address
     yield check("mpiring's GPU", [
         # The problem names its remedy: to install CuPy, its compiler, or a driver.
@@ -362,7 +362,7 @@ def _gpu_use(job: JobFacts, rank: Rank, neighbours: Sequence[Rank]) -> Rows:
         (gpus.address, OK, text)])
     if gpus.problem or not gpus.address:
         return
-    if len(neighbours) > 1:
+    if len(neighbors) > 1:
         yield check("GPU memory within a node", [
             (gpus.unshared, NOTE,
              f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",

@@ -19,7 +19,7 @@ _LOOK_S = 1e-3
 
 
 def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the pairs measured at a time: two ranks of each node, then of neighbouring nodes.
+    """Return the pairs measured at a time: two ranks of each node, then of neighboring nodes.
 
     Args:
         leaders: Lowest rank on the node of every rank.
@@ -27,8 +27,8 @@ def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     nodes = {leader: [rank for rank, other in enumerate(leaders) if other == leader]
              for leader in sorted(set(leaders))}
     inside = [(ranks[0], ranks[1]) for ranks in nodes.values() if len(ranks) > 1]
-    neighbours = list(zip(list(nodes), list(nodes)[1:]))
-    return [pairs for pairs in (inside, neighbours[::2], neighbours[1::2]) if pairs]
+    neighbors = list(zip(list(nodes), list(nodes)[1:]))
+    return [pairs for pairs in (inside, neighbors[::2], neighbors[1::2]) if pairs]
 
 
 def measured(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:

@@ -70,8 +70,8 @@ def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
 def where(ranks: Sequence[int], job: JobFacts) -> str:
     """Return "ranks 4-7 on n2"; "" for the job as a whole."""
     names, chosen = job.node_names(), set(ranks)
-    parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbours in job.nodes().items()
-             if (numbers := [rank.rank for rank in neighbours if rank.rank in chosen])]
+    parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbors in job.nodes().items()
+             if (numbers := [rank.rank for rank in neighbors if rank.rank in chosen])]
     more = len(parts) - _MOST_HOSTS
     return ", ".join(parts[:_MOST_HOSTS]) + (f" and {more} more nodes" if more > 0 else "")
 

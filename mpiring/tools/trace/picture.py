@@ -27,7 +27,7 @@ _HEIGHT = 0.8
 # A bar shows its name where it has this share of the picture for each letter.
 _LETTER = 0.011
 
-# Beginning and end in microseconds, colour, and text.
+# Beginning and end in microseconds, color, and text.
 _Bar = tuple[float, float, str, str]
 
 
@@ -53,17 +53,17 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
         _draw_budgets(above, budgets)
         _draw_rows(below, [rows for _, rows in drawn], min(step.began for step, _ in drawn),
                    max(step.ended for step, _ in drawn))
-        below.set_title(f"step {number}: dark grey: gradients become ready; below: operations "
+        below.set_title(f"step {number}: dark gray: gradients become ready; below: operations "
                         f"under way", loc="left")
 
 
 def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
     """Draw how the time of a step is spent on each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
-    for label, colour, part in _PARTS:
+    for label, color, part in _PARTS:
         values = [part(budget) for budget in budgets.values()]
-        if any(values) or colour != _DATA:
-            axes.barh(rows, values, left=left, color=colour, label=label, height=_HEIGHT)
+        if any(values) or color != _DATA:
+            axes.barh(rows, values, left=left, color=color, label=label, height=_HEIGHT)
             left = [sum(pair) for pair in zip(left, values)]
     name_bars(axes, [f"rank {rank}" for rank in budgets])
     axes.set_xlabel("time of a step (ms, mean)")
@@ -75,13 +75,13 @@ def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
     def in_step(span: Sequence[Any]) -> bool:
         return bool(span[0] < step.ended and span[1] > step.began)
 
-    # Later colours cover earlier ones.
+    # Later colors cover earlier ones.
     spans = {_COMPUTE: [(step.began, step.ended)], _READY: activity.ready, _DATA: activity.data,
              _EXPOSED: union(wait[:2] for wait in activity.waits),
              _IDLE: union(idle_part(wait, last_called) for wait in activity.waits)}
     yield f"rank {activity.rank}: program", [
-        (*span, colour, "") for colour, of_colour in spans.items() for span in filter(
-            in_step, of_colour)]
+        (*span, color, "") for color, of_color in spans.items() for span in filter(
+            in_step, of_color)]
     operations = list(filter(in_step, activity.operations))
     for lane in sorted({operation.lane for operation in operations}):
         yield f"operations {lane + 1}", [
@@ -96,9 +96,9 @@ def _draw_rows(axes: "Axes", ranks: Sequence[Sequence[tuple[str, list[_Bar]]]], 
     names: list[str] = []
     for rows in ranks:
         for name, bars in rows:
-            began, ended, colours, texts = zip(*bars)
+            began, ended, colors, texts = zip(*bars)
             axes.barh([len(names)] * len(bars), [(end - at) / 1e3 for at, end in zip(began, ended)],
-                      left=[(at - zero) / 1e3 for at in began], color=colours, height=_HEIGHT)
+                      left=[(at - zero) / 1e3 for at in began], color=colors, height=_HEIGHT)
             for at, end, text in zip(began, ended, texts):
                 if 0 < len(text) * _LETTER < (end - at) / (last - zero):
                     axes.text(((at + end) / 2 - zero) / 1e3, len(names), text, ha="center",

@@ -257,7 +257,7 @@ def test_what_a_picture_shows():
     *curves, limit = time.get_lines()
     assert {line.get_label() for line in curves} == set(names)
     looks = {(line.get_color(), line.get_marker()) for line in curves}
-    assert len(looks) == len({colour for colour, _ in looks}) == len(names)
+    assert len(looks) == len({color for color, _ in looks}) == len(names)
     labels = [label.get_text() for label in time.get_xticklabels()]
     assert labels == ["8 MiB", "128 KiB", "512 B", "8 B"]
     assert list(limit.get_xdata()) == [1 << 20] and list(limit.get_ydata()) == [500]

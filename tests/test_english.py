@@ -1,0 +1,58 @@
+"""Tests that pages, docstrings, comments and help keep the rules of English; lists what does not."""
+
+import english
+import pytest
+
+# Of each rule a text that breaks it, and one that does not.
+SAMPLES = {
+    "Clauses": ("What ranks call is compared.", "What is a rank? A process."),
+    "Colons": ("One: two; three.", "One: two, three."),
+    "Ends": ("It does that, too.", "It also does that; two things."),
+    "Headings": ("# What to mind", "# Limitations"),
+    "Length": (31 * "word " + ".", 30 * "word " + "."),
+    "Possessives": ("An optimizer of PyTorch's.", "The size of PyTorch's wheel."),
+    "Words": ("They go on beside the file that lies in a folder.", "`beside` is code."),
+}
+
+
+@pytest.mark.parametrize("rule", english.rules(), ids=lambda rule: rule.name)
+def test_a_rule_tells_bad_from_good(rule):
+    bad, good = ([*map(rule.breaks, english.of_page(text))] for text in SAMPLES[rule.name])
+    assert all(next(each, None) for each in bad)
+    assert not any(next(each, None) for each in good)
+
+
+def test_all_texts_of_a_module_are_read(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text('''"""Where it begins."""
+
+import argparse
+
+# What a comment
+# says.
+parser = argparse.ArgumentParser(description="whoever")
+parser.add_argument("--x", help="of one"
+                    " bucket")
+
+
+def f(x):
+    """Do it.
+
+    Args:
+        x: Of the caller; bytes
+            or words.
+
+    An example:
+
+        x = "Where code is, all may be."
+    """
+''')
+    assert [(line, name) for line, name, _ in english.breaks(path)] == [
+        (1, "Clauses"), (13, "Entries"), (7, "Words"), (8, "Entries"), (5, "Clauses")]
+
+
+def test_no_text_breaks_a_rule():
+    rules = english.rules()
+    broken = [f"{path.relative_to(english.ROOT)}:{line}: {name}: {remedy}"
+              for path in english.files([]) for line, name, remedy in english.breaks(path, rules)]
+    assert not broken, f"{len(broken)} texts:\n" + "\n".join(broken)
