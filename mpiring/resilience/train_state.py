@@ -255,8 +255,9 @@ class TrainState:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.__exit__(kind, error, trace)
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.__exit__(kind, error, trace)
 
 
 def _refuse_local_training(parts: Mapping[str, Any]) -> None:

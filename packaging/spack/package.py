@@ -34,7 +34,9 @@ class PyMpiring(PythonPackage):
             depends_on("py-torch@2.10:")
             depends_on("py-ml-dtypes")
 
-        depends_on("py-numba@0.61:", when="+fast")
+        with when("+fast"):
+            depends_on("py-numba@0.61:")
+            depends_on("py-xxhash@3.0:")
 
         with when("+examples"):
             depends_on("py-ml-dtypes")

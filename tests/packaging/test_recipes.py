@@ -14,7 +14,7 @@ FOLDER = ROOT / "packaging"
 CONDA, SPACK = FOLDER / "conda" / "recipe.yaml", FOLDER / "spack" / "package.py"
 IMAGES = [FOLDER / "Dockerfile", FOLDER / "mpiring.def"]
 # What conda calls otherwise than setup.cfg does.
-NAMES = {"pytorch": "torch"}
+NAMES = {"pytorch": "torch", "python-xxhash": "xxhash"}
 
 
 def setup_cfg():
