@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
 import posixpath
 import re
@@ -152,6 +153,17 @@ def with_defaults(app, what, name, obj, options, signature, returned):
     return None
 
 
+def source_of(app, module, name):
+    """Return the module that defines a public class: its `__module__` may be the public one."""
+    name = name.partition(".")[0]
+    item = getattr(importlib.import_module(module), name)
+    for each in list(sys.modules.values()) if isinstance(item, type) else ():
+        is_here = getattr(each, "__dict__", {}).get(name) is item
+        if is_here and f"\nclass {name}" in inspect.getsource(each):
+            return each.__name__
+    return None
+
+
 def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", class_pages.write_pages)
@@ -161,4 +173,5 @@ def setup(app):
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-docstring", with_code_blocks, priority=400)
     app.connect("autodoc-process-signature", with_defaults)
+    app.connect("viewcode-follow-imported", source_of)
     app.connect("autodoc-process-signature", with_short_types, priority=400)
