@@ -1,4 +1,4 @@
-"""Tests that pages, docstrings, comments and help keep the rules of English; lists what does not."""
+"""Tests that pages, docstrings, comments and help keep the rules of English, and lists breaks."""
 
 import english
 import pytest
