@@ -33,6 +33,12 @@ def pytest_configure(config):
     """Let jobs react to signals, however the tests were started."""
     default_signals()
     contract.full = config.getoption("--full")
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        # A busy machine is no reason to fail.
+        from hypothesis import HealthCheck, settings
+        settings.register_profile("patient", deadline=None,
+                                  suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("patient")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -129,7 +129,8 @@ class LocalSGD(outer.PeriodicAveraging):
         model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two averages, from 1.
+        every: Number of inner steps between two averages, from 1. `sync_every`, the name in
+            torchft, is also accepted.
         start: Number of first steps after each of which models are averaged ("post-local SGD").
         reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
         sharded: If true, each rank updates only its slices of the global parameters, and gathers
@@ -162,6 +163,9 @@ class DiLoCo(outer.StreamingDiLoCo):
     optimizer will do (AdamW in the paper); its state remains local to the rank. Buffers (BatchNorm
     statistics) are copied from rank 0 at the start and with the last fragment. Frozen parameters
     are broadcast at the start only.
+
+    The names of arguments in torchft, `sync_every`, `fragment_sync_delay` and
+    `fragment_update_alpha`, are also accepted.
 
     Args:
         model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
