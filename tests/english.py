@@ -43,6 +43,8 @@ class Rule:
         flags = re.IGNORECASE if rule.get("ignorecase") else 0
         self.remedies = [(re.compile(form.format(pattern), flags), remedy)
                          for pattern, remedy in swap.items()]
+        # Most sentences break none, which a single search finds out.
+        self.any = re.compile(form.format("|".join(f"(?:{pattern})" for pattern in swap)), flags)
 
     def breaks(self, text):
         """Yield what to do about each place in a Text that breaks the rule."""
@@ -51,7 +53,7 @@ class Rule:
         if self.scope == "sentence" and text.scope == "cell":
             return
         for part in sentences(text.text) if self.scope == "sentence" else [text.text]:
-            for pattern, remedy in self.remedies:
+            for pattern, remedy in self.remedies if self.any.search(part) else ():
                 hits = [hit.group() for hit in pattern.finditer(part)]
                 if self.most is None:
                     for hit in hits:

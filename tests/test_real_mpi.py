@@ -31,9 +31,9 @@ def test_real_mpi(ranks, machine_code):
 
 
 @pytest.mark.parametrize(("ranks", "selected"), [
-    pytest.param(3, (), marks=pytest.mark.any_mpi),
+    pytest.param(2, (), marks=pytest.mark.any_mpi),
     # Also under Open MPI: what differs by the number of ranks, and by the MPI, costs little.
-    (2, ("-k", "training_is_that or goes_on_anywhere"))])
+    (3, ("-k", "training_is_that or goes_on_anywhere"))])
 def test_with_pytorch(ranks, selected):
     passes(ranks, *WITH_TORCH, *selected)
 

@@ -82,11 +82,12 @@ def steps(key="over_compute"):
         found = []
         for row in result.rows:
             name = STEP_NAMES.get(row["contender"], row["contender"]).replace("`", "")
+            value = (measured.over(result.rows, row, contender=ALONE)[0]
+                     if key == "over_compute" else row[key])
             text = (f"{row['median_ms']:.0f} ms" if row["contender"] == ALONE else
-                    f"{row[key]:.1f}" if key == "node_bytes_per_parameter" else
-                    f"× {row[key]:.2f}")
-            if row[key] == row[key]:
-                found.append((name, row[key], text, "mpiring" in row["contender"]))
+                    f"{value:.1f}" if key == "node_bytes_per_parameter" else f"× {value:.2f}")
+            if value == value:
+                found.append((name, value, text, "mpiring" in row["contender"]))
         return found
 
     return entries
@@ -155,8 +156,10 @@ def memory(*results):
 
 def reducers(result):
     """Return steps with each Reducer."""
-    return [(row["reducer"], row["over_alone"], f"{row['median_ms']:.0f} ms"
-             if row["reducer"] == "alone" else f"× {row['over_alone']:.2f}",
+    ratios = {row["reducer"]: measured.over(result.rows, row, reducer="alone")[0]
+              for row in result.rows}
+    return [(row["reducer"], ratios[row["reducer"]], f"{row['median_ms']:.0f} ms"
+             if row["reducer"] == "alone" else f"× {ratios[row['reducer']]:.2f}",
              row["reducer"] not in ("alone", "dense")) for row in result.rows]
 
 

@@ -42,7 +42,7 @@ def _figure(page, name, results, alt, table, draw):
     return Figure(name, f"{page}.md", tuple(results.split()), alt, table, draw)
 
 
-_TRAINING = "training step / compute alone, median over rounds"
+_TRAINING = "training step / compute alone"
 FIGURES = [
     Figure("speed", "", ("steps_2", "allreduce_2"), "", None, drawn.speed,
            HERE.parent / "pictures"),
@@ -75,18 +75,15 @@ FIGURES = [
            "Allreduce between hosts over the limit of the links, with Horovod"))),
 
     _figure("training_steps", "steps_node", "steps_2", "Training steps on one node over compute",
-            tabulated.step_table(
-                "step, ms (median)", "/ compute (median of ratios)", "/ Gloo (median of ratios)",
-                "extra, MiB"),
+            tabulated.step_table("step, ms", "/ compute", "/ Gloo", "extra, MiB"),
             drawn.barred(drawn.steps(), "transformer of 12.9 M parameters, 2 ranks on one node",
                          _TRAINING)),
     _figure("training_steps", "steps_models", "steps_models_2",
             "Training steps of three models over compute", tabulated.models, drawn.models),
     _figure("training_steps", "steps_hosts", "steps_hosts_2",
             "Training steps between two hosts over the bound",
-            tabulated.step_table(
-                "step, ms (median)", "/ compute (median of ratios)", "/ bound",
-                "/ Gloo (median of ratios)", "hidden, %", "extra, MiB"),
+            tabulated.step_table("step, ms", "/ compute", "/ bound", "/ Gloo", "hidden, %",
+                                 "extra, MiB"),
             drawn.barred(drawn.steps("over_bound"),
                          "transformer of 12.9 M parameters, 2 hosts, 1 Gbit/s",
                          "training step / max(compute, time of the bytes on a link)", 1)),

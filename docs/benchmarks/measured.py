@@ -81,3 +81,25 @@ def hosts_of(about):
     """Return hosts × ranks, and that ranks are dealt out where they are."""
     dealt = ", dealt" if "round-robin" in about["lab"] else ""
     return f"{about['nodes']} × {about['ranks'] // about['nodes']}{dealt}"
+
+
+def over(rows, row, **of):
+    """Return the median of a row over that of another row, with its interval where it is known.
+
+    Args:
+        rows: All rows of a result.
+        row: The row.
+        of: Key of the other row and its value, as in `contender="Horovod"`; both rows have the
+            same model.
+
+    Returns:
+        The ratio, and the ends of its 95 % interval; None if the other row is missing.
+    """
+    (key, value), = of.items()
+    for other in rows:
+        if other[key] == value and other.get("model") == row.get("model"):
+            name = {ALONE: "over_compute", "dense": "over_dense", "alone": "over_alone"}.get(
+                value, "over_gloo")
+            return (row["median_ms"] / other["median_ms"],
+                    row.get(f"{name}_low"), row.get(f"{name}_high"))
+    return None

@@ -4,7 +4,7 @@ import statistics
 
 import measured
 from measured import (
-    ALONE, CONTENDERS, MPI, NARROW, OURS, PARALLEL, PERSISTENT, STEP_NAMES, allreduces,
+    ALONE, CONTENDERS, GLOO, MPI, NARROW, OURS, PARALLEL, PERSISTENT, STEP_NAMES, allreduces,
     at_best_level, by_size, case_of, hosts_of,
 )
 
@@ -30,6 +30,17 @@ def quotient(value):
     """Return a ratio with two digits behind the point, or three digits in all."""
     return "-" if value is None or value != value else f"{value:.2f}" if value < 10 else \
         significant(value, 2)
+
+
+def ratio(found):
+    """Return a ratio of `measured.over`, in italics if its interval includes 1."""
+    if found is None:
+        return "-"
+    value, low, high = found
+    if low is None or low == high:
+        return quotient(value)
+    text = f"{quotient(value)} ({quotient(low)} to {quotient(high)})"
+    return f"*{text}*" if low <= 1 <= high else text
 
 
 def allreduces_on_node(buffer):
@@ -104,19 +115,24 @@ def latency_table(buffer):
 def step_table(*titles):
     """Return a table of training steps, with chosen columns."""
     columns = {
-        "step, ms (median)": lambda row: number(row["median_ms"]),
-        "/ compute (median of ratios)": lambda row: quotient(row["over_compute"]),
-        "/ Gloo (median of ratios)": lambda row: quotient(row["over_gloo"]),
+        "step, ms": lambda row: number(row["median_ms"]),
         "/ bound": lambda row: quotient(row["over_bound"]),
         "hidden, %": lambda row: number(row["hidden_percent"], 2),
         "extra, MiB": lambda row: number(row["extra_MiB"], 2),
         "bytes per parameter": lambda row: number(row["node_bytes_per_parameter"]),
         "formula": lambda row: number(row["formula_bytes_per_parameter"])}
 
+    others = {"/ compute": ALONE, "/ Gloo": GLOO}
+
+    def cell(rows, row, title):
+        if title in others:
+            return ratio(measured.over(rows, row, contender=others[title]))
+        return columns[title](row)
+
     def table(result):
         return markdown(["", *titles], [
             [STEP_NAMES.get(row["contender"], row["contender"]),
-             *(columns[title](row) for title in titles)] for row in result.rows])
+             *(cell(result.rows, row, title) for title in titles)] for row in result.rows])
 
     return table
 
@@ -125,12 +141,13 @@ def models(result):
     """Return a table of each model's steps over its compute."""
     found = {(row["model"], row["contender"]): row for row in result.rows}
     names = dict.fromkeys(model for model, _ in found)
-    head = ["step / compute (median of ratios)", *(
+    head = ["step / compute", *(
         f"{name}, {found[name, ALONE]['parameters'] / 1e6:.1f} M" for name in names)]
     return markdown(head, [
         ["compute alone, ms", *(number(found[name, ALONE]["median_ms"]) for name in names)],
-        *([STEP_NAMES[contender], *(quotient(found[name, contender]["over_compute"])
-                                    for name in names)]
+        *([STEP_NAMES[contender],
+           *(ratio(measured.over(result.rows, found[name, contender], contender=ALONE))
+             for name in names)]
           for contender in dict.fromkeys(contender for _, contender in found)
           if contender != ALONE)])
 
@@ -157,8 +174,8 @@ def sixteen_bits(result):
 def sharded(result):
     """Return a table of steps, and of memory with its formula."""
     bound = any(row["over_bound"] == row["over_bound"] for row in result.rows)
-    return step_table("step, ms (median)", "/ compute (median of ratios)", *["/ bound"] * bound,
-                      "/ Gloo (median of ratios)", "bytes per parameter", "formula")(result)
+    return step_table("step, ms", "/ compute", *["/ bound"] * bound, "/ Gloo",
+                      "bytes per parameter", "formula")(result)
 
 
 def memory(*results):
@@ -177,10 +194,11 @@ def memory(*results):
 def reducers(result):
     """Return a table of steps with each Reducer."""
     return markdown(
-        ["", "step, ms (median)", "/ dense (median of ratios)", "/ alone (median of ratios)",
-         "compressed", "on wire", "encode, ms", "wire, ms", "decode, ms"],
-        [[f"`{row['reducer']}`", number(row["median_ms"]), quotient(row["over_dense"]),
-          quotient(row["over_alone"]), number(row["compression_ratio"]),
+        ["", "step, ms", "/ dense", "/ alone", "compressed", "on wire", "encode, ms", "wire, ms",
+         "decode, ms"],
+        [[f"`{row['reducer']}`", number(row["median_ms"]),
+          *(ratio(measured.over(result.rows, row, reducer=other)) for other in ("dense", "alone")),
+          number(row["compression_ratio"]),
           number(row["wire_ratio"]),
           *("-" if row["reducer"] in ("alone", "dense") else number(row[f"{key}_ms"], 2)
             for key in ("encode", "wire", "decode"))] for row in result.rows])
