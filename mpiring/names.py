@@ -111,7 +111,7 @@ def publish(package: str) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return known names in the order of their likeness to a name that is not among them."""
-    return sorted(known, key=lambda one: -difflib.SequenceMatcher(None, name, one).ratio())
+    return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
 
 
 def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = None,

@@ -128,7 +128,7 @@ class JobEnder:
             # Another rank reports, and ends the job meanwhile.
             time.sleep(_QUIET_S + self.turn % _TURNS * _TURN_S)
         if is_due:
-            self.end(error, _told(error))
+            self.end(error, _traceback_of(error))
         else:
             line = str(error).partition("\n")[0][:_LINE]
             self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
@@ -170,34 +170,34 @@ class JobEnder:
         return f"{report}\n{end}" if report else end
 
 
-def _told(error: BaseException) -> str:
+def _traceback_of(error: BaseException) -> str:
     """Return the traceback of an error.
 
     Errors of mpiring say what is wrong. Their tracebacks, and that of Ctrl-C, have the frames of
     the program only.
     """
-    told = traceback.TracebackException.from_exception(error, compact=True)
+    summary = traceback.TracebackException.from_exception(error, compact=True)
     remark = ""
     if isinstance(error, _COMMON):
-        whole = told.stack
-        _leave_out_frames(told)
-        if not told.stack and threading.current_thread() is not threading.main_thread():
+        all_frames = summary.stack
+        _leave_out_frames(summary)
+        if not summary.stack and threading.current_thread() is not threading.main_thread():
             remark = "An operation in the background failed. The main thread is here:\n"
             main = sys._current_frames()[threading.main_thread().ident or 0]
-            told.stack = _of_program(traceback.extract_stack(main))
-        told.stack = told.stack or whole
-    return remark + "".join(told.format())
+            summary.stack = _of_program(traceback.extract_stack(main))
+        summary.stack = summary.stack or all_frames
+    return remark + "".join(summary.format())
 
 
-def _leave_out_frames(told: traceback.TracebackException) -> None:
+def _leave_out_frames(summary: traceback.TracebackException) -> None:
     """Remove the frames of mpiring, also of the causes, and the causes that have no others."""
-    told.stack = _of_program(told.stack)
+    summary.stack = _of_program(summary.stack)
     for name in ("__cause__", "__context__"):
-        cause = getattr(told, name)
+        cause = getattr(summary, name)
         if cause is not None:
             _leave_out_frames(cause)
             if not cause.stack:
-                setattr(told, name, None)
+                setattr(summary, name, None)
 
 
 def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:

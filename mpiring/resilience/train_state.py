@@ -331,10 +331,10 @@ class _Arrays:
     def load_state_dict(self, state: Any) -> None:
         present, saved = dict(leaves(self._tree)), dict(leaves(state))
         for path in {**present, **saved}:
-            here, there = (_described(its, path) for its in (present, saved))
-            if here != there:
-                raise ConfigError(f"{self._text(path)} is {there} in the state, but {here} here; "
-                                  f"make what was saved")
+            expected, given = (_described(its, path) for its in (present, saved))
+            if given != expected:
+                raise ConfigError(f"{self._text(path)} is {given} in the state, but {expected} "
+                                  f"here; make what was saved")
         for path, value in saved.items():
             if _is_array(present[path]):
                 present[path][...] = value

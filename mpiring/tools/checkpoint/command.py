@@ -60,14 +60,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = checkpoints(options.folder)
+    listed = checkpoints(options.folder)
     print(table.head(_CHECKPOINTS))
-    for each in found:
+    for each in listed:
         print(table.line({
             "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
             "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
             "megabytes": each.nbytes / 1e6 if each.manifest else None}, _CHECKPOINTS))
-    if any(each.is_damaged for each in found):
+    if any(each.is_damaged for each in listed):
         print(f"\nmpiring checkpoint verify {options.folder} names what is damaged")
     return 0
 
@@ -112,12 +112,12 @@ def _verify(options: argparse.Namespace) -> int:
     """Print a line for each checkpoint and each damaged file; return 1 if there is one."""
     if options.folder.is_file():
         return _verify_file(options.folder)
-    found = [each for each in checkpoints(options.folder) if each.step is not None
-             and options.step in (None, each.step)]
-    if not found:
+    matching = [each for each in checkpoints(options.folder) if each.step is not None
+                and options.step in (None, each.step)]
+    if not matching:
         chosen(options.folder, options.step)
     is_damaged = False
-    for each in found:
+    for each in matching:
         problems = list(damaged_files(each)) if each.manifest else [each.state.partition(": ")[2]]
         is_damaged |= bool(problems)
         for problem in problems:

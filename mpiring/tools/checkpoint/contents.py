@@ -98,12 +98,12 @@ def chosen(folder: Path, step: int | None) -> Checkpoint:
     Raises:
         CheckpointError: There is none.
     """
-    found = [each for each in checkpoints(folder) if each.manifest
-             and (each.state.startswith("complete") if step is None else each.step == step)]
-    if not found:
+    matching = [each for each in checkpoints(folder) if each.manifest
+                and (each.state.startswith("complete") if step is None else each.step == step)]
+    if not matching:
         raise CheckpointError(f"{folder} holds no checkpoint" + (
             f" of step {step}" if step is not None else ""))
-    return found[-1]
+    return matching[-1]
 
 
 def damaged_files(checkpoint: Checkpoint) -> Iterator[str]:
