@@ -49,7 +49,7 @@ def test_every_block_is_seen(page):
                         r"(python|py|pycon|sh|bash|shell|console|zsh|diff)\b",
                         page.read_text(), re.MULTILINE | re.IGNORECASE)
     seen = re.findall(r"^```(?:python|sh|diff)$", page.read_text(), re.MULTILINE)
-    assert len(fences) == len(seen), "a block of code is not run: see tests/pages.py"
+    assert len(fences) == len(seen), "a block of code is not run: see tests/helpers/pages.py"
 
 
 @pytest.mark.parametrize("page", pages.PAGES[1:], ids=lambda page: page.name)

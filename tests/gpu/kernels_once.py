@@ -7,7 +7,7 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2])]
 
 import kernel_cases as cases  # noqa: E402
 from gpu_memory import GpuMemory  # noqa: E402

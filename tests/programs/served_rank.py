@@ -1,4 +1,4 @@
-"""One rank of a job that runs programs one after the other; started by tests/jobs.py.
+"""One rank of a job that runs programs one after the other; started by tests/helpers/jobs.py.
 
     mpiexec -n 2 python tests/programs/served_rank.py SOCKET
 

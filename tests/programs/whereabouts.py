@@ -43,7 +43,7 @@ def _undo():
 
 
 def _simulate():
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
     import simulated_accelerator
     import simulated_gpu
     without_compiling()

@@ -73,7 +73,7 @@ with Stopping(ThreadComm(0, Meeting(1))) as stop:
 
 
 def test_the_second_signal_ends_the_process():
-    path = os.pathsep.join([str(ROOT / "tests"), environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(ROOT / "tests" / "helpers"), environment()["PYTHONPATH"]])
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True,
                           env=environment(PYTHONPATH=path)) as job:
         assert job.stdout.readline() == "ready\n"

@@ -1,7 +1,7 @@
 """Compares what autotune chooses, from bad first settings, with the best of a grid of settings.
 
-    mpirun -n 2 python tests/autotune_grid.py
-    python -m mpiring lab run --hosts 2 -- python tests/autotune_grid.py
+    mpirun -n 2 python tests/helpers/autotune_grid.py
+    python -m mpiring lab run --hosts 2 -- python tests/helpers/autotune_grid.py
 
 By hand, on a quiet machine. It tunes a transformer twice, from buckets of 1 and of 200 MB, takes a
 few steps with each setting of a grid, and then measures the best of the grid, the first settings

@@ -1,6 +1,6 @@
 """Lists the sentences of pages and modules that break the rules of English in docs/styles.
 
-`python tests/english.py [PATH ...]` prints file, line, rule and remedy, and how many there are. The
+`python tests/helpers/english.py [PATH ...]` prints file, line, rule, remedy, and their number. The
 rules are files of Vale (https://vale.sh), which reads pages only; this also reads docstrings,
 comments and the help of options.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STYLES = ROOT / "docs" / "styles" / "mpiring"
 # "On the host: …" explains a value; "Number of …" names it.
 _ENTRY = re.compile(r"(?i)(?:about|after|as|at|before|between|beyond|by|for|from|how|in|of|on|over"

@@ -1,6 +1,6 @@
 """Kills ranks of training jobs at random moments, and counts how many jobs go on, and how soon.
 
-    python tests/elastic_campaign.py --kills 100
+    python tests/helpers/elastic_campaign.py --kills 100
 
 needs an Open MPI whose mpirun knows `--with-ft ulfm`. By hand: it takes some minutes.
 """

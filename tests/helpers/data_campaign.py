@@ -1,6 +1,6 @@
 """Kills trainings at random moments, lets other numbers of ranks go on, and counts every sample.
 
-    python tests/data_campaign.py --kills 20
+    python tests/helpers/data_campaign.py --kills 20
 
 By hand: it takes some minutes, and torchdata for one of the sources.
 """

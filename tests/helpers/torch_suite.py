@@ -1,8 +1,8 @@
 """Runs PyTorch's own tests of torch.distributed over the back end: those that Gloo passes.
 
     pip install expecttest
-    python tests/torch_suite.py                       # all of them; a quarter of an hour
-    python tests/torch_suite.py test_broadcast_group  # these
+    python tests/helpers/torch_suite.py                       # all of them; a quarter of an hour
+    python tests/helpers/torch_suite.py test_broadcast_group  # these
 
 PyTorch's wheel has them: torch.testing._internal.distributed.distributed_test. Each runs on 3
 ranks: over Gloo in processes of its own and, where it passes there, over mpiring in a job of its

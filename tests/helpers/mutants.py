@@ -1,6 +1,6 @@
 """Puts mistakes into a copy of the package, one at a time, and checks that tests notice each.
 
-    python tests/mutants.py [WORD …]
+    python tests/helpers/mutants.py [WORD …]
 
 By hand, before and after changes to the tests; words select mutants by file or text. A mutant is
 noticed if the tests named for it fail within a minute. Those that need ranks run under mpiexec.

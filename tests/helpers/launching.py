@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # How late anything may be. A job that should end by itself, soon, does so within SOON_S, also where
 # other programs keep every core busy; nothing else ends it before stall_timeout_s, 600 s. One that
 # lasts for HANG_S hangs.
