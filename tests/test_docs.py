@@ -11,8 +11,8 @@ import runpy
 
 import pages
 import pytest
+from interface import MODULES, declared
 from launching import ROOT, installed
-from test_public_api import MODULES, declared
 
 from mpiring import Config
 from mpiring.__main__ import parse

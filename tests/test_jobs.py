@@ -5,7 +5,7 @@ import time
 
 import pytest
 from jobs import run
-from launching import SOON_S
+from launching import SOON_S, installed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -50,6 +50,7 @@ def shown(tmp_path):
 
 
 def test_what_a_program_changes_is_undone(tmp_path):
+    installed("torch")
     before, random = shown(tmp_path)
     assert before["folder"] == str(tmp_path) and before["words"] == ["-c", "a word"]
     ended = run(1, "-c", CHANGES)

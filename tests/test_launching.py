@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from launching import HANG_S, ROOT
 
@@ -32,6 +31,6 @@ for number in {[*map(int, INHERITED)]}:
 
 def test_jobs_can_be_signalled_however_the_tests_were_started():
     told = subprocess.run(
-        [sys.executable, "-c", OUTER, INNER, Path(__file__).parent], cwd=ROOT, text=True,
+        [sys.executable, "-c", OUTER, INNER, ROOT / "tests" / "helpers"], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_S)
     assert told.stdout.split() == [str(-number) for number in INHERITED], told.stderr

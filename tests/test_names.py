@@ -7,7 +7,7 @@ import re
 from typing import get_args
 
 import pytest
-from test_public_api import MODULES
+from interface import MODULES
 
 import mpiring
 from mpiring import names

@@ -1,7 +1,7 @@
 """Runs tests/mpi under mpiexec, once per number of ranks; 3 catches what powers of two hide."""
 
 import pytest
-from launching import HANG_S, ROOT, launch
+from launching import HANG_S, ROOT, installed, launch
 
 pytestmark = pytest.mark.launch
 
@@ -35,6 +35,7 @@ def test_real_mpi(ranks, machine_code):
     # Also under Open MPI: what differs by the number of ranks, and by the MPI, costs little.
     (3, ("-k", "training_is_that or goes_on_anywhere"))])
 def test_with_pytorch(ranks, selected):
+    installed("torch")
     passes(ranks, *WITH_TORCH, *selected)
 
 
