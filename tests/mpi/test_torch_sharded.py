@@ -653,7 +653,7 @@ def test_mistakes_are_explained(comm):
             (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
              "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
             (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
-             mpiring.ConfigError, r"in slices, for what takes whole ones; .*mpiring.torch.whole"),
+             mpiring.ConfigError, r"a sliced tensor .* instead of .*mpiring.torch.whole"),
     ):
         with pytest.raises(error, match=told):
             mistake()
