@@ -29,7 +29,7 @@ def test_long_messages_travel_in_pieces(group, monkeypatch):
     assert [one.wait(10) for one in receives] == [left, left]
     assert [one.wait(10) for one in sends] == [right, right]
     assert np.array_equal(y, np.arange(1000) + left)
-    with pytest.raises(ConfigError, match="say which rank sends"):
+    with pytest.raises(ConfigError, match="pass the source"):
         messages.irecv(y, None)
 
 

@@ -367,7 +367,7 @@ def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
             optimizer.load_state_dict(bad)
     if comm.size > 1:
         # What one rank has saved is not all.
-        with pytest.raises(mpiring.ConfigError, match="these are the pieces of some ranks; take"):
+        with pytest.raises(mpiring.ConfigError, match="these pieces are not of all ranks; use"):
             optimizer.load_state_dict(comm.broadcast_object(
                 optimizer.sharded_state_dict(), root=0))
         # Nor is what fits on this rank, but not on another.

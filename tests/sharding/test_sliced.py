@@ -41,7 +41,7 @@ def test_missing_elements_are_named():
     assert np.array_equal(here.read(7, 9), x[7:9]) and here.read(0, 0).size == 0
     for ends, missing in (((0, 3), "0 to 1"), ((3, 8), "4 to 5"), ((4, 5), "4 to 4"),
                           ((8, 12), "9 to 11"), ((10, 11), "10 to 10")):
-        with pytest.raises(ConfigError, match=f"elements {missing} of .*are missing: .*Saved.sharded"):
+        with pytest.raises(ConfigError, match=f"elements {missing} of .*are missing: .*sharded"):
             here.read(*ends)
     with pytest.raises(ConfigError, match="elements 3 to 12 are not in a tensor"):
         here.read(3, 13)
