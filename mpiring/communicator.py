@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar, U
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arguments import MOST_OF_MPI, whole_number
+from .arguments import MAX_INT32, whole_number
 from .config import Config
 from .engine import objects
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
@@ -689,8 +689,8 @@ class Communicator:
         """
         if color is not None:
             color = whole_number(f"rank {self.rank}: color", int(color) if isinstance(
-                color, bool | np.bool_) else color, 0, MOST_OF_MPI)
-        key = whole_number(f"rank {self.rank}: key", key, -MOST_OF_MPI, MOST_OF_MPI)
+                color, bool | np.bool_) else color, 0, MAX_INT32)
+        key = whole_number(f"rank {self.rank}: key", key, -MAX_INT32, MAX_INT32)
         group = self._group.split(color, key)
         if group is None:
             return None

@@ -32,9 +32,9 @@ from .opening import Sharing
 
 K = TypeVar("K", NodeCall, Call)
 # A limit is needed, because a program may combine vectors of ever new shapes.
-_MOST_CALLS = 256
+_MAX_CALLS = 256
 # Number of calls of a kind that may be started at once.
-_MOST_STARTED = AREAS - 1
+_MAX_STARTED = AREAS - 1
 # Name of the call, op or root, dtype, shape. Then, for an allreduce in place, the position of this
 # rank's vector, or, for several calls started at once, a number.
 _Key = tuple[Any, ...]
@@ -130,7 +130,7 @@ class FastCalls:
         if first is None or first.__class__ is Call:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
-        for number in range(1, _MOST_STARTED):
+        for number in range(1, _MAX_STARTED):
             if call[CALL_STAGE]:
                 another = *key, number
                 call = self._calls.get(another) or self._keep(
@@ -178,7 +178,7 @@ class FastCalls:
             self._keep(key, call)
 
     def _keep(self, key: _Key, call: K) -> K:
-        if len(self._calls) >= _MOST_CALLS:
+        if len(self._calls) >= _MAX_CALLS:
             self.forget()
         self._calls[key] = call
         return call

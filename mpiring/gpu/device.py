@@ -21,7 +21,7 @@ from ..memory.window import PAGE_BYTES
 _PAUSE_S = 20e-6
 # Number of idle scratch vectors, of few lengths: enough for all operations in flight. Returning one
 # to CUDA would wait for all queued work.
-_MOST_IDLE = 64
+_MAX_IDLE = 64
 _UNIT_BYTES = 2 << 20
 # Idle memory beyond both limits is freed, the oldest first. Pinning a page again costs ten times as
 # much as copying it, but no other program can use pinned memory.
@@ -424,7 +424,7 @@ class Device:
             _Queue(self.gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
         self.scratch = Scratch(
-            _MOST_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
+            _MAX_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
         self.staging = Staging(self.gpu)
 
     def __repr__(self) -> str:

@@ -20,7 +20,7 @@ from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_hal
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
-_MOST_CHOSEN = 4096
+_MAX_CHOSEN = 4096
 
 
 class Collectives:
@@ -148,7 +148,7 @@ class Collectives:
         key = choose, x.nbytes, x.dtype, op, wish, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
         if choice is None:
-            if len(chosen) >= _MOST_CHOSEN:
+            if len(chosen) >= _MAX_CHOSEN:
                 chosen.clear()
             choice = chosen[key] = self._choose(choose, x, op, wish)
         return choice

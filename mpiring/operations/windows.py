@@ -20,7 +20,7 @@ from ..transport.base import Node, Schedule, T
 _log = logging.getLogger("mpiring")
 
 # A bucket needs only one entry, but a program may pass ever new parts of an array.
-_MOST_SLICES = 64
+_MAX_SLICES = 64
 
 
 @functools.cache
@@ -210,7 +210,7 @@ class Windows:
         key = x.nbytes, x.dtype, *positions
         slices = window.slices.get(key)
         if slices is None:
-            if len(window.slices) >= _MOST_SLICES:
+            if len(window.slices) >= _MAX_SLICES:
                 window.slices.clear()
             slices = window.slices[key] = [
                 slice_of(vector, node.rank, node.size) for vector in window.vectors(positions, x)]

@@ -26,7 +26,7 @@ _FADING = 0.98
 _SAVES, _STEPS = 2.0, 2.0
 # Until a checkpoint is measured, this fraction of the time limit is reserved, up to a maximum. The
 # last is the minimum in all cases.
-_UNKNOWN_SHARE, _UNKNOWN_S, _LEAST_S = 0.05, 60.0, 0.5
+_UNKNOWN_SHARE, _UNKNOWN_S, _MIN_S = 0.05, 60.0, 0.5
 # A signal is ignored if it repeats within this time: launchers forward signals that the ranks have
 # also received directly.
 _TWICE_S = 1.0
@@ -159,7 +159,7 @@ class Stopping:
         if self._margin_s is not None:
             return self._margin_s
         save_s = _SAVES * self._slowest_save_s or min(_UNKNOWN_SHARE * total_s, _UNKNOWN_S)
-        return max(_LEAST_S, save_s + _STEPS * self._slowest_step_s)
+        return max(_MIN_S, save_s + _STEPS * self._slowest_step_s)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal; if it repeats, restore and call the previous handler."""

@@ -21,11 +21,11 @@ _log = logging.getLogger("mpiring")
 
 # Increase it when saved choices change their meaning.
 _EDITION = 1
-MOST_STEPS = 60
+MAX_STEPS = 60
 # The first step with other settings allocates memory; the fastest of the following ones counts.
 _IGNORED_STEPS, _TIMED_STEPS = 1, 2
 # The step that orders the gradients comes first, and a comparison last.
-_MOST_TRIALS = (MOST_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
+_MAX_TRIALS = (MAX_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
 # On any network, shorter buckets cost more messages than they hide.
 _SHORTEST_BUCKET = 256 << 10
 _OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
@@ -119,7 +119,7 @@ class Autotuner:
                 for bucket in plan]
             return (plan, tuple(algorithms), choice.operations, choice.pieces, choice.slices)
 
-        self._search = Descent(first, axes, identity, _MOST_TRIALS).search()
+        self._search = Descent(first, axes, identity, _MAX_TRIALS).search()
         fused.use(next(self._search))
         self._since_s = time.perf_counter()
         return False

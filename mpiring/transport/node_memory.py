@@ -21,7 +21,7 @@ from .layout import (
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A limit is needed, because a program may combine vectors of ever new lengths.
-_MOST_SLOTS = 256
+_MAX_SLOTS = 256
 
 
 class PartCall(Protocol):
@@ -74,7 +74,7 @@ class NodeMemory:
         key = area, dtype, size
         slots = self._slots.get(key)
         if slots is None:
-            if len(self._slots) >= _MOST_SLOTS:
+            if len(self._slots) >= _MAX_SLOTS:
                 self._slots.clear()
             start = (area * AREA_WORDS + SLOT_WORD) * 8
             slots = self._slots[key] = [

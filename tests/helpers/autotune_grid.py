@@ -21,7 +21,7 @@ from torch.nn import functional
 import mpiring
 from mpiring.tools.bench.torch_training import batch_of, model_of, width_for
 from mpiring.torch import DataParallel
-from mpiring.training.autotune import MOST_STEPS, Autotuner, _plans
+from mpiring.training.autotune import MAX_STEPS, Autotuner, _plans
 from mpiring.training.search import Choice
 
 FIRST_BYTES = 10 ** 6, 200 * 10 ** 6
@@ -65,7 +65,7 @@ def tuned(comm, parameters, first_bytes):
     """Return the first settings, the chosen ones, and the steps that it took."""
     training = Training(comm, parameters, autotune=True, bucket_bytes=first_bytes)
     first = training.gradients.choice
-    for step in range(1, MOST_STEPS + 1):
+    for step in range(1, MAX_STEPS + 1):
         training.step()
         if training.gradients._autotuner is None:
             break

@@ -15,7 +15,7 @@ from ...gpu.device import Event
 from .world import World
 
 # Calls per case and round, at least and at most.
-_FEWEST, MOST_CALLS = 2, 200
+_MIN_CALLS, MAX_CALLS = 2, 200
 _RESAMPLES = 1000
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
@@ -143,7 +143,7 @@ def timed_steps(world: World, options: Namespace, actions: Mapping[str, Action],
 
 def calls_within(budget_s: float, call_s: float) -> int:
     """Return how many calls fit into a budget, within limits."""
-    return min(MOST_CALLS, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
+    return min(MAX_CALLS, max(_MIN_CALLS, int(budget_s / max(call_s, 1e-9))))
 
 
 def median(values: Sequence[float]) -> float:

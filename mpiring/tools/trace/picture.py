@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # A timeline has room for so many.
-MOST_RANKS = 4
+MAX_RANKS = 4
 
 _COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
 _DATA = "#882255"

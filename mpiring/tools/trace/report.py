@@ -29,7 +29,7 @@ _OPERATIONS = [
     Column("size", 9), Column("count", 7), Column("took", 9, 3, "took ms"),
     Column("exposed", 11, 3, "exposed ms"), Column("idle", 8, 3, "idle ms")]
 # Maximum number of ranks and of kinds of operations to print.
-_MOST_RANKS, _MOST_OPERATIONS = 32, 8
+_MAX_RANKS, _MAX_OPERATIONS = 32, 8
 # Duration, exposed and idle time in microseconds of each operation, by (name, algorithm, bytes).
 _Kinds = dict[tuple[str, str, int], list[tuple[float, float, float]]]
 
@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
         _add(kinds, activity, steps, last_called)
         if not drawn:
             number = _chosen(options.step, activity, steps)
-        if len(drawn) < picture.MOST_RANKS:
+        if len(drawn) < picture.MAX_RANKS:
             drawn.append(activity)
     print(f"# {job.caption}")
     _print_budgets(budgets, counts)
@@ -107,7 +107,7 @@ def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
     """Print one line per rank and the mean; of many ranks, only those that compute longest."""
-    shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MOST_RANKS:]
+    shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MAX_RANKS:]
     known = any(budget.tokens == budget.tokens for budget in budgets.values())
     columns = [column for column in _BUDGET if column.key != "tokens" or known]
 
@@ -133,6 +133,6 @@ def _print_operations(kinds: _Kinds, steps: int) -> None:
         for (name, algorithm, nbytes), costs in kinds.items()]
     rows.sort(key=lambda row: float(row["exposed"] + row["idle"]), reverse=True)
     print("\n" + table.head(_OPERATIONS))
-    for row in rows[:_MOST_OPERATIONS]:
+    for row in rows[:_MAX_OPERATIONS]:
         print(table.line(row, _OPERATIONS))
     print("exposed and idle: mean over ranks and steps")
