@@ -132,12 +132,12 @@ class Group:
         return (f"{library}, ranks per node {shape}, "
                 f"{'thread' if self.engine.threaded else 'inline'} progress")
 
-    def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], wish: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
+    def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], requested: str, gpu: str) -> str:
+        """Return the algorithm for a mean of vectors, given the user's choice `requested`; see Case."""
         resources = self._resources
-        wish = resources.algorithm if wish == "auto" else wish
+        requested = resources.algorithm if requested == "auto" else requested
         return choose(Case(nbytes, dtype, "mean", self.size, len(resources.nodes),
-                           resources.tuning, gpu), wish, resources.model).name
+                           resources.tuning, gpu), requested, resources.model).name
 
     @property
     def operations_in_flight(self) -> int:

@@ -46,8 +46,8 @@ class Tunable(Protocol):
     def cluster(self) -> str:
         """Description of the cluster's properties that determine the speed of operations."""
 
-    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", wish: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
+    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", requested: str, gpu: str) -> str:
+        """Return the algorithm for a mean of vectors, given the user's choice `requested`; see Case."""
 
 
 class Tuner:

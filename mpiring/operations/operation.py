@@ -142,27 +142,27 @@ class Collectives:
         """
         return self._chosen(choose, x, op, algorithm)
 
-    def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
+    def _chosen(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
         # A program makes the same few calls again and again.
         chosen = self.resources.chosen
-        key = choose, x.nbytes, x.dtype, op, wish, self.preferred, self.gpu
+        key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
         if choice is None:
             if len(chosen) >= _MAX_CHOSEN:
                 chosen.clear()
-            choice = chosen[key] = self._choose(choose, x, op, wish)
+            choice = chosen[key] = self._choose(choose, x, op, requested)
         return choice
 
-    def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
+    def _choose(self, choose: Callable[..., T], x: Array, op: str, requested: str) -> T:
         algorithm, model = self.preferred, self.resources.model
         case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
-        if wish == "auto" and algorithm != "auto":
+        if requested == "auto" and algorithm != "auto":
             try:
                 return choose(case, algorithm, model)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(case, wish, model)
+        return choose(case, requested, model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
