@@ -90,14 +90,14 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def join(self, look: Callable[[], object], in_flight: float | None = None) -> Lane:
+    def join(self, look: Callable[[], object], max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
         Args:
             look: Function to call now and then; raises StallError if an operation is overdue.
-            in_flight: Number of operations that may be in flight; by default, as in the settings.
+            max_in_flight: Largest number of operations in flight; by default, as in the settings.
         """
-        lane = Lane(self, look, in_flight or self._config.operations_in_flight)
+        lane = Lane(self, look, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
@@ -345,7 +345,7 @@ class Engine:
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, up to the limit; return True if any was started."""
         admitted = False
-        while lane.queue and len(lane.active) < lane.in_flight:
+        while lane.queue and len(lane.active) < lane.max_in_flight:
             self._start(lane.queue.popleft(), lane.active)
             admitted = True
         return admitted

@@ -133,7 +133,7 @@ class Group:
                 f"{'thread' if self.engine.threaded else 'inline'} progress")
 
     def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], requested: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `requested`; see Case."""
+        """Return the algorithm for a mean of vectors, given the one `requested`; see Case."""
         resources = self._resources
         requested = resources.algorithm if requested == "auto" else requested
         return choose(Case(nbytes, dtype, "mean", self.size, len(resources.nodes),
@@ -142,12 +142,12 @@ class Group:
     @property
     def operations_in_flight(self) -> int:
         """Number of background operations that advance at a time."""
-        return int(self.lane.in_flight)
+        return int(self.lane.max_in_flight)
 
     @operations_in_flight.setter
     def operations_in_flight(self, count: int) -> None:
         """Change the number, also while operations are in flight."""
-        self.lane.in_flight = count
+        self.lane.max_in_flight = count
 
     def tune_once(self) -> None:
         """Tune before the first allreduce whose algorithm depends on it.
@@ -261,7 +261,7 @@ class Group:
             if task.done:
                 flight.ended_s = now_s
                 lane.operations += 1
-                if not lane.under_way:
+                if not lane.in_flight:
                     lane.communication_s += seconds
             if recorder.trace is not None:
                 recorder.trace.waited(flight, began_s, now_s)

@@ -47,7 +47,7 @@ class Tunable(Protocol):
         """Description of the cluster's properties that determine the speed of operations."""
 
     def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", requested: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `requested`; see Case."""
+        """Return the algorithm for a mean of vectors, given the one `requested`; see Case."""
 
 
 class Tuner:

@@ -36,8 +36,8 @@ def device_named(requested: "str | Device", local_rank: int) -> Device:
         return requested
     kind, index = gpu_named(requested)
     if kind != "cuda":
-        raise ConfigError(f"device={str(requested)!r}: arrays on a GPU are CuPy's, on one of NVIDIA's; "
-                          f"expected cpu, cuda, or cuda: and a number")
+        raise ConfigError(f"device={str(requested)!r}: NumPy programs support NVIDIA GPUs only, through "
+                          f"CuPy; expected cpu, cuda, or cuda: and a number")
     from . import cuda
     return cuda.device(local_rank % cuda.count() if index is None else index)
 
@@ -53,8 +53,8 @@ def gpu_named(requested: object) -> tuple[str, int | None]:
     """
     match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(requested), re.ASCII)
     if match is None:
-        raise ConfigError(f"device={str(requested)!r}: expected cpu, cuda, or cuda: and a number; xpu "
-                          f"for Intel's GPUs")
+        raise ConfigError(f"device={str(requested)!r}: expected cpu, cuda, or cuda: and a number; "
+                          f"xpu for Intel GPUs")
     return match[1], int(match[2]) if match[2] else None
 
 

@@ -116,7 +116,7 @@ class Averager(FusedTensors):
         return self.label or f"step {self.steps}{more}"
 
     @property
-    def under_way(self) -> bool:
+    def step_started(self) -> bool:
         """Whether a step has begun, so that some tensor is ready."""
         return bool(self._ready_s)
 
