@@ -371,7 +371,7 @@ class Group:
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
         return self._messages
 
-    def beside(self) -> "Group":
+    def duplicate(self) -> "Group":
         """Return another group of the same ranks, whose operations have a separate order.
 
         It duplicates the communicator of `messages()`, on which nothing else is collective. A rank

@@ -79,13 +79,13 @@ def test_groups_of_some_ranks_and_beside_others(group):
         part.run(Call("allreduce"), lambda collectives: collectives.allreduce(x))
         assert x[0] == sum(even)
         part.close()
-    beside = group.beside()
+    duplicate = group.duplicate()
     mine, other = np.ones(5), np.ones(5)
     # Ranks may call those of the two groups in different orders.
     handles = [
         those.submit(Call("allreduce"), lambda collectives, y=y: collectives.allreduce(y))
-        for those, y in ((group, mine), (beside, other))[::1 - 2 * (group.rank % 2)]]
+        for those, y in ((group, mine), (duplicate, other))[::1 - 2 * (group.rank % 2)]]
     for handle in handles:
         handle.wait()
-    beside.close()
+    duplicate.close()
     assert mine[0] == other[0] == group.size
