@@ -54,7 +54,7 @@ class ArrayCarrier:
 
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of arrays; see Carrier."""
-        starts, nbytes = laid_out([x.nbytes for x in xs])
+        starts, nbytes = aligned_offsets([x.nbytes for x in xs])
         slot = self._staging.take(nbytes)
         for start, x in zip(starts, xs):
             slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
@@ -129,7 +129,7 @@ class TensorCarrier:
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
-        starts, nbytes = laid_out([x.nbytes for x in xs])
+        starts, nbytes = aligned_offsets([x.nbytes for x in xs])
         # Pinning memory initializes the current GPU, so select the right one first.
         with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -153,7 +153,7 @@ def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any
             for start, x in zip(starts, like)]
 
 
-def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of arrays of these sizes in one buffer, and its size in bytes."""
     starts, end = [], 0
     for nbytes in sizes:
