@@ -103,7 +103,8 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
     """
     slots, is_root = _Slots(node, x.dtype, 1), node.rank == root
     writes, reads = ({0: x}, {}) if is_root else ({}, {root: x})
-    return slots.rounds(x.size, lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
+    return slots.rounds(
+        x.size, lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:

@@ -36,8 +36,8 @@ def device_named(requested: "str | Device", local_rank: int) -> Device:
         return requested
     kind, index = gpu_named(requested)
     if kind != "cuda":
-        raise ConfigError(f"device={str(requested)!r}: NumPy programs support NVIDIA GPUs only, through "
-                          f"CuPy; expected cpu, cuda, or cuda: and a number")
+        raise ConfigError(f"device={str(requested)!r}: NumPy programs support only NVIDIA GPUs, "
+                          f"through CuPy; expected cpu, cuda, or cuda: and a number")
     from . import cuda
     return cuda.device(local_rank % cuda.count() if index is None else index)
 
