@@ -395,7 +395,7 @@ def _views(words: Any, slots: Sequence[Array]) -> _Views:
     return slots, written, combined
 
 
-def _have_come(words: Any, flag: int, value: int) -> bool:
+def _all_arrived(words: Any, flag: int, value: int) -> bool:
     operands = words[CALL_ADDRESS]
     for segment in operands.segments:
         if segment[flag] < value:
@@ -461,7 +461,7 @@ def _count(words: Any, ns: int) -> int:
 
 run_plain = protocol(SimpleNamespace(
     form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
-    bind=_bind, load=operator.getitem, have_come=_have_come, store=operator.setitem,
+    bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
     write_header=_write_header, write=_write, read=_read, reduce=_reduce, relax=_nothing,
     give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -66,7 +66,7 @@ def protocol(d: Any) -> Callable[..., Any]:
         counter: Function of a call that returns the words of its counter.
         bind: Function of a call and a vector that lets the call work on the vector.
         load: Function of a rank's segment and a word's offset that returns the word.
-        have_come: Function of a call, a flag's offset and a value. It returns whether all ranks'
+        all_arrived: Function of a call, a flag's offset and a value. It returns whether all ranks'
             flags have reached the value. Then all earlier stores of these ranks are visible.
         store: Function of a segment, an offset and a value that sets a word.
         publish: Function like `store`. A rank that loads the word then sees all earlier stores.
@@ -80,8 +80,8 @@ def protocol(d: Any) -> Callable[..., Any]:
         now: Function of a clock that returns the time in ns.
         count: Function of a call and ns that counts a fast call, and returns the previous count.
     """
-    counter_of, have_come, begin, meet, run_phases = (
-        d.counter, d.have_come, _beginning(d), _meeting(d), _phases(d))
+    counter_of, all_arrived, begin, wait, run_phases = (
+        d.counter, d.all_arrived, _beginning(d), _waiting(d), _phases(d))
 
     def run(call, how, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
@@ -92,8 +92,8 @@ def protocol(d: Any) -> Callable[..., Any]:
             how = how & 3
         if call[CALL_STAGE] == BEGUN:
             ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
-            if call[CALL_SEQUENCE] >= AREAS and not have_come(
-                    call, call[CALL_AREA], ended) and not meet(call, ended, how):
+            if call[CALL_SEQUENCE] >= AREAS and not all_arrived(
+                    call, call[CALL_AREA], ended) and not wait(call, ended, how):
                 return LATE
             call[CALL_STAGE] = WRITING
         return run_phases(call, counter, how)
@@ -103,7 +103,7 @@ def protocol(d: Any) -> Callable[..., Any]:
 
 def _phases(d: Any) -> Any:
     """Return a function that runs the phases as far as the other ranks have come."""
-    have_come, meet, leave = d.have_come, _meeting(d), _leaving(d)
+    all_arrived, wait, leave = d.all_arrived, _waiting(d), _leaving(d)
     write, reduce, read = _writing(d), _reducing(d), _reading(d)
     arrive, agreement = _arriving(d), _agreeing(d)
 
@@ -124,7 +124,7 @@ def _phases(d: Any) -> Any:
                 if how == PUBLISH:
                     return DONE
             count = call[CALL_COUNT]
-            if not have_come(call, call[CALL_AREA], count) and not meet(call, count, how):
+            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, how):
                 return LATE
             if j == 0 and call[CALL_WHOLE] != 0:
                 status = agreement(call)
@@ -162,12 +162,12 @@ def _beginning(d: Any) -> Any:
     return begin
 
 
-def _meeting(d: Any) -> Any:
+def _waiting(d: Any) -> Any:
     """Return a function that waits for a limited time until all flags have reached a value."""
-    have_come, relax, give_way = d.have_come, d.relax, d.give_way
+    all_arrived, relax, give_way = d.all_arrived, d.relax, d.give_way
 
     @d.inlined
-    def meet(call, value, how):  # type: ignore[no-untyped-def]
+    def wait(call, value, how):  # type: ignore[no-untyped-def]
         look, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
         looks = call[CALL_LOOKS] if how == LOOK else spins
         if how == GO_ON:
@@ -177,12 +177,12 @@ def _meeting(d: Any) -> Any:
                 relax()
             else:
                 give_way()
-            if have_come(call, area, value):
+            if all_arrived(call, area, value):
                 return True
             look += 1
         return False
 
-    return meet
+    return wait
 
 
 def _arriving(d: Any) -> Any:
