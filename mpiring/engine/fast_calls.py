@@ -23,7 +23,7 @@ from ..transport import compiled
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
-    DISAGREE, DONE, GATED, GATE_STARTED, GO_ON, HELD, IDLE, LATE, LOOK, OTHERWISE, PUBLISH, WINDOWS)
+    DISAGREE, DONE, GATED, GATE_STARTED, RESUME, HELD, IDLE, LATE, POLL, FALLBACK, PUBLISH, WINDOWS)
 from ..transport.node_call import NodeCall, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
@@ -261,8 +261,8 @@ class FastCalls:
         with self._counter:
             if status == GATED:
                 status = self._begin(BEGIN, call, x)
-            if status in (LATE, OTHERWISE):
-                status = call.run(GO_ON, x)
+            if status in (LATE, FALLBACK):
+                status = call.run(RESUME, x)
             if status in (DONE, GATED):
                 return status == DONE
             # From here on it is an ordinary operation.
@@ -373,7 +373,7 @@ class FastHandle(Handle[T]):
             with self._counter:
                 # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
-                    self._run(LOOK)
+                    self._run(POLL)
         return self._is_done if self._handle is None else self._handle.done
 
     @property
@@ -432,7 +432,7 @@ class FastHandle(Handle[T]):
         if not self._is_done and self._handle is None:
             self._refuse_void()
             with self._counter:
-                if not (self._is_done or self._handle or self._run(LOOK) or self._run(GO_ON)):
+                if not (self._is_done or self._handle or self._run(POLL) or self._run(RESUME)):
                     self.hand_over()
         if self._handle is not None:
             self._handle.wait(timeout_s)
@@ -455,7 +455,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
     yield (request,)
     if request.status == DISAGREE:
         refuse_others(call.call, call.node())
-    if request.status == OTHERWISE:
+    if request.status == FALLBACK:
         # Some vectors are not in windows.
         node = call.node()
         operation = group.collectives(node, call[CALL_SEQUENCE])
@@ -477,5 +477,5 @@ class _Unfinished:
     def test(self) -> bool:
         """Run it as far as possible; return whether the request is complete."""
         if self.status == LATE:
-            self.status = self._call.run(LOOK, self._x)
+            self.status = self._call.run(POLL, self._x)
         return self.status != LATE

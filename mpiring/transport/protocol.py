@@ -33,11 +33,11 @@ from typing import Any
 from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
     CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
-    CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
+    CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
     CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
     CALL_WRITTEN, CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
-    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON,
-    HELD, IDLE, LATE, LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS,
+    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME,
+    HELD, IDLE, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
     RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
     WRITING)
 
@@ -86,7 +86,7 @@ def protocol(d: Any) -> Callable[..., Any]:
     def run(call, how, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
         # Only a complete operation must be begun; a part has begun already.
-        if call[CALL_WHOLE] != 0 and how != GO_ON and how != LOOK:
+        if call[CALL_WHOLE] != 0 and how != RESUME and how != POLL:
             if not begin(call, counter, how, vector):
                 return GATED
             how = how & 3
@@ -120,7 +120,7 @@ def _phases(d: Any) -> Any:
                     leave(call, counter)
                     return DONE
                 arrive(call, counter, j)
-                call[CALL_STAGE] = MEETING
+                call[CALL_STAGE] = WAITING
                 if how == PUBLISH:
                     return DONE
             count = call[CALL_COUNT]
@@ -168,18 +168,18 @@ def _waiting(d: Any) -> Any:
 
     @d.inlined
     def wait(call, value, how):  # type: ignore[no-untyped-def]
-        look, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
-        looks = call[CALL_LOOKS] if how == LOOK else spins
-        if how == GO_ON:
-            looks = spins + call[CALL_YIELDS]
-        while look < looks:
-            if look < spins:
+        polls, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
+        limit = call[CALL_POLLS] if how == POLL else spins
+        if how == RESUME:
+            limit = spins + call[CALL_YIELDS]
+        while polls < limit:
+            if polls < spins:
                 relax()
             else:
                 give_way()
             if all_arrived(call, area, value):
                 return True
-            look += 1
+            polls += 1
         return False
 
     return wait
@@ -212,12 +212,12 @@ def _arriving(d: Any) -> Any:
 
 
 def _agreeing(d: Any) -> Any:
-    """Return a function that compares all ranks' calls: DONE, DISAGREE or OTHERWISE."""
+    """Return a function that compares all ranks' calls: DONE, DISAGREE or FALLBACK."""
     load, form = d.load, d.form
 
     @d.inlined
     def agreement(call):  # type: ignore[no-untyped-def]
-        otherwise, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
+        fallback, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
         for r in range(call[CALL_RANKS]):
             base = call[CALL_BASES + r]
             if load(base, area + DIGEST_WORD) != digest:
@@ -226,10 +226,10 @@ def _agreeing(d: Any) -> Any:
                 known = CALL_BASES + 2 * (call[CALL_RANKS] + r)
                 if load(base, area + _NOTE) != call[known] or (
                         load(base, area + _NOTE + 1) != call[known + 1]):
-                    otherwise = True
+                    fallback = True
             elif form == 1 and kind == SLOTS and load(base, area + FORM_WORD) == 0:
-                otherwise = True
-        return OTHERWISE if otherwise else DONE
+                fallback = True
+        return FALLBACK if fallback else DONE
 
     return agreement
 

@@ -24,7 +24,7 @@ SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
 SPINS_TOGETHER = 4
 # Number of checks by compiled code at a barrier between pieces, for about 3 us. Then the engine
 # continues. Values from 20 to 5000 are equally fast.
-PIECE_LOOKS = 50
+PIECE_POLLS = 50
 # Number of times that a caller who waits for the engine's operations gives its core away before it
 # sleeps: two ranks that share a core must alternate.
 WAIT_YIELDS, WAIT_PAUSE_S = 2000, 50e-6
