@@ -94,15 +94,15 @@ def main():
     options = parser.parse_args()
     comm = mpiring.init(config=mpiring.Config(tuning_folder=""))
     runs = [tuned(comm, options.parameters, nbytes) for nbytes in FIRST_BYTES]
-    training, dice = Training(comm, options.parameters), random.Random(1)
+    training, rng = Training(comm, options.parameters), random.Random(1)
     training.step()
     grid = grid_of(training)
-    times = {choice: training.seconds(choice, 2) for choice in dice.sample(grid, len(grid))}
+    times = {choice: training.seconds(choice, 2) for choice in rng.sample(grid, len(grid))}
     best = sorted(times, key=times.__getitem__)[:FINALISTS]
     finalists = list(dict.fromkeys([*best, *(choice for run in runs for choice in run[:2])]))
     rounds = {choice: [] for choice in finalists}
     for _ in range(options.rounds):
-        for choice in dice.sample(finalists, len(finalists)):
+        for choice in rng.sample(finalists, len(finalists)):
             rounds[choice].append(training.seconds(choice, 3))
     medians = {choice: statistics.median(seconds) for choice, seconds in rounds.items()}
     winner = min(best, key=medians.__getitem__)
