@@ -55,20 +55,20 @@ class ArrayCarrier:
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of arrays; see Carrier."""
         starts, nbytes = aligned_offsets([x.nbytes for x in xs])
-        slot = self._staging.take(nbytes)
+        slot = self._staging.acquire(nbytes)
         for start, x in zip(starts, xs):
             slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
         with self._lock:
-            memory = self._take(nbytes)
+            memory = self._acquire(nbytes)
             if nbytes:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
-        self._staging.give(slot, copied)
+        self._staging.release(slot, copied)
         # The layout without the arrays, which the loader may reuse.
         layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, layout)
 
-    def _take(self, nbytes: int) -> DeviceVector:
+    def _acquire(self, nbytes: int) -> DeviceVector:
         """Return memory that the stream may write to."""
         fitting = [i for i, (memory, _) in enumerate(self._idle) if memory.size >= nbytes]
         if fitting:

@@ -316,7 +316,7 @@ class Staging:
         self._idle_bytes = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Array:
+    def acquire(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` that nothing uses."""
         # Few lengths, so that slots of one operation fit the next.
         size = 1 << max(nbytes - 1, 4095).bit_length()
@@ -331,7 +331,7 @@ class Staging:
             self._add(busy_slot)
         return self._gpu.pinned(size) if slot is None else slot[0]
 
-    def give(self, slot: Array, until: Event | None = None) -> None:
+    def release(self, slot: Array, until: Event | None = None) -> None:
         """Return memory to the pool; a copy may use it until an event."""
         self._add((slot, until))
         for _ in range(_LOOKS):
