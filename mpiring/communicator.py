@@ -29,7 +29,7 @@ from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor
 from .names import (
-    COMMUNICATOR, INIT, OPS_BY_OTHER_NAMES, AlgorithmName, OpName, explaining)
+    COMMUNICATOR, INIT, OP_ALIASES, AlgorithmName, OpName, explaining)
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
@@ -246,8 +246,8 @@ class Communicator:
         if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
                 "allreduce", x, op):
             return x
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.allreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
+        if type(op) is str and op in OP_ALIASES:
+            return self.allreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
@@ -281,8 +281,8 @@ class Communicator:
         may_be_fast = type(x) is np.ndarray and algorithm == "auto"
         if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.iallreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
+        if type(op) is str and op in OP_ALIASES:
+            return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
         if may_be_fast:
@@ -307,8 +307,8 @@ class Communicator:
         """
         if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
             return cast(A, slice_of(flat(x), self.rank, self.size))
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.reduce_scatter(x, op=OPS_BY_OTHER_NAMES[op])
+        if type(op) is str and op in OP_ALIASES:
+            return self.reduce_scatter(x, op=OP_ALIASES[op])
         prepared = self._reduce_scatter(x, op)
         chunk = self._run(prepared, "reduce_scatter", x, op)
         return cast(A, part_of(x, prepared.vector, chunk))
