@@ -420,7 +420,7 @@ class Device:
     staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inwards, self._outwards, self._work, self._marks = (
+        self._uploads, self._downloads, self._work, self._marks = (
             _Queue(self.gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
         self.scratch = Scratch(
@@ -451,18 +451,18 @@ class Device:
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return its event."""
         with self._lock:
-            self._outwards.follow(self._work, self._inwards)
+            self._downloads.follow(self._work, self._uploads)
             if x.size:
-                self._outwards.changes().download(x, out)
-            return self._outwards.mark()
+                self._downloads.changes().download(x, out)
+            return self._downloads.mark()
 
     def to_device(self, x: Array, out: DeviceVector) -> Event:
         """Queue a copy from pinned host memory; return its event."""
         with self._lock:
-            self._inwards.follow(self._work)
+            self._uploads.follow(self._work)
             if out.size:
-                self._inwards.changes().upload(x, out)
-            return self._inwards.mark()
+                self._uploads.changes().upload(x, out)
+            return self._uploads.mark()
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
@@ -474,26 +474,26 @@ class Device:
         """
         if not outs[0].size:
             return
-        with self._uploaded(sources) as vectors, self._at_work() as stream:
+        with self._uploaded(sources) as vectors, self._computing() as stream:
             stream.combine(op, vectors, divisor, outs)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         if x.size:
-            with self._at_work() as stream:
+            with self._computing() as stream:
                 stream.clear(x)
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
         """Queue array operations, unless the first argument is empty; see Stream.compute."""
         if arguments[0].size:
-            with self._at_work() as stream:
+            with self._computing() as stream:
                 stream.compute(function, *arguments)
 
     @contextmanager
-    def _at_work(self) -> Iterator[Stream]:
+    def _computing(self) -> Iterator[Stream]:
         """Lend the stream for work, which waits for earlier copies to the GPU."""
         with self._lock:
-            self._work.follow(self._inwards)
+            self._work.follow(self._uploads)
             yield self._work.changes()
 
     @contextmanager
@@ -518,7 +518,7 @@ class Device:
         """Return an event of all queued work."""
         with self._lock:
             # On a separate stream, so that none of the others waits.
-            self._marks.follow(self._inwards, self._outwards, self._work)
+            self._marks.follow(self._uploads, self._downloads, self._work)
             return self._marks.mark()
 
 
