@@ -41,7 +41,7 @@ class _Gradients:
         """Return bounds that give this rank the complete bucket."""
         return [0, bucket.plan.size]
 
-    def own(self, bucket: Bucket) -> slice:
+    def own_slice(self, bucket: Bucket) -> slice:
         """Return the complete bucket as a slice."""
         return slice(0, bucket.plan.size)
 

@@ -74,7 +74,7 @@ def test_a_nan_is_in_all_slices(comm):
         averager.wait()
         assert averager.finite == (step == 1)
         for bucket in averager.buckets:
-            assert step != 1 or np.isfinite(bucket.flat[averager.own(bucket)]).all()
+            assert step != 1 or np.isfinite(bucket.flat[averager.own_slice(bucket)]).all()
         if step != 1:
             assert all(np.isnan(view).all() for view in averager.views.values())
 
