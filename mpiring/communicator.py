@@ -786,8 +786,8 @@ def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]
 
     def again() -> Build[Any]:
         if x.data_ptr() != address or x.numel() != n:
-            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has got "
-                              f"another memory; make a new operation for it")
+            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
+                              f"other memory; create a new operation for it")
         return build
 
     return again

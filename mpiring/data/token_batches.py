@@ -346,8 +346,8 @@ def _checked(lengths: Any, rank: int) -> Array:
     try:
         x = np.asarray(lengths)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"rank {rank}: lengths is a {type(lengths).__name__}, which is no "
-                          f"vector of whole numbers: {error}") from error
+        raise ConfigError(f"rank {rank}: lengths is a {type(lengths).__name__}, which is not "
+                          f"a vector of whole numbers: {error}") from error
     if x.shape == (0,):
         raise ConfigError(f"rank {rank}: lengths is empty: expected the length of at least one "
                           f"sample")

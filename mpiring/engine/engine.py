@@ -223,7 +223,7 @@ class Engine:
                 if late and not handle.done:
                     raise StallError(
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
-                        f"under way, and wait may be called again with a longer timeout")
+                        f"in flight, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > self.patience.wait_yields:
                     time.sleep(self.patience.pause_s)

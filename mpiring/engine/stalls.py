@@ -184,7 +184,7 @@ class StallWatch:
 
     def _report(self, inquiry: "_Inquiry", verb: str) -> str:
         handle, timeout_s = inquiry.handle, self.config.stall_timeout_s
-        patience_s, limit = self._patience_s(handle), "it waits for ever"
+        patience_s, limit = self._patience_s(handle), "it waits without a limit"
         if timeout_s:
             limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
         if timeout_s and patience_s > timeout_s:

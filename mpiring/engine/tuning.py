@@ -163,7 +163,7 @@ class Tuner:
             self._cache.write("model", model.to_json())
         except OSError as exc:
             _log.warning(
-                "what was measured cannot be saved in %s (%s), so each job measures anew; set "
+                "the measurements cannot be saved in %s (%s), so each job measures again; set "
                 "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
                 self._cache.folder, exc.strerror or exc)
 

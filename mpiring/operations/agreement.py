@@ -101,8 +101,8 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
             if op == getattr(mpi, mpi_name):
                 if mpi_name in _OF_MPI or dtype.kind == "b":
                     return name
-                raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it is taken on bool "
-                                  f"only; combine x != 0 with op={name!r}")
+                raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it supports only "
+                                  f"bool; combine x != 0 with op={name!r}")
     raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
                       f"MPI.{', MPI.'.join(_OF_MPI)}")
 

@@ -157,7 +157,7 @@ class TraceFile:
             problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
         problems = [*filter(None, self._comm.allgather(problem))]
         if problems and self._rank == 0:
-            _log.warning("%d of %d ranks cannot write a trace to %s, and go on without: %s",
+            _log.warning("%d of %d ranks cannot write a trace to %s, and continue without one: %s",
                          len(problems), self._comm.size, self._folder, problems[0])
         return file
 
@@ -277,7 +277,7 @@ class TraceFile:
 
     def _end_file(self, problem: str = "") -> None:
         if problem:
-            _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
+            _log.warning("rank %d: the trace ends here; training continues: %s: %s",
                          self._rank, self.path, problem)
         if self._file is not None:
             with contextlib.suppress(OSError):

@@ -97,7 +97,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is not as mpiring writes it: {problem}")
     problem = _missing(manifest)
     if problem:
-        raise CheckpointError(f"the manifest is not whole: {problem}")
+        raise CheckpointError(f"the manifest is incomplete: {problem}")
     return manifest
 
 

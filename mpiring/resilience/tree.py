@@ -276,7 +276,7 @@ class _Outlining:
         for key in value:
             if type(key) not in (str, int, bool):
                 raise ConfigError(f"{self._where(path)} has the key {key!r:.80}, a "
-                                  f"{type(key).__qualname__}; expected a text or a whole number")
+                                  f"{type(key).__qualname__}; expected a string or a whole number")
         items = [[key, self.node(item, (*path, key))] for key, item in value.items()]
         node: dict[str, Any] = {type(value).__name__: items}
         # Versions of the state, in PyTorch's modules.

@@ -325,7 +325,7 @@ class Averager(FusedTensors):
 
     def _refuse_during_step(self, call: str) -> None:
         if self._ready_s:
-            raise GradientError(f"rank {self._comm.rank}: {call} amid a step; call it between "
+            raise GradientError(f"rank {self._comm.rank}: {call} during a step; call it between "
                                 f"wait() and the next ready()")
 
     # Slices
@@ -378,11 +378,11 @@ class Averager(FusedTensors):
         if other is not None:
             raise ConfigError(
                 f"rank {self._comm.rank}: {other!r} updates this model already; give groups of "
-                f"parameters settings of their own by groups=, or delete that optimizer first")
+                f"parameters separate settings by groups=, or delete that optimizer first")
         if self.scatters and not scatters:
             raise ConfigError(
                 f"rank {self._comm.rank}: this model's gradients are scattered, for a sharded "
-                f"optimizer; pass sharded=True, or wrap the model anew")
+                f"optimizer; pass sharded=True, or wrap the model again")
         if scatters:
             self._refuse_during_step("scatter()")
 

@@ -271,7 +271,7 @@ class FusedTensors:
                               f"`order` was")
         if sorted(order) != sorted(self.tensors):
             raise ConfigError(
-                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
+                f"rank {self._comm.rank}: the loaded state is of another model: it has "
                 f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
         return [self.tensors[name] for name in order]
 

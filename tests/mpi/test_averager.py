@@ -88,7 +88,7 @@ def test_mistakes_are_named(comm):
         averager.ready("a")
     with pytest.raises(mpiring.GradientError, match="with 3 of 4 gradients missing: d, c, b; "):
         averager.wait()
-    with pytest.raises(mpiring.GradientError, match="scatter.. amid a step; call it between"):
+    with pytest.raises(mpiring.GradientError, match="scatter.. during a step; call it between"):
         averager.scatter()
     for name in ("b", "c", "d"):
         averager.ready(name)

@@ -179,7 +179,7 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
         trace.flush()
     monkeypatch.undo()
     (record,) = caplog.records
-    assert "its trace ends here, and training goes on" in record.getMessage()
+    assert "the trace ends here; training continues" in record.getMessage()
     assert ("No space left" if problem == "full" else "MB") in record.getMessage()
     assert trace.save(["a line"], []), "the last operations are still saved"
 

@@ -54,7 +54,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
         _draw_rows(below, [rows for _, rows in drawn], min(step.began for step, _ in drawn),
                    max(step.ended for step, _ in drawn))
         below.set_title(f"step {number}: dark gray: gradients become ready; below: operations "
-                        f"under way", loc="left")
+                        f"in flight", loc="left")
 
 
 def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
