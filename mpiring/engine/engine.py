@@ -90,14 +90,14 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def join(self, look: Callable[[], object], max_in_flight: float | None = None) -> Lane:
+    def join(self, check: Callable[[], object], max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
         Args:
-            look: Function to call now and then; raises StallError if an operation is overdue.
+            check: Function to call periodically; raises StallError if an operation is overdue.
             max_in_flight: Largest number of operations in flight; by default, as in the settings.
         """
-        lane = Lane(self, look, max_in_flight or self._config.operations_in_flight)
+        lane = Lane(self, check, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
@@ -324,7 +324,7 @@ class Engine:
             if now >= self._next_look_s:
                 self._next_look_s = now + waiting.BUSY_LOOK_S
                 for lane in self._lanes:
-                    lane.look()
+                    lane.check()
                 self._forget_dropped()
         except BaseException as error:
             self.fail(error)

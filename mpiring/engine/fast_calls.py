@@ -301,7 +301,7 @@ class FastCalls:
         status = call.run(how + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
-                handle.look()
+                handle.poll()
             self._counter.open(GATE_STARTED)
             status = call.run(how + HELD, x)
             if self.started:
@@ -312,7 +312,7 @@ class FastCalls:
         """Pass started calls to the engine, because other operations may have to wait for them."""
         with self._counter:
             for handle in tuple(self.started):
-                if not handle.look():
+                if not handle.poll():
                     handle.hand_over()
 
     def leave(self, handle: "FastHandle[Any]") -> None:
@@ -365,9 +365,9 @@ class FastHandle(Handle[T]):
     @property
     def done(self) -> bool:  # type: ignore[override]
         """Whether the operation is complete."""
-        return self.look()
+        return self.poll()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Run it as far as possible, unless the engine does; return whether it is complete."""
         if not (self._is_done or self._handle or self._is_void):
             with self._counter:
@@ -425,7 +425,7 @@ class FastHandle(Handle[T]):
         if self._handle is not None:
             return self._handle.test()
         self._refuse_void()
-        return self.look()
+        return self.poll()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank. See Handle."""

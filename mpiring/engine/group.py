@@ -89,7 +89,7 @@ class Group:
         self._post = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
                                  self._counter)
-        self.lane = self.engine.join(self._watch.look)
+        self.lane = self.engine.join(self._watch.check)
         self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)

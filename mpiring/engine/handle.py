@@ -134,7 +134,7 @@ class Lane:
 
     Attributes:
         engine: Engine that advances the operations.
-        look: Function to call now and then; raises StallError if an operation is overdue.
+        check: Function to call periodically; raises StallError if an operation is overdue.
         max_in_flight: Largest number of operations in flight.
         queue: Operations that wait to be started.
         active: Background operations in flight.
@@ -152,7 +152,7 @@ class Lane:
     """
 
     engine: Driver
-    look: Callable[[], object]
+    check: Callable[[], object]
     max_in_flight: float
     queue: deque[Handle[Any]] = field(default_factory=deque)
     active: list[Handle[Any]] = field(default_factory=list)

@@ -89,7 +89,7 @@ class Messages:
         self.comm = transport.comm
         self.config = config
         self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
-        self.lane = engine.join(self.watch.look, math.inf)
+        self.lane = engine.join(self.watch.check, math.inf)
         self._transport, self._post = transport, post
         self._engine = engine
         # Each rank numbers its messages independently.

@@ -76,7 +76,7 @@ class StallWatch:
             self._unfinished = [handle for handle in self._unfinished if not handle.done]
             return list(self._unfinished)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
 
         Raises:
@@ -291,7 +291,7 @@ class MessageWatch:
         finally:
             del self._waits[id(handle)]
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Answer other ranks; ask them about late messages, and report these."""
         for source, content in self._post.poll():
             message = json.loads(content)

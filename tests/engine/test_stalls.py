@@ -80,7 +80,7 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for rank in range(self.size) if ranks is None else ranks:
-                self.watches[rank].look()
+                self.watches[rank].check()
             time.sleep(0.01)
 
 
