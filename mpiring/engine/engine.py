@@ -173,7 +173,7 @@ class Engine:
         handle.lane.queue.append(handle)
         # Post its first messages at once, unless the thread is already working.
         self._unless_busy(lambda: self._admit(handle.lane))
-        if not handle.lane.rests:
+        if not handle.lane.is_paused:
             self._wake.set()
         return handle
 
@@ -203,7 +203,7 @@ class Engine:
         """
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
-        handle.lane.rests_until_s = 0.0
+        handle.lane.paused_until_s = 0.0
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
@@ -339,8 +339,8 @@ class Engine:
                 self._lanes.remove(lane)
 
     def _progress_awake(self) -> bool:
-        """Do as `_progress`, but skip lanes that rest."""
-        return self._progress([lane for lane in self._lanes if not lane.rests])
+        """Do as `_progress`, but skip lanes that are paused."""
+        return self._progress([lane for lane in self._lanes if not lane.is_paused])
 
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, up to the limit; return True if any was started."""
@@ -378,7 +378,7 @@ class Engine:
             while self._lanes and not self._stopping and self.failure is None:
                 self._nobody_waits.wait(waiting.IDLE_LOOK_S)
                 if not (self._blocking or any(
-                        lane.busy and not lane.rests for lane in tuple(self._lanes))):
+                        lane.busy and not lane.is_paused for lane in tuple(self._lanes))):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(waiting.IDLE_LOOK_S)
                     self._wake.clear()

@@ -148,7 +148,7 @@ class Lane:
         at_once_s: Seconds that callers spent in blocking calls before these went to the engine.
         waited_s: Seconds that callers spent waiting for operations in flight. `at_once_s` and
             `waited_s` are changed under separate locks.
-        rests_until_s: End of a rest, in `time.monotonic`; see `rest`.
+        paused_until_s: End of a pause, in `time.monotonic`; see `pause`.
     """
 
     engine: Driver
@@ -164,21 +164,21 @@ class Lane:
     communication_s: float = 0.0
     at_once_s: float = 0.0
     waited_s: float = 0.0
-    rests_until_s: float = 0.0
+    paused_until_s: float = 0.0
     _busy_since_s: float = 0.0
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave background operations to the thread that waits for one of them, for 0.3 s.
 
         A caller uses this if it will soon wait and needs its core until then. The engine's thread
         would take the core repeatedly, and hide nothing. After 0.3 s it advances them again.
         """
-        self.rests_until_s = time.monotonic() + waiting.REST_S
+        self.paused_until_s = time.monotonic() + waiting.LANE_PAUSE_S
 
     @property
-    def rests(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether the engine's thread must leave the background operations alone."""
-        return time.monotonic() < self.rests_until_s
+        return time.monotonic() < self.paused_until_s
 
     @property
     def busy(self) -> bool:

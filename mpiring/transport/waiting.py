@@ -45,7 +45,7 @@ BUSY_LOOK_S = 0.02
 # Time for which the thread leaves operations to a caller who will soon wait, see Lane.rest. It is
 # longer than most models compute between two buckets. Other ranks are late by at most this time if
 # the caller does not wait, or waits where the engine does not know of it.
-REST_S = 0.3
+LANE_PAUSE_S = 0.3
 # Time for which a failure in the background waits for the main thread to notice it, so that the
 # traceback shows the user's line. After that the thread ends the job.
 GRACE_S = 2.0
