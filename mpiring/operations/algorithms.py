@@ -313,6 +313,6 @@ def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorit
 
 
 @functools.cache
-def say_fallback(reason: str) -> None:
+def log_fallback(reason: str) -> None:
     """Log, once, that the configured algorithm cannot be used."""
     _log.warning('the configured algorithm cannot be used, "auto" is used instead: %s', reason)

@@ -16,7 +16,7 @@ from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
-from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, say_fallback
+from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
@@ -161,7 +161,7 @@ class Collectives:
                 return choose(case, algorithm, model)
             except ConfigError as error:
                 if self.rank == 0:
-                    say_fallback(str(error))
+                    log_fallback(str(error))
         return choose(case, requested, model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",

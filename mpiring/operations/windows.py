@@ -24,7 +24,7 @@ _MAX_SLICES = 64
 
 
 @functools.cache
-def _say_problem(rank: int, problem: str) -> None:
+def _log_problem(rank: int, problem: str) -> None:
     """Log, once, why memory cannot be shared."""
     _log.warning("rank %d cannot share memory with its node (%s): private memory is used, which "
                  "collectives must copy", rank, problem)
@@ -58,7 +58,7 @@ def mapped(node: NodeGroup, nbytes: int, *,
     layout = functools.partial(window.segments, private_in_forks=private_in_forks)
     segments, problem = yield from _mapped(node, nbytes, layout)
     if problem:
-        _say_problem(node.ranks[node.rank], problem)
+        _log_problem(node.ranks[node.rank], problem)
     return segments
 
 

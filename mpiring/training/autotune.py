@@ -108,7 +108,7 @@ class Autotuner:
         saved = self._saved(first, axes)
         if saved is not None:
             fused.use(saved)
-            self._say(f"an earlier job has chosen {saved}")
+            self._report(f"an earlier job has chosen {saved}")
             return True
         algorithm_for, gpu = self._comm.tunable.algorithm_for, fused.gpu
 
@@ -156,7 +156,7 @@ class Autotuner:
 
     def _finish(self, fused: FusedTensors, outcome: Outcome) -> None:
         fused.use(outcome.choice)
-        self._say(outcome)
+        self._report(outcome)
         if self._comm.rank == 0 and self._cache is not None:
             try:
                 self._cache.write("choice", dataclasses.asdict(outcome.choice))
@@ -164,7 +164,7 @@ class Autotuner:
                 _log.warning("the settings cannot be saved in %s (%s), so each job tunes again",
                              self._cache.folder, exc.strerror or exc)
 
-    def _say(self, text: object) -> None:
+    def _report(self, text: object) -> None:
         if self._comm.rank == 0:
             # A warning appears even if nobody configures logging: the user has asked for tuning.
             _log.warning("autotune: %s", text)
