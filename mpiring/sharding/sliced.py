@@ -109,16 +109,17 @@ class Sliced:
         elements = np.empty(stop - start, self.dtype)
         ranges, position = list(self.pieces), start
         first = max(0, bisect.bisect_right(ranges, (start, self.size)) - 1)
-        for its_start, its_stop in ranges[first:]:
-            if position >= stop or its_start > position:
+        for piece_start, piece_stop in ranges[first:]:
+            if position >= stop or piece_start > position:
                 break
-            end = min(its_stop, stop)
+            end = min(piece_stop, stop)
             if end > position:
-                piece = self.pieces[its_start, its_stop]
-                elements[position - start:end - start] = piece[position - its_start:end - its_start]
+                piece = self.pieces[piece_start, piece_stop]
+                elements[position - start:end - start] = (
+                    piece[position - piece_start:end - piece_start])
                 position = end
         if position < stop:
-            after = [its_start for its_start, _ in ranges if its_start > position]
+            after = [piece_start for piece_start, _ in ranges if piece_start > position]
             raise ConfigError(
                 f"elements {position} to {min([stop, *after]) - 1} of a tensor of shape "
                 f"{self.shape} are missing: these pieces are not of all ranks; use Saved.sharded "
@@ -180,11 +181,11 @@ def slices_of(shapes: Mapping[str, Iterable[int]],
         pieces: Tensor, name of the vector, first element, and elements of each piece of this rank.
     """
     ranges: dict[str, dict[str, dict[Range, Array]]] = {
-        name: {vector: {} for vector in its} for name, its in dtypes.items()}
+        name: {vector: {} for vector in by_vector} for name, by_vector in dtypes.items()}
     for name, vector, start, x in pieces:
         ranges[name][vector][start, start + x.size] = x
     return {name: {vector: Sliced(shapes[name], x, dtypes[name][vector])
-                   for vector, x in its.items()} for name, its in ranges.items()}
+                   for vector, x in by_vector.items()} for name, by_vector in ranges.items()}
 
 
 class AllgatherCollectives(Protocol):

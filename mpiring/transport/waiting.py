@@ -42,7 +42,7 @@ IDLE_LOOK_S = 0.1
 # Interval at which a busy engine does so, and checks for stalls and dead ranks. (Open MPI reported
 # a death at about the third check: with 0.1 s, after 0.25 to 0.45 s.)
 BUSY_LOOK_S = 0.02
-# Time for which the thread leaves operations to a caller who will soon wait, see Lane.rest. It is
+# Time for which the thread leaves operations to a caller who will soon wait, see Lane.pause. It is
 # longer than most models compute between two buckets. Other ranks are late by at most this time if
 # the caller does not wait, or waits where the engine does not know of it.
 LANE_PAUSE_S = 0.3
