@@ -123,7 +123,7 @@ def _texts(batch: int, rng: torch.Generator) -> Batch:
 
 def _labeled(*shape: int) -> Callable[[int, torch.Generator], Batch]:
     return lambda batch, rng: (torch.randn(batch, *shape, generator=rng),
-                                torch.randint(_CLASSES, (batch,), generator=rng))
+                               torch.randint(_CLASSES, (batch,), generator=rng))
 
 
 _KINDS = {
