@@ -13,7 +13,7 @@ import numpy as np
 from .errors import ConfigError
 
 # The largest of C's int, which MPI takes for ranks, colors and keys.
-MOST_OF_MPI = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:

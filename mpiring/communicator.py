@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar, U
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arguments import MOST_OF_MPI, whole_number
+from .arguments import MAX_INT32, whole_number
 from .config import Config
 from .engine import objects
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
@@ -29,7 +29,7 @@ from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor
 from .names import (
-    COMMUNICATOR, INIT, OPS_BY_OTHER_NAMES, AlgorithmName, OpName, explaining)
+    COMMUNICATOR, INIT, OP_ALIASES, AlgorithmName, OpName, explaining)
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
@@ -246,8 +246,8 @@ class Communicator:
         if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
                 "allreduce", x, op):
             return x
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.allreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
+        if type(op) is str and op in OP_ALIASES:
+            return self.allreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
@@ -281,8 +281,8 @@ class Communicator:
         may_be_fast = type(x) is np.ndarray and algorithm == "auto"
         if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.iallreduce(x, op=OPS_BY_OTHER_NAMES[op], algorithm=algorithm)
+        if type(op) is str and op in OP_ALIASES:
+            return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
         if may_be_fast:
@@ -307,8 +307,8 @@ class Communicator:
         """
         if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
             return cast(A, slice_of(flat(x), self.rank, self.size))
-        if type(op) is str and op in OPS_BY_OTHER_NAMES:
-            return self.reduce_scatter(x, op=OPS_BY_OTHER_NAMES[op])
+        if type(op) is str and op in OP_ALIASES:
+            return self.reduce_scatter(x, op=OP_ALIASES[op])
         prepared = self._reduce_scatter(x, op)
         chunk = self._run(prepared, "reduce_scatter", x, op)
         return cast(A, part_of(x, prepared.vector, chunk))
@@ -689,8 +689,8 @@ class Communicator:
         """
         if color is not None:
             color = whole_number(f"rank {self.rank}: color", int(color) if isinstance(
-                color, bool | np.bool_) else color, 0, MOST_OF_MPI)
-        key = whole_number(f"rank {self.rank}: key", key, -MOST_OF_MPI, MOST_OF_MPI)
+                color, bool | np.bool_) else color, 0, MAX_INT32)
+        key = whole_number(f"rank {self.rank}: key", key, -MAX_INT32, MAX_INT32)
         group = self._group.split(color, key)
         if group is None:
             return None
@@ -786,8 +786,8 @@ def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]
 
     def again() -> Build[Any]:
         if x.data_ptr() != address or x.numel() != n:
-            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has got "
-                              f"another memory; make a new operation for it")
+            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
+                              f"other memory; create a new operation for it")
         return build
 
     return again

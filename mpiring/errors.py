@@ -1,16 +1,16 @@
-"""Declares every error that mpiring raises on purpose.
+"""Declares the exceptions of mpiring.
 
     MpiringError
     ├── ConfigError             an argument, Config field or MPIRING_* variable cannot work
     ├── LaunchError             the launched ranks did not become one MPI world
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
-    ├── CheckpointError         a checkpoint cannot be written or read, or belongs elsewhere
+    ├── CheckpointError         a checkpoint cannot be written or read, or is of another run
     ├── ReplicaError            parameters or optimizer state differ between ranks
     ├── ClosedError             the communicator is closed, MPI is finalized, or this is a fork
-    ├── TransportError          MPI failed, or another rank is gone
+    ├── TransportError          MPI failed, or another rank has exited
     │   ├── StallError          an operation waits for ranks that do not arrive
-    │   └── ProcessFailedError  a rank has died, and MPI has survived it
+    │   └── ProcessFailedError  a rank has died, and the others can continue
     └── MissingDependencyError  an optional package is not installed
 
 `except MpiringError` catches all of them.
@@ -18,7 +18,7 @@
 
 
 class MpiringError(Exception):
-    """Base of all errors below."""
+    """Base class of all errors."""
 
 
 class ConfigError(MpiringError, ValueError):
@@ -50,7 +50,7 @@ class ClosedError(MpiringError, RuntimeError):
 
 
 class TransportError(MpiringError, RuntimeError):
-    """Bytes could not be moved: MPI reported an error, or a rank has left."""
+    """Communication failed: MPI reported an error, or a rank has exited."""
 
 
 class StallError(TransportError):
@@ -62,4 +62,4 @@ class ProcessFailedError(TransportError):
 
 
 class MissingDependencyError(MpiringError, ImportError):
-    """An optional package is needed; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra to install."""

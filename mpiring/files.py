@@ -49,12 +49,12 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
     return descriptor
 
 
-def read(path: Path, most_bytes: int, *, private: bool = False) -> bytes:
+def read(path: Path, max_bytes: int, *, private: bool = False) -> bytes:
     """Return the content of a regular file.
 
     Args:
         path: Name of the file.
-        most_bytes: Length of the longest file that is read.
+        max_bytes: Length of the longest file that is read.
         private: If true, refuse links, and files that another user may have written.
 
     Raises:
@@ -67,9 +67,9 @@ def read(path: Path, most_bytes: int, *, private: bool = False) -> bytes:
             raise OSError(errno.EPERM, "it is not a file of this user", str(path))
         if private and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise OSError(errno.EPERM, "others may write to it", str(path))
-        content = file.read(min(status.st_size, most_bytes) + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+        content = file.read(min(status.st_size, max_bytes) + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
     return content
 
 

@@ -51,6 +51,6 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
     most = max(map(by_rank.count, by_rank))
     if most > 1 and comm.rank == 0:
         node, gpu = next(gpu for gpu in by_rank if by_rank.count(gpu) == most)
-        _log.warning("%d ranks share GPU %s of node %d: each uses memory of its own there, and "
-                     "they take turns in computing", most, gpu, node)
+        _log.warning("%d ranks share GPU %s of node %d: each uses separate memory on it, and "
+                     "they compute in turns", most, gpu, node)
     return index

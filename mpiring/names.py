@@ -14,7 +14,7 @@ AlgorithmName: TypeAlias = Literal["auto", "shared", "native", "ring", "hierarch
 WeightCopies: TypeAlias = Literal["rank", "node"]
 
 # Other names of ops.
-OPS_BY_OTHER_NAMES: dict[str, OpName] = {"avg": "mean", "average": "mean"}
+OP_ALIASES: dict[str, OpName] = {"avg": "mean", "average": "mean"}
 
 _IN_PLACE = "which combines x in place and returns it"
 _ONE_TO_ONE = "mpi4py's communicators: mpiring has no messages from one rank to another"

@@ -102,7 +102,7 @@ class Progress:
                 text = json.dumps(line, allow_nan=False)
             except (RuntimeError, TypeError, ValueError) as exc:
                 raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
-                                  f"numbers as step, and numbers and texts") from exc
+                                  f"numbers as step, and numbers or strings") from exc
             # One write, so that neither a reader nor a kill leaves half a line.
             self._metrics.write(text + "\n")
             self._metrics.flush()

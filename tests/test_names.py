@@ -18,8 +18,8 @@ from mpiring.optim.outer import Outer
 
 
 def test_types_have_all_names():
-    assert {*get_args(mpiring.OpName)} == {*OPS, *names.OPS_BY_OTHER_NAMES}
-    assert {*names.OPS_BY_OTHER_NAMES.values()} <= {*OPS}
+    assert {*get_args(mpiring.OpName)} == {*OPS, *names.OP_ALIASES}
+    assert {*names.OP_ALIASES.values()} <= {*OPS}
     assert get_args(mpiring.AlgorithmName) == ("auto", *(row.name for row in TABLE))
 
 

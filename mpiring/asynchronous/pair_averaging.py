@@ -235,7 +235,7 @@ class PairAveraging(AsynchronousTraining):
         """
         if self._exchange is not None:
             raise ConfigError(f"rank {self._comm.rank}: an exchange with rank {self._exchange[1]} "
-                              f"is under way; call agree(), on all ranks, before state_dict()")
+                              f"is in progress; call agree() on all ranks before state_dict()")
         return {"seed": self._seed, "rounds": self.rounds}
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -23,7 +23,7 @@ class _Gradients:
     """Gradient of one update, with the interface of an Averager."""
 
     steps, step_label, version = 0, "", 1
-    scatters, under_way, finite = False, False, True
+    scatters, step_started, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
@@ -41,7 +41,7 @@ class _Gradients:
         """Return bounds that give this rank the complete bucket."""
         return [0, bucket.plan.size]
 
-    def own(self, bucket: Bucket) -> slice:
+    def own_slice(self, bucket: Bucket) -> slice:
         """Return the complete bucket as a slice."""
         return slice(0, bucket.plan.size)
 

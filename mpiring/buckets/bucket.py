@@ -73,7 +73,7 @@ def refuse_changed(rank: int, before: Sequence[TensorSpec], now: Sequence[Tensor
         if was != its:
             raise ConfigError(
                 f"rank {rank}: the model now has {its or 'nothing'} in the place of "
-                f"{was or 'nothing'}; keep names, shapes and dtypes, or wrap the model anew after "
+                f"{was or 'nothing'}; keep names, shapes and dtypes, or wrap the model again after "
                 f"such a change")
 
 

@@ -59,11 +59,11 @@ def reduce_scatter(
             requests += [net.irecv(sources[source], source), net.isend(pieces[dest][k], dest)]
         return sources, requests
 
-    under_way = begun(0)
+    pending = begun(0)
     for k in range(count):
-        sources, requests = under_way
+        sources, requests = pending
         if k + 1 < count:
-            under_way = begun(k + 1)
+            pending = begun(k + 1)
         if local is not None:
             local.collect(*at(r, k))
         yield requests

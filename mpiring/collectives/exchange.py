@@ -35,14 +35,14 @@ def exchange(net: Channel, sends: Mapping[int, Array], receives: Mapping[int, Ar
     p, r = net.size, net.rank
     if r in receives and receives[r] is not sends[r]:
         copy_to(receives[r], sends[r])
-    under_way: deque[list[Request]] = deque()
+    pending: deque[list[Request]] = deque()
     for s in range(1, p):
         source, dest = (r - s) % p, (r + s) % p
         step = [net.irecv(receives[source], source)] if source in receives else []
         if dest in sends:
             step.append(net.isend(sends[dest], dest))
         if step:
-            under_way.append(step)
-        if len(under_way) == in_flight:
-            yield under_way.popleft()
-    yield from under_way
+            pending.append(step)
+        if len(pending) == in_flight:
+            yield pending.popleft()
+    yield from pending

@@ -284,7 +284,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     # This must precede the messages: a rank that disagrees with another node must not send any.
     if node.met:
         yield (node.barrier(),)
-    copies = shared.laid_out(node, x)
+    copies = shared.staged_copies(node, x)
     yield (node.barrier(),)
     if node.rank == 0:
         levels.within.combine(copies, x)

@@ -51,13 +51,13 @@ class _Slots:
         start = j % 2 * self._half + row * self._size
         return self._slots[rank][start:start + size]
 
-    def lay(self, rows: Mapping[int, Array], j: int) -> None:
+    def copy_in(self, rows: Mapping[int, Array], j: int) -> None:
         """Copy piece j of vectors, by row, to this rank's slot."""
         for row, x in rows.items():
             piece = self.piece(x, j)
             copy_to(self.position(self._node.rank, row, j, piece.size), piece)
 
-    def take(self, vectors: Mapping[int, Array], j: int) -> None:
+    def copy_out(self, vectors: Mapping[int, Array], j: int) -> None:
         """Copy piece j of the vectors meant for this rank from the other ranks' slots."""
         for rank, x in vectors.items():
             piece = self.piece(x, j)
@@ -67,28 +67,28 @@ class _Slots:
         """Return the words in which a rank announces how many bytes it has for each rank."""
         return self._node.slots(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
 
-    def rounds(self, longest: int, lay: _Move, take: _Move,
+    def rounds(self, longest: int, copy_in: _Move, copy_out: _Move,
                check: Callable[[], None] = lambda: None) -> Schedule[None]:
         """Write and read vectors, piece by piece.
 
         Args:
             longest: Length of the longest vector that this rank writes or reads.
-            lay, take: Functions that write to the slot and read from slots, given the round.
+            lay, copy_out: Functions that write to the slot and read from slots, given the round.
             check: Function that is called before anything is read.
         """
         node = self._node
         if node.met:
             # Ranks may still read what an earlier schedule of this operation has written.
             yield (node.barrier(),)
-        lay(0)
+        copy_in(0)
         lengths = yield from node.share(longest)
         check()
         last = (max(lengths)[0] - 1) // self._size
         for j in range(1, last + 1):
-            lay(j)
-            take(j - 1)
+            copy_in(j)
+            copy_out(j - 1)
             yield (node.barrier(),)
-        take(max(last, 0))
+        copy_out(max(last, 0))
 
 
 def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
@@ -102,8 +102,9 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
     Collective: yes. Blocking: no (a schedule).
     """
     slots, is_root = _Slots(node, x.dtype, 1), node.rank == root
-    lays, takes = ({0: x}, {}) if is_root else ({}, {root: x})
-    return slots.rounds(x.size, lambda j: slots.lay(lays, j), lambda j: slots.take(takes, j))
+    writes, reads = ({0: x}, {}) if is_root else ({}, {root: x})
+    return slots.rounds(
+        x.size, lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
@@ -116,10 +117,10 @@ def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, lays = _Slots(node, parts[0].dtype, 1), {0: parts[node.rank]}
-    takes = _of_others(node, enumerate(parts))
+    slots, writes = _Slots(node, parts[0].dtype, 1), {0: parts[node.rank]}
+    reads = _of_others(node, enumerate(parts))
     return slots.rounds(
-        _longest(parts), lambda j: slots.lay(lays, j), lambda j: slots.take(takes, j))
+        _longest(parts), lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
 
 
 def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
@@ -134,15 +135,15 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
     Collective: yes. Blocking: no (a schedule).
     """
     slots, rank = _Slots(node, chunks[0].dtype, node.size), node.rank
-    lays = _of_others(node, enumerate(chunks))
+    writes = _of_others(node, enumerate(chunks))
 
-    def take(j: int) -> None:
+    def copy_out(j: int) -> None:
         piece = slots.piece(chunks[rank], j)
         sources = [slots.position(source, rank, j, piece.size) for source in range(node.size)]
         sources[rank] = piece
         combine.combine(sources, piece)
 
-    return slots.rounds(_longest(chunks), lambda j: slots.lay(lays, j), take)
+    return slots.rounds(_longest(chunks), lambda j: slots.copy_in(writes, j), copy_out)
 
 
 def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Array],
@@ -164,14 +165,14 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
     slots, rank = _Slots(node, _BYTES, rows), node.rank
     outgoing, incoming = (
         {other: as_bytes(x) for other, x in vectors.items()} for vectors in (sends, receives))
-    lays = {other % rows: x for other, x in _of_others(node, outgoing.items()).items()}
-    takes = _of_others(node, incoming.items())
+    writes = {other % rows: x for other, x in _of_others(node, outgoing.items()).items()}
+    reads = _of_others(node, incoming.items())
 
-    def lay(j: int) -> None:
+    def copy_in(j: int) -> None:
         if j == 0:
             slots.announced(rank)[:] = [
                 outgoing[dest].size if dest in outgoing else 0 for dest in range(node.size)]
-        slots.lay(lays, j)
+        slots.copy_in(writes, j)
 
     def check() -> None:
         for source, x in incoming.items():
@@ -183,8 +184,8 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
         if rank in receives and receives[rank] is not sends[rank]:
             copy_to(incoming[rank], outgoing[rank])
 
-    return slots.rounds(_longest([*outgoing.values(), *incoming.values()]), lay,
-                        lambda j: slots.take(takes, j), check)
+    return slots.rounds(_longest([*outgoing.values(), *incoming.values()]), copy_in,
+                        lambda j: slots.copy_out(reads, j), check)
 
 
 def _of_others(node: Node, vectors: Iterable[tuple[int, Array]]) -> dict[int, Array]:

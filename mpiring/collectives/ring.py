@@ -127,19 +127,19 @@ def _circulate(
             combine.finish(piece(hop + k))
 
     first, copying, last = k * steps.start, k * (p - 1), k * steps.stop
-    under_way: deque[tuple[Request, Request]] = deque()
+    pending: deque[tuple[Request, Request]] = deque()
     for hop in range(first, last + len(slots) - 1):
         if hop < last:
             if local is not None and hop < min(first + k, copying):
                 local.collect(*at(hop))
             inward = slot(hop) if hop < copying else piece(hop + k)
-            under_way.append((net.irecv(inward, (r - 1) % p), net.isend(piece(hop), (r + 1) % p)))
+            pending.append((net.irecv(inward, (r - 1) % p), net.isend(piece(hop), (r + 1) % p)))
             # An allreduce has already stored the chunk that this rank has completed.
             if local is not None and hop >= copying + k * bool(combine):
                 local.spread(*at(hop))
         landing = hop - len(slots) + 1
         if landing >= first:
-            yield under_way.popleft()
+            yield pending.popleft()
             if combine and landing < copying:
                 add(landing, combine, last=landing >= copying - k)
             elif local is not None and landing >= last - k:

@@ -123,7 +123,7 @@ def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) 
     yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
 
 
-def laid_out(node: Node, x: Array) -> Sequence[Array]:
+def staged_copies(node: Node, x: Array) -> Sequence[Array]:
     """Copy a short vector to this rank's staging slot; return the copies of all ranks."""
     copies = node.slots(x.dtype, x.size)
     copy_to(copies[node.rank], x)

@@ -326,7 +326,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 _log.warning("prefetch: the loader has not returned for %g s since the iteration "
-                             "was left; its thread goes on alone, and ends with that batch",
+                             "was left; its thread continues until that batch",
                              patience_s)
         return not self._thread.is_alive()
 

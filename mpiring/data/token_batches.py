@@ -155,11 +155,11 @@ class TokenBatches:
 
         Code that counts batches, such as Lightning, never asks for the end.
         """
-        now = self._under_way()
+        now = self._current()
         if now is not None and now.drawn == len(now):
             self._begin(now.epoch + 1)
 
-    def _under_way(self) -> _Iteration | None:
+    def _current(self) -> _Iteration | None:
         """Return the last iteration, unless the epoch has changed since."""
         now = self._iteration
         return now if now is not None and now.epoch == self._epoch else None
@@ -184,7 +184,7 @@ class TokenBatches:
 
         The number may vary slightly between epochs.
         """
-        now = self._under_way()
+        now = self._current()
         return len(self._next() if now is None else now)
 
     @property
@@ -275,7 +275,7 @@ class TokenBatches:
         if seen is not None:
             seen = whole_number("seen (batches drawn in this iteration)", seen, 0,
                                 now.drawn if now is not None else 0)
-        if now is None or seen is None and self._under_way() is None:
+        if now is None or seen is None and self._current() is None:
             epoch, history = self._epoch, self._history
         else:
             epoch, history = now.position_after(now.drawn if seen is None else seen)
@@ -346,8 +346,8 @@ def _checked(lengths: Any, rank: int) -> Array:
     try:
         x = np.asarray(lengths)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"rank {rank}: lengths is a {type(lengths).__name__}, which is no "
-                          f"vector of whole numbers: {error}") from error
+        raise ConfigError(f"rank {rank}: lengths is a {type(lengths).__name__}, which is not "
+                          f"a vector of whole numbers: {error}") from error
     if x.shape == (0,):
         raise ConfigError(f"rank {rank}: lengths is empty: expected the length of at least one "
                           f"sample")

@@ -59,8 +59,8 @@ def run(train: Callable[[State], T], state: State) -> T:
             state._commits = None
     del commits
     if state.comm.rank == 0:
-        _log.warning("a rank that dies ends this job: to go on without it takes Open MPI's mpirun "
-                     "--with-ft ulfm; elsewhere, go on from a checkpoint")
+        _log.warning("a rank that dies ends this job: to continue without it, use Open MPI's "
+                     "mpirun --with-ft ulfm; otherwise, resume from a checkpoint")
     return train(state)
 
 
@@ -120,7 +120,7 @@ class _Run(Generic[T]):
         atexit.register(_leave, state, self._survivors)
         if state.comm.rank == 0:
             _log.warning(
-                "%d of %d ranks go on from %s, as the others have died; this took %.2f s",
+                "%d of %d ranks resume from %s after the others died; this took %.2f s",
                 state.comm.size, before, state._place, time.monotonic() - noticed_s)
         return self._trained()
 

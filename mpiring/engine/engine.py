@@ -90,14 +90,14 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def join(self, look: Callable[[], object], in_flight: float | None = None) -> Lane:
+    def join(self, check: Callable[[], object], max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
         Args:
-            look: Function to call now and then; raises StallError if an operation is overdue.
-            in_flight: Number of operations that may be in flight; by default, as in the settings.
+            check: Function to call periodically; raises StallError if an operation is overdue.
+            max_in_flight: Largest number of operations in flight; by default, as in the settings.
         """
-        lane = Lane(self, look, in_flight or self._config.operations_in_flight)
+        lane = Lane(self, check, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
@@ -173,7 +173,7 @@ class Engine:
         handle.lane.queue.append(handle)
         # Post its first messages at once, unless the thread is already working.
         self._unless_busy(lambda: self._admit(handle.lane))
-        if not handle.lane.rests:
+        if not handle.lane.is_paused:
             self._wake.set()
         return handle
 
@@ -203,7 +203,7 @@ class Engine:
         """
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
-        handle.lane.rests_until_s = 0.0
+        handle.lane.paused_until_s = 0.0
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
@@ -223,7 +223,7 @@ class Engine:
                 if late and not handle.done:
                     raise StallError(
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
-                        f"under way, and wait may be called again with a longer timeout")
+                        f"in flight, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > self.patience.wait_yields:
                     time.sleep(self.patience.pause_s)
@@ -324,7 +324,7 @@ class Engine:
             if now >= self._next_look_s:
                 self._next_look_s = now + waiting.BUSY_LOOK_S
                 for lane in self._lanes:
-                    lane.look()
+                    lane.check()
                 self._forget_dropped()
         except BaseException as error:
             self.fail(error)
@@ -339,13 +339,13 @@ class Engine:
                 self._lanes.remove(lane)
 
     def _progress_awake(self) -> bool:
-        """Do as `_progress`, but skip lanes that rest."""
-        return self._progress([lane for lane in self._lanes if not lane.rests])
+        """Do as `_progress`, but skip lanes that are paused."""
+        return self._progress([lane for lane in self._lanes if not lane.is_paused])
 
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, up to the limit; return True if any was started."""
         admitted = False
-        while lane.queue and len(lane.active) < lane.in_flight:
+        while lane.queue and len(lane.active) < lane.max_in_flight:
             self._start(lane.queue.popleft(), lane.active)
             admitted = True
         return admitted
@@ -378,7 +378,7 @@ class Engine:
             while self._lanes and not self._stopping and self.failure is None:
                 self._nobody_waits.wait(waiting.IDLE_LOOK_S)
                 if not (self._blocking or any(
-                        lane.busy and not lane.rests for lane in tuple(self._lanes))):
+                        lane.busy and not lane.is_paused for lane in tuple(self._lanes))):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(waiting.IDLE_LOOK_S)
                     self._wake.clear()

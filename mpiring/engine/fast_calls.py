@@ -23,7 +23,7 @@ from ..transport import compiled
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
-    DISAGREE, DONE, GATED, GATE_STARTED, GO_ON, HELD, IDLE, LATE, LOOK, OTHERWISE, PUBLISH, WINDOWS)
+    DISAGREE, DONE, GATED, GATE_STARTED, RESUME, HELD, IDLE, LATE, POLL, FALLBACK, PUBLISH, WINDOWS)
 from ..transport.node_call import NodeCall, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
@@ -32,9 +32,9 @@ from .opening import Sharing
 
 K = TypeVar("K", NodeCall, Call)
 # A limit is needed, because a program may combine vectors of ever new shapes.
-_MOST_CALLS = 256
+_MAX_CALLS = 256
 # Number of calls of a kind that may be started at once.
-_MOST_STARTED = AREAS - 1
+_MAX_STARTED = AREAS - 1
 # Name of the call, op or root, dtype, shape. Then, for an allreduce in place, the position of this
 # rank's vector, or, for several calls started at once, a number.
 _Key = tuple[Any, ...]
@@ -130,7 +130,7 @@ class FastCalls:
         if first is None or first.__class__ is Call:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
-        for number in range(1, _MOST_STARTED):
+        for number in range(1, _MAX_STARTED):
             if call[CALL_STAGE]:
                 another = *key, number
                 call = self._calls.get(another) or self._keep(
@@ -178,7 +178,7 @@ class FastCalls:
             self._keep(key, call)
 
     def _keep(self, key: _Key, call: K) -> K:
-        if len(self._calls) >= _MOST_CALLS:
+        if len(self._calls) >= _MAX_CALLS:
             self.forget()
         self._calls[key] = call
         return call
@@ -261,8 +261,8 @@ class FastCalls:
         with self._counter:
             if status == GATED:
                 status = self._begin(BEGIN, call, x)
-            if status in (LATE, OTHERWISE):
-                status = call.run(GO_ON, x)
+            if status in (LATE, FALLBACK):
+                status = call.run(RESUME, x)
             if status in (DONE, GATED):
                 return status == DONE
             # From here on it is an ordinary operation.
@@ -301,7 +301,7 @@ class FastCalls:
         status = call.run(how + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
-                handle.look()
+                handle.poll()
             self._counter.open(GATE_STARTED)
             status = call.run(how + HELD, x)
             if self.started:
@@ -312,7 +312,7 @@ class FastCalls:
         """Pass started calls to the engine, because other operations may have to wait for them."""
         with self._counter:
             for handle in tuple(self.started):
-                if not handle.look():
+                if not handle.poll():
                     handle.hand_over()
 
     def leave(self, handle: "FastHandle[Any]") -> None:
@@ -365,15 +365,15 @@ class FastHandle(Handle[T]):
     @property
     def done(self) -> bool:  # type: ignore[override]
         """Whether the operation is complete."""
-        return self.look()
+        return self.poll()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Run it as far as possible, unless the engine does; return whether it is complete."""
         if not (self._is_done or self._handle or self._is_void):
             with self._counter:
                 # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
-                    self._run(LOOK)
+                    self._run(POLL)
         return self._is_done if self._handle is None else self._handle.done
 
     @property
@@ -425,14 +425,14 @@ class FastHandle(Handle[T]):
         if self._handle is not None:
             return self._handle.test()
         self._refuse_void()
-        return self.look()
+        return self.poll()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank. See Handle."""
         if not self._is_done and self._handle is None:
             self._refuse_void()
             with self._counter:
-                if not (self._is_done or self._handle or self._run(LOOK) or self._run(GO_ON)):
+                if not (self._is_done or self._handle or self._run(POLL) or self._run(RESUME)):
                     self.hand_over()
         if self._handle is not None:
             self._handle.wait(timeout_s)
@@ -455,7 +455,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
     yield (request,)
     if request.status == DISAGREE:
         refuse_others(call.call, call.node())
-    if request.status == OTHERWISE:
+    if request.status == FALLBACK:
         # Some vectors are not in windows.
         node = call.node()
         operation = group.collectives(node, call[CALL_SEQUENCE])
@@ -477,5 +477,5 @@ class _Unfinished:
     def test(self) -> bool:
         """Run it as far as possible; return whether the request is complete."""
         if self.status == LATE:
-            self.status = self._call.run(LOOK, self._x)
+            self.status = self._call.run(POLL, self._x)
         return self.status != LATE

@@ -89,7 +89,7 @@ class Group:
         self._post = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
                                  self._counter)
-        self.lane = self.engine.join(self._watch.look)
+        self.lane = self.engine.join(self._watch.check)
         self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)
@@ -132,22 +132,22 @@ class Group:
         return (f"{library}, ranks per node {shape}, "
                 f"{'thread' if self.engine.threaded else 'inline'} progress")
 
-    def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], wish: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
+    def algorithm_for(self, nbytes: int, dtype: np.dtype[Any], requested: str, gpu: str) -> str:
+        """Return the algorithm for a mean of vectors, given the one `requested`; see Case."""
         resources = self._resources
-        wish = resources.algorithm if wish == "auto" else wish
+        requested = resources.algorithm if requested == "auto" else requested
         return choose(Case(nbytes, dtype, "mean", self.size, len(resources.nodes),
-                           resources.tuning, gpu), wish, resources.model).name
+                           resources.tuning, gpu), requested, resources.model).name
 
     @property
     def operations_in_flight(self) -> int:
         """Number of background operations that advance at a time."""
-        return int(self.lane.in_flight)
+        return int(self.lane.max_in_flight)
 
     @operations_in_flight.setter
     def operations_in_flight(self, count: int) -> None:
         """Change the number, also while operations are in flight."""
-        self.lane.in_flight = count
+        self.lane.max_in_flight = count
 
     def tune_once(self) -> None:
         """Tune before the first allreduce whose algorithm depends on it.
@@ -261,7 +261,7 @@ class Group:
             if task.done:
                 flight.ended_s = now_s
                 lane.operations += 1
-                if not lane.under_way:
+                if not lane.in_flight:
                     lane.communication_s += seconds
             if recorder.trace is not None:
                 recorder.trace.waited(flight, began_s, now_s)
@@ -371,7 +371,7 @@ class Group:
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
         return self._messages
 
-    def beside(self) -> "Group":
+    def duplicate(self) -> "Group":
         """Return another group of the same ranks, whose operations have a separate order.
 
         It duplicates the communicator of `messages()`, on which nothing else is collective. A rank

@@ -134,8 +134,8 @@ class Lane:
 
     Attributes:
         engine: Engine that advances the operations.
-        look: Function to call now and then; raises StallError if an operation is overdue.
-        in_flight: Number of operations that may be in flight.
+        check: Function to call periodically; raises StallError if an operation is overdue.
+        max_in_flight: Largest number of operations in flight.
         queue: Operations that wait to be started.
         active: Background operations in flight.
         actions: Actions to call when operations are complete, in this order.
@@ -143,42 +143,42 @@ class Lane:
         dropped: If true, no operation will be submitted any more, and the engine removes the lane
             once nothing is in flight.
         operations: Number of completed operations.
-        under_way: Number of operations that have begun and are not complete.
+        in_flight: Number of operations that have begun and are not complete.
         communication_s: Seconds in which at least one of them was in flight.
         at_once_s: Seconds that callers spent in blocking calls before these went to the engine.
         waited_s: Seconds that callers spent waiting for operations in flight. `at_once_s` and
             `waited_s` are changed under separate locks.
-        rests_until_s: End of a rest, in `time.monotonic`; see `rest`.
+        paused_until_s: End of a pause, in `time.monotonic`; see `pause`.
     """
 
     engine: Driver
-    look: Callable[[], object]
-    in_flight: float
+    check: Callable[[], object]
+    max_in_flight: float
     queue: deque[Handle[Any]] = field(default_factory=deque)
     active: list[Handle[Any]] = field(default_factory=list)
     actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
     calling: threading.Lock = field(default_factory=threading.Lock)
     dropped: bool = False
     operations: int = 0
-    under_way: int = 0
+    in_flight: int = 0
     communication_s: float = 0.0
     at_once_s: float = 0.0
     waited_s: float = 0.0
-    rests_until_s: float = 0.0
+    paused_until_s: float = 0.0
     _busy_since_s: float = 0.0
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Leave background operations to the thread that waits for one of them, for 0.3 s.
 
         A caller uses this if it will soon wait and needs its core until then. The engine's thread
         would take the core repeatedly, and hide nothing. After 0.3 s it advances them again.
         """
-        self.rests_until_s = time.monotonic() + waiting.REST_S
+        self.paused_until_s = time.monotonic() + waiting.LANE_PAUSE_S
 
     @property
-    def rests(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether the engine's thread must leave the background operations alone."""
-        return time.monotonic() < self.rests_until_s
+        return time.monotonic() < self.paused_until_s
 
     @property
     def busy(self) -> bool:
@@ -187,15 +187,15 @@ class Lane:
 
     def begun(self, now_s: float) -> None:
         """Record that an operation is in flight since `now_s`."""
-        if not self.under_way:
+        if not self.in_flight:
             self._busy_since_s = now_s
-        self.under_way += 1
+        self.in_flight += 1
 
     def ended(self, now_s: float) -> None:
         """Record that an operation in flight is complete."""
         self.operations += 1
-        self.under_way -= 1
-        if not self.under_way:
+        self.in_flight -= 1
+        if not self.in_flight:
             self.communication_s += now_s - self._busy_since_s
 
     @property

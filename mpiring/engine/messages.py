@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ..transport.mpi import Mailbox, MpiTransport
 
 _log = logging.getLogger("mpiring")
-# MPI tag 0 belongs to the watch; -1 is a tag of callers within this package.
+# The watch uses MPI tag 0. Tag -1 is for callers in this package.
 _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
-# MPI may still read or write these messages' memory after the communicator is closed.
+# Keeps memory alive that MPI may access after the communicator is closed.
 _abandoned: list[Handle[Any]] = []
 
 
@@ -34,7 +34,7 @@ class _Received(Request, Protocol):
 
 
 class Message(Handle[T]):
-    """One or several messages in flight; for one, `wait` returns the rank at its other end."""
+    """One or several messages in flight; for a single one, `wait` returns the peer's rank."""
 
     def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
@@ -42,16 +42,16 @@ class Message(Handle[T]):
         self._messages, self._other = messages, other
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Return the result once it is complete on this rank; for one message, the other rank.
+        """Return the result when it is complete on this rank; for one message, the peer's rank.
 
-        After `stall_warning_s`, a report says what that rank is doing.
+        After `stall_warning_s`, mpiring logs what the peer is doing.
 
         Args:
-            timeout_s: Seconds after which to give up; the message stays in flight. By default
+            timeout_s: Timeout in seconds, after which the message stays in flight. By default
                 the setting `stall_timeout_s`.
 
         Raises:
-            StallError: It is not complete by then; holds the report.
+            StallError: The timeout has expired; the error includes the report on the peer.
             BufferMismatchError: A different number of bytes arrived.
             TransportError: MPI failed, or an earlier operation failed.
 
@@ -69,19 +69,19 @@ class Message(Handle[T]):
 
 
 class Messages:
-    """Messages between the ranks of a communicator, which tags tell apart.
+    """Messages between the ranks of a communicator, matched by tag.
 
     Args:
-        transport: Transport that nothing else uses.
-        post: Mailbox for short notes on the same communicator.
-        engine: Engine that advances the messages; they do not queue behind each other.
+        transport: Transport for these messages only.
+        post: Mailbox of the watch, on the same communicator.
+        engine: Engine that advances the messages, independently of each other.
         config: Settings.
 
     Attributes:
         comm: MPI communicator.
         config: Settings; may be replaced.
         lane: Lane of the engine.
-        watch: Watch that reports messages that do not arrive.
+        watch: Watch that reports stalled messages.
     """
 
     def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
@@ -89,15 +89,15 @@ class Messages:
         self.comm = transport.comm
         self.config = config
         self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
-        self.lane = engine.join(self.watch.look, math.inf)
+        self.lane = engine.join(self.watch.check, math.inf)
         self._transport, self._post = transport, post
         self._engine = engine
-        # Two ranks number their messages independently.
+        # Each rank numbers its messages independently.
         self._name = f"messages of rank {engine.recorder.rank}"
         self._number = 0
 
     def isend(self, x: Array, dest: int, tag: int = 0) -> Message[int]:
-        """Begin to send the bytes of a contiguous array; do not change it until complete.
+        """Start to send a contiguous array, which must not change until the message is complete.
 
         Args:
             x: Array of any shape and dtype, in host memory.
@@ -117,7 +117,7 @@ class Messages:
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
               ) -> Message[int]:
-        """Begin to receive the bytes of a contiguous array; `wait` returns the sender's rank.
+        """Start to receive into a contiguous array; `wait` returns the sender's rank.
 
         Args:
             x: Array to overwrite; exactly this many bytes must arrive.
@@ -141,8 +141,8 @@ class Messages:
             schedule = _received(channel.irecv_any(x))
         else:
             raise ConfigError(
-                f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} travel "
-                f"in several messages, which several ranks could mix; say which rank sends")
+                f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} are "
+                f"sent as several messages, which may come from different ranks; pass the source")
         return self._begin(call, then(schedule), source)
 
     def submit(self, call: Call, build: Callable[[Channel], Schedule[T]],
@@ -152,9 +152,9 @@ class Messages:
         Args:
             call: Description, for reports; other ranks need not make the same call.
             build: Function that returns the schedule, given the channel that all such schedules
-                share. Its lanes are the first tags of `isend` and `irecv`, which must not be used
-                at the same time.
-            other: Rank to ask if it stalls; None for all.
+                share. The channel uses the lowest tags; do not use these tags in `isend` and
+                `irecv` at the same time.
+            other: Rank to query if the schedule stalls; None for all ranks.
 
         Collective: no. Blocking: no.
         """
@@ -169,7 +169,7 @@ class Messages:
         forks.refuse_calls(self._engine.recorder.rank)
         last = self._transport.tag_limit - _OFFSET
         if not _FIRST_TAG <= tag <= last:
-            raise ConfigError(f"tag={tag}: this MPI takes 0 to {last}")
+            raise ConfigError(f"tag={tag}: this MPI supports 0 to {last}")
         return tag + _OFFSET
 
     def _begin(self, call: Call, schedule: Schedule[T], other: int | None) -> Message[T]:
@@ -183,7 +183,7 @@ class Messages:
     def leave(self) -> None:
         """Stop advancing messages; afterwards only `free` may be called."""
         if left := self._engine.leave(self.lane, quietly=True):
-            _log.warning("%d messages were never completed, the first is %s", len(left), left[0])
+            _log.warning("%d messages were not completed; the first is %s", len(left), left[0])
             _abandoned.extend(left)
 
     def free(self) -> None:

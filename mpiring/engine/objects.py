@@ -11,7 +11,7 @@ from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
 
-# Bytes of the first message, which suffice for most objects, and of the length at its start.
+# Size of the first message, which holds most objects, and of the length at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
 
 
@@ -54,8 +54,8 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
 
 def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
                root: int | None) -> None:
-    """Copy a short vector; from the second time on, by a fast call if possible."""
-    # A label may be the name of another collective.
+    """Run a collective on a short vector; repeated calls use the fast path."""
+    # The prefix keeps labels apart from the names of other collectives.
     fast_calls, name = group.fast_calls, f"object: {call.kind}"
     if not fast_calls.again(name, x, root):
         group.run(call, lambda collectives: collectives.allgather(x) if root is None else
@@ -64,7 +64,7 @@ def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
 
 
 def _head(data: NDArray[Any]) -> NDArray[Any]:
-    """Return the first message: the length of some bytes, and the first of them."""
+    """Return the first message: the length of the data, and as much of the data as fits."""
     head = np.empty(_HEAD_BYTES, np.uint8)
     head[:_LENGTH_BYTES].view(np.int64)[0] = data.size
     first = data[:_HEAD_BYTES - _LENGTH_BYTES]
@@ -77,9 +77,9 @@ def _length(head: NDArray[Any]) -> int:
 
 
 def _pickled(obj: object) -> tuple[NDArray[Any], str]:
-    """Return a pickled pair of the object and a problem ("" if it pickles), and the problem.
+    """Return the pickled pair (object, problem), and the problem; "" if the object pickles.
 
-    The other ranks wait for the bytes, and learn of the problem from them.
+    The other ranks wait for these bytes, so a problem is sent instead of raised.
     """
     problem = ""
     try:
@@ -92,4 +92,4 @@ def _pickled(obj: object) -> tuple[NDArray[Any], str]:
 
 def _refuse_unpickled(rank: int, problem: str) -> None:
     if problem:
-        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, texts, or nests of them")
+        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, strings or lists of them")

@@ -76,7 +76,7 @@ class StallWatch:
             self._unfinished = [handle for handle in self._unfinished if not handle.done]
             return list(self._unfinished)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
 
         Raises:
@@ -184,7 +184,7 @@ class StallWatch:
 
     def _report(self, inquiry: "_Inquiry", verb: str) -> str:
         handle, timeout_s = inquiry.handle, self.config.stall_timeout_s
-        patience_s, limit = self._patience_s(handle), "it waits for ever"
+        patience_s, limit = self._patience_s(handle), "it waits without a limit"
         if timeout_s:
             limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
         if timeout_s and patience_s > timeout_s:
@@ -291,7 +291,7 @@ class MessageWatch:
         finally:
             del self._waits[id(handle)]
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Answer other ranks; ask them about late messages, and report these."""
         for source, content in self._post.poll():
             message = json.loads(content)

@@ -46,8 +46,8 @@ class Tunable(Protocol):
     def cluster(self) -> str:
         """Description of the cluster's properties that determine the speed of operations."""
 
-    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", wish: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the user's choice `wish`; see Case."""
+    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", requested: str, gpu: str) -> str:
+        """Return the algorithm for a mean of vectors, given the one `requested`; see Case."""
 
 
 class Tuner:
@@ -163,7 +163,7 @@ class Tuner:
             self._cache.write("model", model.to_json())
         except OSError as exc:
             _log.warning(
-                "what was measured cannot be saved in %s (%s), so each job measures anew; set "
+                "the measurements cannot be saved in %s (%s), so each job measures again; set "
                 "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
                 self._cache.folder, exc.strerror or exc)
 

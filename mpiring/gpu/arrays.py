@@ -21,40 +21,40 @@ if TYPE_CHECKING:
     import torch
 
 
-def device_named(wish: "str | Device", local_rank: int) -> Device:
+def device_named(requested: "str | Device", local_rank: int) -> Device:
     """Return the GPU of a name.
 
     Args:
-        wish: Name "cuda", or "cuda:" and a number; or the device itself.
+        requested: Name "cuda", or "cuda:" and a number; or the device itself.
         local_rank: Number of this rank on its node, whose ranks use the GPUs in turn.
 
     Raises:
         ConfigError: There is no such GPU.
         MissingDependencyError: CuPy is not installed.
     """
-    if isinstance(wish, Device):
-        return wish
-    kind, index = gpu_named(wish)
+    if isinstance(requested, Device):
+        return requested
+    kind, index = gpu_named(requested)
     if kind != "cuda":
-        raise ConfigError(f"device={str(wish)!r}: arrays on a GPU are CuPy's, on one of NVIDIA's; "
-                          f"expected cpu, cuda, or cuda: and a number")
+        raise ConfigError(f"device={str(requested)!r}: NumPy programs support only NVIDIA GPUs, "
+                          f"through CuPy; expected cpu, cuda, or cuda: and a number")
     from . import cuda
     return cuda.device(local_rank % cuda.count() if index is None else index)
 
 
-def gpu_named(wish: object) -> tuple[str, int | None]:
+def gpu_named(requested: object) -> tuple[str, int | None]:
     """Return kind and number of a name like "cuda:1"; None as the number of "cuda".
 
     Args:
-        wish: Name, or an object that prints as one.
+        requested: Name, or an object that prints as one.
 
     Raises:
         ConfigError: It names no kind of GPU.
     """
-    match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(wish), re.ASCII)
+    match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(requested), re.ASCII)
     if match is None:
-        raise ConfigError(f"device={str(wish)!r}: expected cpu, cuda, or cuda: and a number; xpu "
-                          f"for Intel's GPUs")
+        raise ConfigError(f"device={str(requested)!r}: expected cpu, cuda, or cuda: and a number; "
+                          f"xpu for Intel GPUs")
     return match[1], int(match[2]) if match[2] else None
 
 

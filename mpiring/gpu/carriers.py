@@ -1,4 +1,4 @@
-"""Copies the arrays and tensors of a batch to a GPU, in one piece, on a separate stream."""
+"""Copies the arrays or tensors of a batch to a GPU, in one transfer on a separate stream."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ from .device import Device, DeviceVector, Event, Staging
 if TYPE_CHECKING:
     import torch
 
-# CUDA aligns its own allocations like this; it suits every dtype and vector load.
+# Alignment of CUDA allocations; sufficient for every dtype and vector load.
 _ALIGNMENT = 256
 
 Arrive = Callable[[], Sequence[Any]]
@@ -35,8 +35,8 @@ class Carrier(Protocol):
 class ArrayCarrier:
     """Copies NumPy arrays to a GPU, as CuPy arrays; see Carrier.
 
-    Once a batch's arrays have died, their memory is reused behind the work that its user has queued
-    by the next request for a batch.
+    The memory of a batch is reused when all its arrays have been freed. The copy into it waits for
+    the work that was queued before the next batch was requested.
 
     Args:
         device: GPU that receives the arrays.
@@ -46,29 +46,29 @@ class ArrayCarrier:
         self._device = device
         self._stream = device.gpu.stream()
         self._staging = Staging(device.gpu)
-        # Shared by loading and consuming threads.
+        # Held by the loading and the consuming thread.
         self._lock = threading.Lock()
-        # Memory of dead batches; once a mark is set behind them, `_idle` holds it with the mark.
+        # Memory of freed batches, and the same with the event after which it may be overwritten.
         self._dead: deque[DeviceVector] = deque()
         self._idle: list[tuple[DeviceVector, Event]] = []
 
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of arrays; see Carrier."""
-        starts, nbytes = laid_out([x.nbytes for x in xs])
-        slot = self._staging.take(nbytes)
+        starts, nbytes = aligned_offsets([x.nbytes for x in xs])
+        slot = self._staging.acquire(nbytes)
         for start, x in zip(starts, xs):
             slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
         with self._lock:
-            memory = self._take(nbytes)
+            memory = self._acquire(nbytes)
             if nbytes:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
-        self._staging.give(slot, copied)
+        self._staging.release(slot, copied)
         # The layout without the arrays, which the loader may reuse.
         layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, layout)
 
-    def _take(self, nbytes: int) -> DeviceVector:
+    def _acquire(self, nbytes: int) -> DeviceVector:
         """Return memory that the stream may write to."""
         fitting = [i for i, (memory, _) in enumerate(self._idle) if memory.size >= nbytes]
         if fitting:
@@ -84,8 +84,8 @@ class ArrayCarrier:
         gpu = self._device.gpu
         with self._lock:
             if self._dead:
-                # Work queued with them precedes this mark on the current stream of the consuming
-                # thread, even if the arrays died in another thread.
+                # This event follows all work on these arrays on the current stream of the consuming
+                # thread, even if another thread freed them.
                 until = gpu.mark()
                 while self._dead:
                     self._idle.append((self._dead.popleft(), until))
@@ -96,7 +96,7 @@ class ArrayCarrier:
 
 
 class _BatchMemory:
-    """Owner of a batch's arrays, which returns their memory when all of them have died."""
+    """Owner of the arrays of a batch; returns their memory when all of them are freed."""
 
     def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
         self._memory, self._dead = memory, dead
@@ -116,7 +116,7 @@ class TensorCarrier:
         index: Number of the GPU.
 
     Raises:
-        MissingDependencyError: PyTorch finds no such GPU.
+        MissingDependencyError: PyTorch does not find this GPU.
     """
 
     def __init__(self, kind: str, index: int) -> None:
@@ -129,8 +129,8 @@ class TensorCarrier:
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
-        starts, nbytes = laid_out([x.nbytes for x in xs])
-        # This also makes the GPU current: pinning memory opens the current GPU.
+        starts, nbytes = aligned_offsets([x.nbytes for x in xs])
+        # Pinning memory initializes the current GPU, so select the right one first.
         with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             for part, x in zip(tensors_at(pinned, starts, xs), xs):
@@ -148,13 +148,13 @@ class TensorCarrier:
 
 
 def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any]) -> list[Any]:
-    """Return tensors in a tensor of bytes, with the shapes and dtypes of other tensors."""
+    """Return views of a byte tensor, with the shapes and dtypes of the tensors `like`."""
     return [memory[start:start + x.nbytes].view(x.dtype).view(x.shape)
             for start, x in zip(starts, like)]
 
 
-def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offsets of arrays of these lengths in one memory, and its length."""
+def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the aligned offsets of arrays of these sizes in one buffer, and its size in bytes."""
     starts, end = [], 0
     for nbytes in sizes:
         starts.append(end)

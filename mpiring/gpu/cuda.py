@@ -186,7 +186,7 @@ class CudaStream:
             work: Largest useful number of threads.
             values: Values of the fields of its struct.
         """
-        blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
+        blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.max_blocks))
         with self._cuda.current():
             kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
                 (blocks,), (kernels.THREADS,), (kernel.arguments(**values),), stream=self._stream)
@@ -235,7 +235,7 @@ class Cuda(Gpu):
 
     Attributes:
         cupy, runtime: CuPy, and its module for CUDA's runtime.
-        most_blocks: Number of blocks of threads in one launch.
+        max_blocks: Number of blocks of threads in one launch.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -251,7 +251,7 @@ class Cuda(Gpu):
         self.index = index
         properties = self.runtime.getDeviceProperties(index)
         self.name = f"GPU {index} ({properties['name'].decode()})"
-        self.most_blocks = _BLOCKS_EACH * properties["multiProcessorCount"]
+        self.max_blocks = _BLOCKS_EACH * properties["multiProcessorCount"]
 
     @contextmanager
     def current(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from ..memory.window import PAGE_BYTES
 _PAUSE_S = 20e-6
 # Number of idle scratch vectors, of few lengths: enough for all operations in flight. Returning one
 # to CUDA would wait for all queued work.
-_MOST_IDLE = 64
+_MAX_IDLE = 64
 _UNIT_BYTES = 2 << 20
 # Idle memory beyond both limits is freed, the oldest first. Pinning a page again costs ten times as
 # much as copying it, but no other program can use pinned memory.
@@ -316,7 +316,7 @@ class Staging:
         self._idle_bytes = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Array:
+    def acquire(self, nbytes: int) -> Array:
         """Return memory of at least `nbytes` that nothing uses."""
         # Few lengths, so that slots of one operation fit the next.
         size = 1 << max(nbytes - 1, 4095).bit_length()
@@ -331,7 +331,7 @@ class Staging:
             self._add(busy_slot)
         return self._gpu.pinned(size) if slot is None else slot[0]
 
-    def give(self, slot: Array, until: Event | None = None) -> None:
+    def release(self, slot: Array, until: Event | None = None) -> None:
         """Return memory to the pool; a copy may use it until an event."""
         self._add((slot, until))
         for _ in range(_LOOKS):
@@ -420,11 +420,11 @@ class Device:
     staging: Staging = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inwards, self._outwards, self._work, self._marks = (
+        self._uploads, self._downloads, self._work, self._marks = (
             _Queue(self.gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
         self.scratch = Scratch(
-            _MOST_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
+            _MAX_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
         self.staging = Staging(self.gpu)
 
     def __repr__(self) -> str:
@@ -451,18 +451,18 @@ class Device:
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return its event."""
         with self._lock:
-            self._outwards.follow(self._work, self._inwards)
+            self._downloads.follow(self._work, self._uploads)
             if x.size:
-                self._outwards.changes().download(x, out)
-            return self._outwards.mark()
+                self._downloads.changes().download(x, out)
+            return self._downloads.mark()
 
     def to_device(self, x: Array, out: DeviceVector) -> Event:
         """Queue a copy from pinned host memory; return its event."""
         with self._lock:
-            self._inwards.follow(self._work)
+            self._uploads.follow(self._work)
             if out.size:
-                self._inwards.changes().upload(x, out)
-            return self._inwards.mark()
+                self._uploads.changes().upload(x, out)
+            return self._uploads.mark()
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
@@ -474,26 +474,26 @@ class Device:
         """
         if not outs[0].size:
             return
-        with self._uploaded(sources) as vectors, self._at_work() as stream:
+        with self._uploaded(sources) as vectors, self._computing() as stream:
             stream.combine(op, vectors, divisor, outs)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         if x.size:
-            with self._at_work() as stream:
+            with self._computing() as stream:
                 stream.clear(x)
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
         """Queue array operations, unless the first argument is empty; see Stream.compute."""
         if arguments[0].size:
-            with self._at_work() as stream:
+            with self._computing() as stream:
                 stream.compute(function, *arguments)
 
     @contextmanager
-    def _at_work(self) -> Iterator[Stream]:
+    def _computing(self) -> Iterator[Stream]:
         """Lend the stream for work, which waits for earlier copies to the GPU."""
         with self._lock:
-            self._work.follow(self._inwards)
+            self._work.follow(self._uploads)
             yield self._work.changes()
 
     @contextmanager
@@ -518,7 +518,7 @@ class Device:
         """Return an event of all queued work."""
         with self._lock:
             # On a separate stream, so that none of the others waits.
-            self._marks.follow(self._inwards, self._outwards, self._work)
+            self._marks.follow(self._uploads, self._downloads, self._work)
             return self._marks.mark()
 
 

@@ -61,10 +61,10 @@ def moved(x: Array, device: Device | None) -> Any:
     if device is None:
         return x
     out = empty(x.size, x.dtype, device)
-    slot = device.staging.take(x.nbytes)
+    slot = device.staging.acquire(x.nbytes)
     host = slot[:x.nbytes].view(x.dtype)
     host[...] = x
-    device.staging.give(slot, device.to_device(host, out))
+    device.staging.release(slot, device.to_device(host, out))
     return out
 
 
@@ -74,11 +74,11 @@ def on_host(x: Any) -> Array:
         copy: Array = x.copy()
         return copy
     staging = x.device.staging
-    slot = staging.take(x.nbytes)
+    slot = staging.acquire(x.nbytes)
     host = slot[:x.nbytes].view(x.dtype)
     await_event(x.device.to_host(x, host))
     copy = host.copy()
-    staging.give(slot)
+    staging.release(slot)
     return copy
 
 

@@ -22,7 +22,7 @@ _VECTORS = 2
 
 
 # Number of cached lists of views.
-_MOST_VIEWS = 16
+_MAX_VIEWS = 16
 
 
 @dataclass
@@ -126,21 +126,21 @@ class FusedVectors:
 
     Args:
         comm: The ranks.
-        most_bytes: Largest size of a vector.
+        max_bytes: Largest size of a vector.
 
     Attributes:
-        most_bytes: The same.
+        max_bytes: The same.
     """
 
-    def __init__(self, comm: Communicator, most_bytes: int) -> None:
-        self._comm, self.most_bytes = comm, most_bytes
+    def __init__(self, comm: Communicator, max_bytes: int) -> None:
+        self._comm, self.max_bytes = comm, max_bytes
         self._memory = [np.empty(0, np.uint8)] * _VECTORS
         self._used: list[FusedVector | None] = [None] * _VECTORS
         self._views: dict[Any, Sequence[Any]] = {}
 
     def takes(self, terms: Terms) -> bool:
         """Return whether an operation will be fused."""
-        return terms.fused is not None and terms.nbytes <= self.most_bytes
+        return terms.fused is not None and terms.nbytes <= self.max_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
         """Start operations that can be fused, the same in the same order on all ranks.
@@ -170,13 +170,13 @@ class FusedVectors:
 
     def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
-        if sum([request.terms.nbytes for request in requests]) <= self.most_bytes:
+        if sum([request.terms.nbytes for request in requests]) <= self.max_bytes:
             return [requests]
         vectors: list[list[NamedRequest]] = [[]]
         nbytes = 0
         for request in requests:
             nbytes += request.terms.nbytes
-            if nbytes > self.most_bytes and vectors[-1]:
+            if nbytes > self.max_bytes and vectors[-1]:
                 vectors.append([])
                 nbytes = request.terms.nbytes
             vectors[-1].append(request)
@@ -203,7 +203,7 @@ class FusedVectors:
         key = (*where, run.arrays, *[request.terms for request in run.requests])
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             views = self._views[key] = run.arrays.views(part, run.tensors)
         return views

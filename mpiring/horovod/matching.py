@@ -1,9 +1,9 @@
-"""Finds a common order of operations that ranks submit by name, and starts them, fused.
+"""Starts operations that ranks submit by name, fused and in the same order on all ranks.
 
 Horovod's users submit named operations in any order on each rank. A rank's operations are cut into
 batches. A batch ends when the rank waits for an operation, when it has enough bytes, or after a
 short time without new operations. For each batch, ranks compare a digest of names and terms, in one
-short allreduce. If all are equal, which is the usual case, the batch starts in this order.
+short allreduce. If all digests are equal, which is the usual case, the batch starts in this order.
 Otherwise ranks gather their lists. Operations that all ranks have submitted start, in the order of
 the lowest rank, and the others wait for the next batch.
 """
@@ -30,22 +30,22 @@ _log = logging.getLogger("mpiring")
 
 # Name of the last operation.
 _LAST = "barrier.shutdown"
-# Time without new operations after which a batch ends; checked five times as often.
+# A batch ends after this time without new operations; a thread checks at a fifth of it.
 _QUIET_S = 5e-3
-# Pauses between two comparisons of operations that some ranks have not submitted.
+# Limits of the pause before operations that some ranks have not submitted are compared again.
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
 class Matcher:
-    """The operations of a process set.
+    """Operations of a process set, by name.
 
     Args:
-        comm: Communicator of its ranks, for this object only.
-        ranks: Their numbers among all ranks.
+        comm: Communicator of the process set, for this object only.
+        ranks: Global ranks of the process set.
         fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
 
     Attributes:
-        marks_rounds: Whether traces record when ranks begin to compare.
+        marks_rounds: If true, traces record the start of each comparison.
 
     Collective: yes. Blocking: yes.
     """
@@ -55,7 +55,7 @@ class Matcher:
         self._rank = self._ranks[comm.rank]
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
-        # Operations since the last batch, waiting batches, and operations that some ranks lack.
+        # The open batch, ended batches, and operations that some ranks have not submitted.
         # `_lock` protects them; `_driving` is held to compare and to start.
         self._open: list[NamedRequest] = []
         self._open_bytes = 0
@@ -64,7 +64,7 @@ class Matcher:
         self._lock, self._driving = threading.Lock(), threading.RLock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
-        # The batch in comparison, its words, and their allreduce.
+        # The batch that ranks compare now, its digest, and the allreduce of the digest.
         self._compared: list[NamedRequest] = []
         self._words = np.zeros(2, np.int64)
         self._round: Any = None
@@ -92,7 +92,7 @@ class Matcher:
         request.matcher = self
         if not self._fusion.takes(terms) and kind != JOIN:
             request.prepare(self._comm, self._ranks)
-        # First, because the thread ends a batch without recent operations.
+        # Set before the operation is added: the thread ends batches without recent operations.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
             before = self._names.get(name)
@@ -118,7 +118,7 @@ class Matcher:
         self._open, self._open_bytes = [], 0
 
     def start(self, request: NamedRequest) -> None:
-        """Return when an operation has started, after all ranks have submitted it.
+        """Block until an operation has started, which all ranks must have submitted.
 
         Collective: yes. Blocking: yes.
         """
@@ -130,7 +130,7 @@ class Matcher:
                 time.sleep(_SHORTEST_S)
 
     def poll(self, request: NamedRequest) -> bool:
-        """Return whether an operation is complete, after some progress."""
+        """Make progress, and return whether an operation is complete."""
         if not request.started:
             self._end_open()
             self._try_to_advance()
@@ -151,7 +151,7 @@ class Matcher:
                 self._driving.release()
 
     def _loop(self) -> None:
-        """Advance operations for which the program does not wait, as long as there are any."""
+        """Advance operations while the program does not wait for them."""
         while not self._closed:
             self._work.wait()
             while self._open or self._batches or self._left or self._compared:
@@ -160,7 +160,7 @@ class Matcher:
                     return
                 if time.monotonic() - self._last_s > _QUIET_S:
                     self._end_open()
-                self._warn(self._compared, "some ranks have submitted nothing since then")
+                self._warn(self._compared, "some ranks have not submitted operations since then")
                 try:
                     self._try_to_advance()
                 except MpiringError:
@@ -180,7 +180,7 @@ class Matcher:
             blocking: If true, wait for the other ranks.
 
         Raises:
-            HorovodInternalError: Ranks have not called in time, or one has died.
+            HorovodInternalError: A rank has not called before the timeout, or has failed.
         """
         if self._failure is not None:
             raise HorovodInternalError(
@@ -211,7 +211,7 @@ class Matcher:
         return True
 
     def _next(self) -> bool:
-        """Take the next batch, or the remaining operations if it is time to compare them again."""
+        """Select the next batch, with the remaining operations; return whether there is one."""
         with self._lock:
             is_early = not self._left or time.monotonic() < self._retry_s
             if self._closed or not self._batches and is_early:
@@ -242,7 +242,7 @@ class Matcher:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
             self._retry_s = time.monotonic() + self._pause_s
-        # All ranks close at once, and remaining operations are never compared again.
+        # All ranks close together, and do not compare the remaining operations again.
         if any(request.name == _LAST for request in ready):
             self._closed = True
         if self._comm.recorder.trace is not None:
@@ -266,7 +266,7 @@ class Matcher:
         return rest
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
-        """Return the operations of all ranks, in the order of the lowest rank; keep the others."""
+        """Return the operations that all ranks have, in the order of the lowest; keep others."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
@@ -306,7 +306,7 @@ class Matcher:
         return ""
 
     def _zeros(self, name: str, terms: Terms, batch: Sequence[NamedRequest]) -> NamedRequest:
-        """Return this rank's part, after `join`, in an operation of the others."""
+        """Return an operation of the other ranks with zeros, for a rank that has called `join`."""
         arrays = batch[0].arrays
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
@@ -321,7 +321,7 @@ class Matcher:
             self._joined.setdefault(rank, self._rounds)
 
     def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
-        """Warn about operations that other ranks lack for long; fail them after the timeout."""
+        """Warn about operations that other ranks have not submitted, and time them out."""
         config, now_s = self._comm.config, time.monotonic()
         for request in tuple(self._left):
             waited_s = now_s - request.submitted_s
@@ -338,7 +338,7 @@ class Matcher:
                 self._warn([request], text)
 
     def _warn(self, requests: Sequence[NamedRequest], text: str) -> None:
-        """Warn, at intervals, about operations for which this rank has waited too long."""
+        """Warn at intervals about operations that have waited longer than `stall_warning_s`."""
         now_s, limit_s = time.monotonic(), self._comm.config.stall_warning_s
         since_s = max(self._warned_s, requests[0].submitted_s) if requests else now_s
         if limit_s and now_s - since_s > limit_s:
@@ -363,7 +363,7 @@ class Matcher:
         return request.results[0] if request.single else request.results
 
     def _complete(self, request: NamedRequest) -> None:
-        """Return when an operation has its results."""
+        """Block until an operation has its results."""
         try:
             if not request.started:
                 self.start(request)
@@ -376,14 +376,14 @@ class Matcher:
             raise HorovodInternalError(f"{request.name}: {error}") from error
 
     def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
-        """Record the waiting time for other ranks and the duration, as Horovod does."""
+        """Record the time until all ranks had submitted, and the duration, as Horovod does."""
         kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
         trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,
                    tensor=request.name)
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def close(self) -> None:
-        """Wait for the ranks, then close; operations without a wait may be lost.
+        """Wait until all ranks close; operations that were not waited for may be lost.
 
         Collective: yes. Blocking: yes.
         """

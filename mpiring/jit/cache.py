@@ -51,7 +51,7 @@ _problem = ""
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
                     ("value", "u8"), ("size", "u8")])
 # The largest object file of this package has 60 kB.
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 _DIGEST_LENGTH = 64
 
 
@@ -247,7 +247,7 @@ def _read(about: str) -> _Loaded | None:
     processor = _processor(llvm)
     file = _file(about, _digest(*processor))
     try:
-        content = read(file, _MOST_BYTES, private=True)
+        content = read(file, _MAX_BYTES, private=True)
         body = content[_DIGEST_LENGTH:]
         if content[:_DIGEST_LENGTH] != _checksum(about, processor, body):
             raise ValueError("it is damaged, or of something else")

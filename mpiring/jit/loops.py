@@ -116,9 +116,9 @@ def _caller(function: Any) -> Combine16:
                 out: Array) -> None:
         p = len(sources)
         addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
-        block = thread_scratch.take()
+        block = thread_scratch.acquire()
         function(addresses, p, out.size, op is np.multiply, divisor, block.address,
                  out.ctypes.data)
-        thread_scratch.give_back(block)
+        thread_scratch.release(block)
 
     return combine

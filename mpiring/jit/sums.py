@@ -40,9 +40,9 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
-    block = thread_scratch.take()
+    block = thread_scratch.acquire()
     machine_code.call(first, p, x.size, divisor, block.address, first + 8 * p, q)
-    thread_scratch.give_back(block)
+    thread_scratch.release(block)
     return True
 
 

@@ -11,7 +11,7 @@ from ..files import parsed, read, save
 _log = logging.getLogger("mpiring")
 
 # A model of ten algorithms at ten sizes has 5 kB.
-_MOST_BYTES, _LEVELS = 1 << 20, 4
+_MAX_BYTES, _LEVELS = 1 << 20, 4
 
 
 class Cache:
@@ -36,7 +36,7 @@ class Cache:
         if self._file is None:
             return None
         try:
-            saved = parsed(read(self._file, _MOST_BYTES, private=True), _LEVELS)
+            saved = parsed(read(self._file, _MAX_BYTES, private=True), _LEVELS)
             if saved["about"] != self._key:
                 raise ValueError(f"it is about {saved['about']!r:.200}")
             return saved[name]

@@ -166,7 +166,7 @@ class JobEnder:
             report = self._report(0 if isinstance(error, StallError) else _LAST)
         end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
         if isinstance(error, _COMMON) and not self._in_full:
-            end += ". For the whole tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
+            end += ". For the complete tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
         return f"{report}\n{end}" if report else end
 
 

@@ -35,7 +35,7 @@ _PROBLEM = "mpiring: "
 # An eager message, and a message that waits for its receiver, perhaps in pieces.
 _SIZES = 64, 4 << 20
 _TAG = 1
-_MOST_LINES = 3
+_MAX_LINES = 3
 
 
 def takes_pointers(config: Config, library: str, index: int | None) -> bool:
@@ -93,7 +93,7 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
     # The problems that ranks reported; otherwise the launcher's last words on how they died.
     problems = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in ended.lines
                                   if line.startswith(_PROBLEM) and line != _PROOF))
-    problems = problems or [line.strip() for line in child_job.last_lines(ended.lines, _MOST_LINES)]
+    problems = problems or [line.strip() for line in child_job.last_lines(ended.lines, _MAX_LINES)]
     return f"a trial ended with status {ended.status}: {'; '.join(problems)}"
 
 

@@ -238,12 +238,12 @@ class Reduction:
             np.copyto(out, sources[0])
         else:
             # Accumulate in scratch memory, because `out` may be a source that is not read yet.
-            block, total = thread_scratch.take(), sources[0]
+            block, total = thread_scratch.acquire(), sources[0]
             scratch = block.memory[:out.nbytes].view(out.dtype)
             for x in sources[1:-1]:
                 total = self._combine(total, x, out=scratch)
             self._combine(total, sources[-1], out=out)
-            thread_scratch.give_back(block)
+            thread_scratch.release(block)
         if divisor != 1:
             np.divide(out, out.dtype.type(divisor), out=out)
 

@@ -32,11 +32,11 @@ class _ThreadScratch(threading.local):
     def __init__(self) -> None:
         self._idle = [Block()]
 
-    def take(self) -> Block:
-        """Return an idle block; `give_back` it, except after an error."""
+    def acquire(self) -> Block:
+        """Return an idle block; `release` it, except after an error."""
         return self._idle.pop() if self._idle else Block()
 
-    def give_back(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         """Return a block to the pool."""
         self._idle.append(block)
 
@@ -66,7 +66,7 @@ class Scratch:
     def borrow(self, n: int, dtype: DTypeLike) -> Iterator[Array]:
         """Lend a vector of `n` elements with undefined content."""
         nbytes = n * np.dtype(dtype).itemsize
-        buffer = self._take(nbytes)
+        buffer = self._acquire(nbytes)
         yield buffer[:nbytes].view(dtype)
         # Not in a `finally`, because after an error MPI may still write into the buffer.
         with self._lock:
@@ -74,7 +74,7 @@ class Scratch:
             self._idle.sort(key=len)
             del self._idle[:-self._keep]
 
-    def _take(self, nbytes: int) -> Array:
+    def _acquire(self, nbytes: int) -> Array:
         with self._lock:
             for index, buffer in enumerate(self._idle):
                 if buffer.nbytes >= nbytes:

@@ -71,7 +71,7 @@ def combine(
         divisor: Divisor of the result, before rounding.
         out: Vector to overwrite with the result; may be one of the sources.
     """
-    borrowed = thread_scratch.take()
+    borrowed = thread_scratch.acquire()
     scratch = borrowed.memory.view(np.float32).reshape(2, BLOCK)
     for start in range(0, out.size, BLOCK):
         block = slice(start, start + BLOCK)
@@ -83,4 +83,4 @@ def combine(
         if divisor != 1:
             np.divide(total, np.float32(divisor), out=total)
         np.copyto(out[block], total, casting="unsafe")
-    thread_scratch.give_back(borrowed)
+    thread_scratch.release(borrowed)

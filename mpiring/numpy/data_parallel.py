@@ -207,7 +207,7 @@ class DataParallel:
         array = self._updated[name] = self.params[name]
         if not array.flags.c_contiguous:
             raise ConfigError(
-                f"parameter {name!r} of shape {array.shape} lies in Fortran's order; give the "
+                f"parameter {name!r} of shape {array.shape} is in Fortran order; give the "
                 f"model numpy.ascontiguousarray({name}), for its gradient lies in C's")
         return vector_of(array)
 

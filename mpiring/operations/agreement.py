@@ -21,7 +21,7 @@ from ..errors import BufferMismatchError, ConfigError
 from ..gpu.device import DeviceVector, address_of
 from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS
-from ..names import OPS_BY_OTHER_NAMES
+from ..names import OP_ALIASES
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
 from .algorithms import NAMES
 
@@ -93,7 +93,7 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
         ConfigError: It is neither a string nor an op with a name in mpiring.
     """
     if isinstance(op, str):
-        return OPS_BY_OTHER_NAMES.get(op, op)
+        return OP_ALIASES.get(op, op)
     # A program with such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
@@ -101,8 +101,8 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
             if op == getattr(mpi, mpi_name):
                 if mpi_name in _OF_MPI or dtype.kind == "b":
                     return name
-                raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it is taken on bool "
-                                  f"only; combine x != 0 with op={name!r}")
+                raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it supports only "
+                                  f"bool; combine x != 0 with op={name!r}")
     raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
                       f"MPI.{', MPI.'.join(_OF_MPI)}")
 

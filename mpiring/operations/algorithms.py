@@ -256,43 +256,43 @@ def candidates(ranks: int, nodes: int,
             for case in cases))
 
 
-def choose(case: Case, wish: str = "auto", model: Model | None = None) -> Algorithm:
+def choose(case: Case, requested: str = "auto", model: Model | None = None) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.
 
     Args:
         case: Properties of the allreduce.
-        wish: "auto", or the algorithm that the user chose.
+        requested: "auto", or the algorithm that the user chose.
         model: Measured costs; None if nothing was measured.
 
     Raises:
         ConfigError: The algorithm is unknown, or impossible here.
     """
-    return _row(case, wish, model, TABLE).variant(case)
+    return _row(case, requested, model, TABLE).variant(case)
 
 
-def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) -> Halves:
+def choose_halves(case: Case, requested: str = "auto", model: Model | None = None) -> Halves:
     """Return the halves for a reduce-scatter or an allgather of slices, the same on every rank.
 
     Args:
         case: Properties of the allreduce that the halves make up.
-        wish: The user's choice, see `choose`; an algorithm that cannot be halved counts as "auto".
+        requested: As in `choose`; an algorithm that cannot be halved counts as "auto".
         model: Measured costs; None if nothing was measured.
 
     Raises:
         ConfigError: As for `choose`.
     """
     halves = {row: row.halves for row in (*TABLE, DOUBLING) if row.halves is not None}
-    chosen = halves[_row(case, wish, model, [row for row in TABLE if row in halves])]
+    chosen = halves[_row(case, requested, model, [row for row in TABLE if row in halves])]
     return chosen.short if chosen.short is not None and chosen.is_short(case) else chosen
 
 
-def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
+def _row(case: Case, requested: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
     """Return the row that the user chose, or the best of `rows` if it is not among them."""
-    row = named(wish)
+    row = named(requested)
     if row is None or row not in rows:
         return _best(case, model, [row for row in rows if not row.refusal(case)])
     if problem := row.refusal(case):
-        raise ConfigError(f"algorithm={wish!r}: {problem}; use algorithm='auto'")
+        raise ConfigError(f"algorithm={requested!r}: {problem}; use algorithm='auto'")
     return row
 
 
@@ -313,6 +313,6 @@ def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorit
 
 
 @functools.cache
-def say_fallback(reason: str) -> None:
+def log_fallback(reason: str) -> None:
     """Log, once, that the configured algorithm cannot be used."""
-    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
+    _log.warning('the configured algorithm cannot be used, "auto" is used instead: %s', reason)

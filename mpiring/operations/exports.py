@@ -27,7 +27,7 @@ _log = logging.getLogger("mpiring")
 
 
 @functools.cache
-def _say_problem(rank: int, device: str, problem: str) -> None:
+def _log_problem(rank: int, device: str, problem: str) -> None:
     """Log, once, why memory cannot be shared."""
     _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
                  "host memory", rank, device, problem)
@@ -101,7 +101,7 @@ class Exports:
             except OSError as error:
                 problem = str(error)
         if problem:
-            _say_problem(node.ranks[node.rank], repr(device), problem)
+            _log_problem(node.ranks[node.rank], repr(device), problem)
         answers = yield from node.share(int(len(opened) == node.size))
         if all(ok for ok, in answers):
             return opened

@@ -23,7 +23,7 @@ from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
-from ..transport.layout import AREAS, LATE, LOOK, PUBLISH
+from ..transport.layout import AREAS, LATE, POLL, PUBLISH
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
@@ -138,7 +138,7 @@ class DeviceNode:
         status = LATE
         while status == LATE:
             yield (call.barriers.arrival,)
-            status = call.run(LOOK, x)
+            status = call.run(POLL, x)
 
     def lane(self, index: int) -> "DeviceNode":
         """Return another node object of the same operation, with separate barriers."""

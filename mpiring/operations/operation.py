@@ -16,11 +16,11 @@ from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
-from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, say_fallback
+from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
-_MOST_CHOSEN = 4096
+_MAX_CHOSEN = 4096
 
 
 class Collectives:
@@ -103,13 +103,12 @@ class Collectives:
         return self._native_bytes + (0 if self._net is None else self._net.sent[0])
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
-        """Lend scratch memory for n elements, as long as the operation needs it."""
+        """Return a context manager that lends scratch memory for n elements."""
         return self.resources.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        """Return the object that combines vectors in their memory; see Reduction."""
-        # A rank alone on its node waits for messages and not for sums, so compiled sums are not
-        # worth loading.
+        """Return the reduction for vectors in host memory; see Reduction."""
+        # If the network is the bottleneck, loading compiled code does not pay.
         return reduction(op, dtype, size, compiled=self.node.size > 1)
 
     # Combining
@@ -143,27 +142,27 @@ class Collectives:
         """
         return self._chosen(choose, x, op, algorithm)
 
-    def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
+    def _chosen(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
         # A program makes the same few calls again and again.
         chosen = self.resources.chosen
-        key = choose, x.nbytes, x.dtype, op, wish, self.preferred, self.gpu
+        key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
         if choice is None:
-            if len(chosen) >= _MOST_CHOSEN:
+            if len(chosen) >= _MAX_CHOSEN:
                 chosen.clear()
-            choice = chosen[key] = self._choose(choose, x, op, wish)
+            choice = chosen[key] = self._choose(choose, x, op, requested)
         return choice
 
-    def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
+    def _choose(self, choose: Callable[..., T], x: Array, op: str, requested: str) -> T:
         algorithm, model = self.preferred, self.resources.model
         case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
-        if wish == "auto" and algorithm != "auto":
+        if requested == "auto" and algorithm != "auto":
             try:
                 return choose(case, algorithm, model)
             except ConfigError as error:
                 if self.rank == 0:
-                    say_fallback(str(error))
-        return choose(case, wish, model)
+                    log_fallback(str(error))
+        return choose(case, requested, model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -179,7 +178,7 @@ class Collectives:
                 equally long; see `chunks_of`.
 
         Returns:
-            The slice, a view of `x`, with the same rounding as an `allreduce` by that algorithm.
+            The slice, a view of `x`; bitwise identical to an `allreduce` with the same algorithm.
 
         Raises:
             ConfigError: The op does not support the dtype.
@@ -204,17 +203,17 @@ class Collectives:
     def allgather_once(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that sends every rank's slice of `x` to all nodes.
 
-        Within a node nothing is copied. Each node sends its slices once and receives the slices of
-        other nodes once. This rank may write its own slice before. The slices of other nodes change
-        after all ranks of this node have started. At the end of the schedule the node has all
-        slices, including those that its other ranks have written.
+        Nothing is copied within a node. Each node sends its slices once and receives the slices of
+        other nodes once. This rank writes its slice before the call. Slices of other nodes are
+        overwritten after all ranks of this node have started. At the end, the array on the node is
+        complete.
 
         Args:
             x: Array from `node_array`, or a part of it.
             bounds: Offsets of the slices, as in `reduce_scatter`. If one slice is all of `x`, this
                 is a broadcast.
         """
-        # Other ranks of this node may have read until here.
+        # Other ranks of this node may read the old values until they get here.
         yield (self.node.barrier(),)
         if len(self.nodes) > 1:
             yield from hierarchical.by_rings(
@@ -250,7 +249,7 @@ class Collectives:
             yield from direct.reduce_scatter(self.net, chunks, inbox, combine, direct_bytes)
 
     def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
-        """Return the schedule that combines the vector `x` by a call of MPI, in place.
+        """Return the schedule that combines the vector `x` with `MPI_Iallreduce`, in place.
 
         Call this when the operation is created, not from inside a running schedule.
 
@@ -260,7 +259,7 @@ class Collectives:
         """
         resources, nodes = self.resources, len(self.nodes)
         turn = resources.turns.join(self.sequence)
-        # The least number of bytes for other nodes: MPI does not report how many it sends.
+        # A lower bound, because MPI does not report how many bytes it sends to other nodes.
         nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
@@ -287,7 +286,7 @@ class Collectives:
         return self.confirmed(self._reduce(x, root, combine))
 
     def is_eager(self, kind: str, x: Array, op: str) -> bool:
-        """Return whether a collective needs one barrier on the node only, by using the slots.
+        """Return whether a collective uses the staging slots, with a single barrier on the node.
 
         Args:
             kind: Name of the collective: "allreduce", "reduce_scatter", "allgather", "broadcast" or
@@ -298,7 +297,7 @@ class Collectives:
         if kind == "allreduce":
             return self.algorithm_of(x, op) is EAGER
         if kind in ("reduce_scatter", "allgather"):
-            # The same choice as in those methods.
+            # As in `reduce_scatter` and `allgather`.
             return self._chosen(choose_halves, x, op or "sum") is EAGER_HALVES
         return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
 
@@ -319,7 +318,7 @@ class Collectives:
     def between_nodes(
         self, x: Array, bounds: Sequence[int], exchange: hierarchical.Exchange[bool],
     ) -> Schedule[bool]:
-        """Return the schedule in which nodes exchange their means by a function.
+        """Return the schedule in which nodes exchange their means with the function `exchange`.
 
         The mean of a node is weighted by its number of ranks divided by the mean number of ranks.
         The plain mean over nodes is then the mean over all ranks.
@@ -328,8 +327,8 @@ class Collectives:
             x: Floating vector of shape (n,). On all ranks it is overwritten by the slices that
                 `exchange` has written.
             bounds: Offsets of the `slices` slices, from 0 to n.
-            exchange: Function of the ranks that have a slice, the slice and its number. It returns
-                a schedule that makes the slice bitwise identical on all nodes.
+            exchange: Function that receives the ranks that have a slice, the slice, and its number.
+                It returns a schedule that makes the slice bitwise identical on all nodes.
 
         Returns:
             True if all exchanges on this node have returned True.
@@ -398,7 +397,7 @@ class Collectives:
             root: Rank that receives.
 
         Raises:
-            BufferMismatchError: A rank sends another number of bytes.
+            BufferMismatchError: A rank sends a different number of bytes.
         """
         return self.confirmed(self._gather(x, parts, root))
 
@@ -465,7 +464,7 @@ class Collectives:
         return payload
 
     def barrier(self) -> Schedule[None]:
-        """Return the schedule that returns after every rank has called."""
+        """Return the schedule that ends after all ranks have started it."""
         if len(self.nodes) > 1:
             yield from chain.barrier(self.net)
         # The lowest rank of a node arrives here only if it agrees with the other nodes.
@@ -478,10 +477,10 @@ class Collectives:
         return self.windows.empty(self.node, shape, dtype, self.next_window())
 
     def node_array(self, n: int, dtype: DTypeLike) -> Schedule[Array]:
-        """Return the schedule that returns n zeros, of which each node has one copy.
+        """Return the schedule that returns n zeros, stored once per node.
 
-        The ranks of a node, as in `nodes`, share the memory. A rank alone on its node has private
-        memory. Elements that one rank writes can be read by others after a barrier.
+        The ranks of a node share the memory. A rank can read the elements that another rank has
+        written after a barrier.
 
         Args:
             n: Number of elements.
@@ -497,14 +496,14 @@ class Collectives:
         for rank, text in enumerate(problems):
             if text.size:
                 raise ConfigError(
-                    f"rank {self.rank}: rank {rank} cannot have {nbytes} bytes that lie once in "
-                    f"its node's memory ({bytes(text).decode()}): give the job more memory, or "
-                    f"each rank arrays of its own")
+                    f"rank {self.rank}: rank {rank} cannot allocate {nbytes} bytes of memory that "
+                    f"its node shares ({bytes(text).decode()}): give the job more memory, or do "
+                    f"not share the weights of a node")
         return np.zeros(n, dtype) if memory is None else memory.view(dtype)
 
     def next_window(self) -> int:
-        """Return a number for a window, the same on all ranks; never 0, which stands for none."""
-        # Each operation counts its windows, since operations may end in any order.
+        """Return a number for a window, the same on all ranks; 0 means no window."""
+        # Each operation counts its windows, because operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
 

@@ -20,11 +20,11 @@ from ..transport.base import Node, Schedule, T
 _log = logging.getLogger("mpiring")
 
 # A bucket needs only one entry, but a program may pass ever new parts of an array.
-_MOST_SLICES = 64
+_MAX_SLICES = 64
 
 
 @functools.cache
-def _say_problem(rank: int, problem: str) -> None:
+def _log_problem(rank: int, problem: str) -> None:
     """Log, once, why memory cannot be shared."""
     _log.warning("rank %d cannot share memory with its node (%s): private memory is used, which "
                  "collectives must copy", rank, problem)
@@ -58,7 +58,7 @@ def mapped(node: NodeGroup, nbytes: int, *,
     layout = functools.partial(window.segments, private_in_forks=private_in_forks)
     segments, problem = yield from _mapped(node, nbytes, layout)
     if problem:
-        _say_problem(node.ranks[node.rank], problem)
+        _log_problem(node.ranks[node.rank], problem)
     return segments
 
 
@@ -210,7 +210,7 @@ class Windows:
         key = x.nbytes, x.dtype, *positions
         slices = window.slices.get(key)
         if slices is None:
-            if len(window.slices) >= _MOST_SLICES:
+            if len(window.slices) >= _MAX_SLICES:
                 window.slices.clear()
             slices = window.slices[key] = [
                 slice_of(vector, node.rank, node.size) for vector in window.vectors(positions, x)]

@@ -201,7 +201,7 @@ class Fragment:
 
         Collective: yes. Blocking: yes.
         """
-        if not self.gradients.under_way:
+        if not self.gradients.step_started:
             return
         self._label(step)
         self._await(self.gradients.wait, self.gradients)

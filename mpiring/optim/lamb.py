@@ -21,7 +21,7 @@ MOMENTS = Update("lamb_moments", "g m v", "scale beta1 rest1 beta2 rest2", """
 """)
 # m̂ = m / (1 - β1^t) and v̂ = v / (1 - β2^t); `root` is sqrt(1 - β2^t).
 _DIRECTION = "r = m / part / (sqrt(v) / root + eps) + decay * w"
-LOOK = Update("lamb_direction", "r w m v", "part root eps decay", _DIRECTION)
+DIRECTION = Update("lamb_direction", "r w m v", "part root eps decay", _DIRECTION)
 APPLY = Update("lamb", "w m v", "part root eps decay rate", f"""
     {_DIRECTION.replace('r =', 'w = w - rate * (', 1)})
 """)
@@ -66,7 +66,7 @@ class LAMB(Optimizer):
             dp, UpdateRule(
                 {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
                 lambda its: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
-                layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, LOOK),
+                layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, DIRECTION),
                 more=lambda its: {"bias_correction": truth("bias_correction", bias_correction)}),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 

@@ -52,7 +52,7 @@ class LARS(Optimizer):
         super().__init__(
             dp, UpdateRule(
                 {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust},
-                lambda its: LARS_UPDATE, _numbers, ("v",), layerwise=Layerwise(_ratio)),
+                lambda settings: LARS_UPDATE, _numbers, ("v",), layerwise=Layerwise(_ratio)),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 
@@ -62,6 +62,6 @@ def _ratio(part: Part, w: float, g: float) -> float:
 
 
 def _numbers(part: Part) -> Mapping[str, float]:
-    its = part.settings
-    return {"scale": part.scale, "decay": its["weight_decay"], "mu": its["momentum"],
-            "rate": its["lr"] * part.ratio}
+    settings = part.settings
+    return {"scale": part.scale, "decay": settings["weight_decay"], "mu": settings["momentum"],
+            "rate": settings["lr"] * part.ratio}

@@ -454,7 +454,7 @@ class Optimizer:
     # The step
 
     def _await_gradients(self, call: str) -> None:
-        if self._gradients.under_way:
+        if self._gradients.step_started:
             self._dp.wait()
         if self._gradients.steps == self._seen:
             raise GradientError(

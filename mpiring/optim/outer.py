@@ -105,7 +105,7 @@ class Outer:
                 raise GradientError(f"rank {self.comm.rank}: step() within global_parameters(), "
                                     f"which would be lost; end that block first")
             self._act(is_training=True)
-        elif self._is_under_way:
+        elif self._has_pending:
             self.comm.poke()
 
     def synchronize(self) -> None:
@@ -195,7 +195,7 @@ class Outer:
         steps += [step for fragment in pending
                   for step in (fragment.since + self._update_after, fragment.due)
                   if step is not None and step > self.steps]
-        self._next, self._is_under_way = min(steps), bool(pending)
+        self._next, self._has_pending = min(steps), bool(pending)
 
     # The global parameters
 

@@ -92,7 +92,7 @@ class ModelSlices:
         Collective: no.
         """
         bucket = self._buckets[index]
-        local, vector = self._averager.own(bucket), bucket.vector
+        local, vector = self._averager.own_slice(bucket), bucket.vector
         for first, last in (0, local.start), (local.stop, bucket.plan.size):
             for its in ranges_in(bucket.plan, first, last):
                 vectors.copy_to(self._weights(its.name)[slice(*its.ends)],
@@ -124,6 +124,6 @@ class ModelSlices:
         if states is None:
             return []
         (state,) = states.slices.values()
-        gradient = bucket.vector[self._averager.own(bucket)]
+        gradient = bucket.vector[self._averager.own_slice(bucket)]
         return [Part(its.name, its.offset, self._weights(its.name)[slice(*its.ends)],
                      gradient[its.elements], state, its.elements) for its in state.ranges]

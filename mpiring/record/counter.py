@@ -14,7 +14,7 @@ from .flight import Flight
 
 # Number of calls that are known by their identities. Beyond it, calls are forgotten that are
 # neither in the ring nor among the newer half.
-_MOST_CALLS = 4 * RING
+_MAX_CALLS = 4 * RING
 _FORGOTTEN = Call("a fast call", "of long ago")
 
 
@@ -88,9 +88,9 @@ class OperationCounter:
             algorithm: Name of their algorithm, for reports.
         """
         with self:
-            if len(self._calls) >= _MOST_CALLS:
+            if len(self._calls) >= _MAX_CALLS:
                 noted = {identity for identity, *_ in self._noted()}
-                noted.update(range(self._identity - _MOST_CALLS // 2, self._identity + 1))
+                noted.update(range(self._identity - _MAX_CALLS // 2, self._identity + 1))
                 self._calls = {key: call for key, call in self._calls.items() if key in noted}
             self._identity += 1
             self._calls[self._identity] = call, algorithm

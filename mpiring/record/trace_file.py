@@ -31,9 +31,9 @@ STEPS, PROGRAM, OPERATIONS = 0, 1, 100
 # Seconds that a killed job may lose from the end of its trace.
 _PERIOD_S = 0.25
 # Events in a period beyond this number are left out, so that memory stays bounded.
-_MOST_EVENTS = 1 << 16
+_MAX_EVENTS = 1 << 16
 # A limit on disk use: at 5 kB per step, about 50,000 steps.
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 # For this many steps, the trace also contains the times when each gradient became ready. This is
 # enough to learn how they vary, and takes a few megabytes for a large model.
 _DETAILED_STEPS = 500
@@ -157,7 +157,7 @@ class TraceFile:
             problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
         problems = [*filter(None, self._comm.allgather(problem))]
         if problems and self._rank == 0:
-            _log.warning("%d of %d ranks cannot write a trace to %s, and go on without: %s",
+            _log.warning("%d of %d ranks cannot write a trace to %s, and continue without one: %s",
                          len(problems), self._comm.size, self._folder, problems[0])
         return file
 
@@ -233,7 +233,7 @@ class TraceFile:
     # Writing
 
     def _add(self, *event: Any) -> None:
-        if len(self._events) < _MOST_EVENTS:
+        if len(self._events) < _MAX_EVENTS:
             self._events.append(event)
         else:
             self._left_out += 1
@@ -272,12 +272,12 @@ class TraceFile:
         except OSError as error:
             self._end_file(error.strerror or str(error))
             return
-        if self._written > _MOST_BYTES:
+        if self._written > _MAX_BYTES:
             self._end_file(f"it has {self._written >> 20} MB")
 
     def _end_file(self, problem: str = "") -> None:
         if problem:
-            _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
+            _log.warning("rank %d: the trace ends here; training continues: %s: %s",
                          self._rank, self.path, problem)
         if self._file is not None:
             with contextlib.suppress(OSError):

@@ -174,7 +174,7 @@ class _Pair:
         """
         wide = np.result_type(self.a.dtype, np.float64)
         step = BLOCK_BYTES // (2 * wide.itemsize)
-        scratch = thread_scratch.take()
+        scratch = thread_scratch.acquire()
         copies = scratch.memory.view(wide).reshape(2, step)
         for tensor, (first, last) in enumerate(zip(self.bounds, self.bounds[1:])):
             last = min(last - self.start, self.a.size)
@@ -184,4 +184,4 @@ class _Pair:
                 np.copyto(a, self.a[block])
                 np.copyto(b, self.b[block])
                 yield tensor, block, a, b
-        thread_scratch.give_back(scratch)
+        thread_scratch.release(scratch)

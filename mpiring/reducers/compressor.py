@@ -343,10 +343,9 @@ class Compressor(ABC):
         if (saved_rank, saved_size, saved_nodes) != (rank, size, nodes):
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
-                f"rank {saved_rank} of {saved_size} on {len(saved_nodes)} node(s). Each rank's "
-                f"residuals are what it has not yet sent of its own gradients and cannot be "
-                f"divided anew; resume on the same ranks and nodes, or begin with a fresh "
-                f"Reducer, which loses at most what is not yet sent")
+                f"rank {saved_rank} of {saved_size} on {len(saved_nodes)} node(s). The "
+                f"residuals of a rank cannot be redistributed; resume on the same ranks and nodes, "
+                f"or start with a new Reducer, which loses only the residuals")
 
     def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
         reduced = {name for bucket in buckets for name in bucket.views}

@@ -52,7 +52,7 @@ class Copy:
 
     def take(self, outline: Outline) -> None:
         """Copy the arrays of a tree."""
-        self._header, bounds = _laid_out(outline)
+        self._header, bounds = _file_layout(outline)
         self._nbytes = max((stop for _, stop in bounds.values()), default=0)
         if self._memory.size < self._nbytes:
             self._memory = np.empty(0, np.uint8)     # freed before the new memory is allocated
@@ -102,7 +102,7 @@ def write_plain(path: Path, outline: Outline) -> None:
     Raises:
         OSError: Such as a full disk. The part that was written is deleted.
     """
-    header, bounds = _laid_out(outline)
+    header, bounds = _file_layout(outline)
     end = len(header) + max((stop for _, stop in bounds.values()), default=0)
     with replacing(path, synced=True) as new:
         _write_all(new.file.fileno(), memoryview(header))
@@ -113,7 +113,7 @@ def write_plain(path: Path, outline: Outline) -> None:
         memory.flush()
 
 
-def _laid_out(outline: Outline) -> tuple[bytes, Layout]:
+def _file_layout(outline: Outline) -> tuple[bytes, Layout]:
     """Return the header of a tree's file, and where the arrays follow it."""
     header: dict[str, Any] = {"__metadata__": {_TREE: outline.text}}
     end, bounds = 0, {}

@@ -228,7 +228,7 @@ class Lock:
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
-                f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from error
+                f"separate folder, or, if that job has ended, delete {folder / _LOCK}") from error
         except OSError as error:
             self.held = False
             _log.warning(
@@ -344,7 +344,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
             if problem:
                 raise CheckpointError(
                     f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
-                    f"checkpoints must lie on a file system that all nodes share")
+                    f"checkpoints must be on a file system that all nodes share")
         on_rank_0(comm, lambda: _patiently(look, CheckpointError))
     finally:
         marks[comm.rank].unlink(missing_ok=True)

@@ -23,7 +23,7 @@ Entry = dict[str, Any]
 # sharded state with all that is equal on all ranks.
 REPLICATED, SHARDED = "replicated", "sharded"
 # 3 million ranges of slices, which is a thousand tensors on each of 3,000 ranks.
-_MOST_BYTES, _LEVELS = 128 << 20, 5
+_MAX_BYTES, _LEVELS = 128 << 20, 5
 _FILE = re.compile(
     r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.(xxh3-)?[0-9a-f]{32}\.safetensors")
 _RANGE = re.compile(r"\d{1,18}:\d{1,18}")
@@ -61,8 +61,8 @@ def sealed(manifest: Mapping[str, Any]) -> str:
         CheckpointError: It is longer than what is read.
     """
     text = json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
-    if len(text) > _MOST_BYTES:
-        raise CheckpointError(f"{MANIFEST} would have {len(text)} bytes, more than {_MOST_BYTES}; "
+    if len(text) > _MAX_BYTES:
+        raise CheckpointError(f"{MANIFEST} would have {len(text)} bytes, more than {_MAX_BYTES}; "
                               f"let ranks save fewer, longer slices")
     return text
 
@@ -79,7 +79,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: It differs from what was written, or is not mpiring's; says why.
     """
     with reading(MANIFEST):
-        text = read(checkpoint / MANIFEST, _MOST_BYTES)
+        text = read(checkpoint / MANIFEST, _MAX_BYTES)
     try:
         manifest = parsed(text, _LEVELS)
     except ValueError as exc:
@@ -97,7 +97,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is not as mpiring writes it: {problem}")
     problem = _missing(manifest)
     if problem:
-        raise CheckpointError(f"the manifest is not whole: {problem}")
+        raise CheckpointError(f"the manifest is incomplete: {problem}")
     return manifest
 
 

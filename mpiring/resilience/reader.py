@@ -98,8 +98,8 @@ class Reader:
                 self._warn(f"{self._folder}: {problems[-1]}")
         if problems:
             raise CheckpointError(
-                f"no checkpoint in {self._folder} can be used: {'; '.join(problems)}. To begin "
-                f"anew, give another folder")
+                f"no checkpoint in {self._folder} can be used: {'; '.join(problems)}. To start "
+                f"again, use another folder")
         return None
 
     def _read(self, name: str) -> Saved:

@@ -1,4 +1,4 @@
-"""Stops all ranks at the same step: on a signal, or before the time of a job is over."""
+"""Stops all ranks at the same step, on a signal or before the time limit of the job."""
 
 import logging
 import os
@@ -18,24 +18,24 @@ from ..launch.environment import job_end
 
 _log = logging.getLogger("mpiring")
 
-# Steps from this length on wait for the answer, which takes about 0.1 ms.
+# Longer steps wait for the exchange, which takes about 0.1 ms.
 _LONG_STEP_S = 0.25
-# A long step fades by this factor with each step after it.
+# Decay of the longest step time, per step.
 _FADING = 0.98
-# Reserved, in multiples of the last checkpoint and step: the next may take longer.
+# Reserved time as multiples of the last checkpoint and step, because the next may take longer.
 _SAVES, _STEPS = 2.0, 2.0
-# Reserved while no checkpoint was measured: a share of the time, and at most so many seconds. The
-# last is reserved in any case.
-_UNKNOWN_SHARE, _UNKNOWN_S, _LEAST_S = 0.05, 60.0, 0.5
-# Within this time the same signal is the same wish: launchers pass on signals that the ranks have
-# received themselves.
+# Until a checkpoint is measured, this fraction of the time limit is reserved, up to a maximum. The
+# last is the minimum in all cases.
+_UNKNOWN_SHARE, _UNKNOWN_S, _MIN_S = 0.05, 60.0, 0.5
+# A signal is ignored if it repeats within this time: launchers forward signals that the ranks have
+# also received directly.
 _TWICE_S = 1.0
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Saves(Protocol):
-    """The part of Checkpoints and TrainState that is needed: the time of the last `save`."""
+    """Checkpoints or TrainState: only the duration of the last `save` is used."""
 
     save_s: float
 
@@ -49,28 +49,28 @@ class Stopping:
                     state.save(...)
                     break
 
-    A signal to any rank stops all ranks. So does the end of `time_limit_s`, or of the Slurm job if
-    Slurm announces it. The measured time of two steps and two checkpoints on the slowest rank is
-    reserved.
+    A signal to any rank stops all ranks. They also stop before `time_limit_s` or the end of the
+    Slurm job, if Slurm announces it. The measured time of two steps and two checkpoints on the
+    slowest rank is reserved.
 
-    Ranks ask each other in the background, from one call of `now` to the next, so they stop one
-    step late. If a step takes longer than 0.25 s, they wait for the answer.
+    Each call of `now` starts an exchange in the background, which the next call completes, so ranks
+    stop one step late. If a step takes longer than 0.25 s, `now` waits for the exchange.
 
-    A signal also calls the earlier Python handler. The same signal again, at least a second later,
-    has the effect that it had before: most signals end the process.
+    A signal also calls the previous Python handler. If the same signal arrives again, at least a
+    second later, it has its previous effect: most signals end the process.
 
     Args:
         comm: Communicator whose ranks train together; by default, all ranks.
-        time_limit_s: Seconds from now on; None for no limit except Slurm's.
-        checkpoints: A TrainState or Checkpoints, whose time to save is reserved.
+        time_limit_s: Time limit in seconds from now; None for the limit of Slurm only.
+        checkpoints: TrainState or Checkpoints whose save time is reserved.
         margin_s: Seconds to reserve instead of the measured time.
         signals: Signals that stop the training.
 
     Attributes:
-        reason: The reason to stop, such as "SIGUSR1 on rank 2"; "" before.
+        reason: The reason to stop, such as "SIGUSR1 on rank 2"; "" while training continues.
 
     Raises:
-        ConfigError: A number is wrong, or this is not the main thread.
+        ConfigError: A number is negative, or this is not the main thread.
 
     Collective: no. Blocking: no.
     """
@@ -88,7 +88,7 @@ class Stopping:
         self._process = os.getpid()
         self._local_reason = ""
         self._handle: Handle[Any] | None = None
-        # Of a step, and of a checkpoint; the same on all ranks but for the first.
+        # The first is of this rank; the others are maxima over all ranks.
         self._step_s = self._slowest_step_s = self._slowest_save_s = 0.0
         self._waits = False
         self._called: float | None = None
@@ -103,12 +103,12 @@ class Stopping:
             self._restore()
             raise ConfigError(
                 f"rank {comm.rank}: signals={signals!r}: {exc}; pass signals that can be caught, "
-                f"as [signal.SIGUSR1], and make Stopping in the main thread") from exc
+                f"such as [signal.SIGUSR1], and create Stopping in the main thread") from exc
 
     def now(self) -> bool:
-        """Return whether all ranks stop here; call it once per step.
+        """Return whether to stop, the same on all ranks; call it once per step.
 
-        Raises: as `comm.allreduce`.
+        Raises the same errors as `comm.allreduce`.
 
         Collective: yes. Blocking: if steps are long.
         """
@@ -127,7 +127,7 @@ class Stopping:
         self._called = now
 
     def _ask(self) -> None:
-        """Begin to exchange which ranks are to stop, and what they measured."""
+        """Start to exchange whether a rank must stop, and the maxima of the measured times."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
         if not self._local_reason:
             self._local_reason = self._out_of_time()
@@ -135,7 +135,7 @@ class Stopping:
         self._handle = self._comm.iallreduce(x, op="max")
 
     def _answered(self) -> bool:
-        """Return whether any rank was to stop at the last exchange."""
+        """Complete the exchange; return whether any rank must stop."""
         if self._handle is None:
             return False
         stop, self._slowest_step_s, self._slowest_save_s = self._handle.wait().tolist()
@@ -148,7 +148,7 @@ class Stopping:
         return bool(stop)
 
     def _out_of_time(self) -> str:
-        """Return the name of a time that is nearly over, or ""."""
+        """Return the name of a time limit that is nearly reached, or ""."""
         for name, end, total_s in self._ends:
             if time.time() >= end - self._margin(total_s):
                 return name
@@ -159,13 +159,13 @@ class Stopping:
         if self._margin_s is not None:
             return self._margin_s
         save_s = _SAVES * self._slowest_save_s or min(_UNKNOWN_SHARE * total_s, _UNKNOWN_S)
-        return max(_LEAST_S, save_s + _STEPS * self._slowest_step_s)
+        return max(_MIN_S, save_s + _STEPS * self._slowest_step_s)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; the second time, do what it did before."""
+        """Handle a signal; if it repeats, restore and call the previous handler."""
         before, now = self._before[number], time.monotonic()
         since_s = now - self._arrivals.setdefault(number, now)
-        # A forked worker also ends.
+        # In a forked worker, a signal always has its previous effect.
         if os.getpid() != self._process or since_s > _TWICE_S:
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
@@ -175,9 +175,9 @@ class Stopping:
                 before(number, frame)
 
     def close(self) -> None:
-        """Restore the earlier handlers of signals.
+        """Restore the previous signal handlers.
 
-        Collective: yes, if the ranks have not stopped. They then wait for the last exchange.
+        Collective: yes, if the ranks have not stopped. They complete the last exchange.
         """
         self._restore()
         if self._handle is not None:
@@ -193,7 +193,7 @@ class Stopping:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an exception the other ranks may not call.
+        # After an exception, the other ranks may not take part.
         if error is None:
             self.close()
         else:
@@ -201,7 +201,7 @@ class Stopping:
 
 
 def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
-    """Return what ends, when, and in how many seconds from now."""
+    """Return the name, the time, and the seconds from now of each time limit."""
     now, ends = time.time(), []
     if time_limit_s is not None:
         ends.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
@@ -210,5 +210,5 @@ def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
         clock = time.strftime("%H:%M:%S", time.localtime(end))
         ends.append((f"the end of the Slurm job at {clock}", end, end - now))
     elif end is not None:
-        _log.warning("SLURM_JOB_END_TIME is over: the time limit was changed, and is unknown")
+        _log.warning("SLURM_JOB_END_TIME has passed: the current time limit is unknown")
     return ends

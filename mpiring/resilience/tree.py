@@ -30,9 +30,9 @@ _PAIRS = {"complex128": "F64"}
 _BLOCK_BYTES = 32 << 20
 # The names of all kinds of arrays.
 KINDS = "array", "scalar", "gpu_array", "tensor", "sliced"
-_MOST_LEVELS = 100
+_MAX_LEVELS = 100
 # A dict is an object of a list of pairs; a leaf is an object with a list.
-_MOST_JSON_LEVELS = 3 * (_MOST_LEVELS + 1) + 2
+_MAX_JSON_LEVELS = 3 * (_MAX_LEVELS + 1) + 2
 _DICTS: dict[str, type[dict[Any, Any]]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
 
@@ -259,8 +259,8 @@ class _Outlining:
 
     def node(self, value: Any, path: Path) -> Any:
         """Return JSON for a value, which the keys in `path` lead to."""
-        if len(path) > _MOST_LEVELS:
-            raise ConfigError(f"{self._where(path):.200}… is more than {_MOST_LEVELS} levels deep: "
+        if len(path) > _MAX_LEVELS:
+            raise ConfigError(f"{self._where(path):.200}… is more than {_MAX_LEVELS} levels deep: "
                               f"does the tree contain itself?")
         if value is None or type(value) in (bool, int, str):
             return value
@@ -276,7 +276,7 @@ class _Outlining:
         for key in value:
             if type(key) not in (str, int, bool):
                 raise ConfigError(f"{self._where(path)} has the key {key!r:.80}, a "
-                                  f"{type(key).__qualname__}; expected a text or a whole number")
+                                  f"{type(key).__qualname__}; expected a string or a whole number")
         items = [[key, self.node(item, (*path, key))] for key, item in value.items()]
         node: dict[str, Any] = {type(value).__name__: items}
         # Versions of the state, in PyTorch's modules.
@@ -351,7 +351,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         return _built(known[name], node, data[value])
 
     try:
-        return build(parsed(text.encode(), _MOST_JSON_LEVELS))
+        return build(parsed(text.encode(), _MAX_JSON_LEVELS))
     except ConfigError:
         raise
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StopIteration,

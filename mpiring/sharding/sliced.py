@@ -1,4 +1,4 @@
-"""Tensors of which a rank has only some ranges, like its slice of an optimizer's state."""
+"""Tensors that are only partly present on a rank, such as sharded optimizer state."""
 
 import bisect
 import math
@@ -13,9 +13,9 @@ from ..memory.arrays import Array
 from ..memory.pytrees import mapped
 from ..transport.base import Schedule
 
-# Start and stop of elements.
+# Start and stop index.
 Range = tuple[int, int]
-# Values by tensor, and by the name of a vector with one element for each element of the tensor.
+# Vectors with one element per element of a tensor, by the names of the tensor and of the vector.
 Leaves = dict[str, dict[str, Any]]
 
 
@@ -23,14 +23,13 @@ class Sliced:
     """A tensor of which only some ranges are present.
 
     In a state to be saved, these are the ranges of one rank; in a loaded state, those of all ranks.
-    It never copies elements when it is made. It reads elements of a memory-mapped piece only when
-    `read` or `whole` asks for them.
+    The constructor does not copy. Memory-mapped pieces are read only by `read` and `whole`.
 
     Args:
         shape: Shape of the complete tensor.
         pieces: Elements that are present, by their range (start, stop) of the flattened tensor in
             C order, without padding. Each piece is a vector in host memory. Ranges do not overlap;
-            empty ones are left out.
+            empty ranges are ignored.
         dtype: Dtype of the elements; needed if there are no pieces.
 
     Attributes:
@@ -38,7 +37,7 @@ class Sliced:
         pieces: Pieces in the order of their ranges.
 
     Raises:
-        ConfigError: A piece is not such a vector, or the ranges do not fit.
+        ConfigError: A piece is not a vector of this dtype, or ranges overlap or exceed the tensor.
     """
 
     def __init__(self, shape: Iterable[int], pieces: Mapping[Range, Array],
@@ -68,26 +67,27 @@ class Sliced:
                 f"{getattr(piece, 'shape', None)}; expected a numpy.ndarray of shape "
                 f"{(stop - start,)}")
         if piece.dtype != self.dtype:
-            raise ConfigError(f"the piece of elements {start} to {stop - 1} is of {piece.dtype}, "
-                              f"not of {self.dtype}")
+            raise ConfigError(f"the piece of elements {start} to {stop - 1} has dtype "
+                              f"{piece.dtype}; expected {self.dtype}")
 
     def _refuse_twice(self, start: int, stop: int) -> NoReturn:
         raise ConfigError(f"elements {start} to {stop - 1} of a tensor of shape {self.shape} are "
-                          f"in two pieces; give each to one")
+                          f"in two pieces; pass each element once")
 
     def __repr__(self) -> str:
         ranges = ", ".join(f"{start}:{stop}" for start, stop in self.pieces)
         return f"Sliced(shape={self.shape}, dtype={self.dtype}, pieces of [{ranges}])"
 
     def __iter__(self) -> NoReturn:
-        """Raise an error, because plain PyTorch optimizers iterate over what they cannot use.
+        """Raise an error; PyTorch optimizers iterate over state that is not a tensor.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            f"a tensor of shape {self.shape} in slices, for what takes whole ones; give it "
-            f"mpiring.torch.whole(nest), or mpiring.resilience.whole(nest) for arrays")
+            f"a sliced tensor of shape {self.shape} was passed instead of a complete one; convert "
+            f"the state with mpiring.torch.whole(state), or mpiring.resilience.whole(state) for "
+            f"arrays")
 
     @property
     def size(self) -> int:
@@ -109,20 +109,21 @@ class Sliced:
         elements = np.empty(stop - start, self.dtype)
         ranges, position = list(self.pieces), start
         first = max(0, bisect.bisect_right(ranges, (start, self.size)) - 1)
-        for its_start, its_stop in ranges[first:]:
-            if position >= stop or its_start > position:
+        for piece_start, piece_stop in ranges[first:]:
+            if position >= stop or piece_start > position:
                 break
-            end = min(its_stop, stop)
+            end = min(piece_stop, stop)
             if end > position:
-                piece = self.pieces[its_start, its_stop]
-                elements[position - start:end - start] = piece[position - its_start:end - its_start]
+                piece = self.pieces[piece_start, piece_stop]
+                elements[position - start:end - start] = (
+                    piece[position - piece_start:end - piece_start])
                 position = end
         if position < stop:
-            after = [its_start for its_start, _ in ranges if its_start > position]
+            after = [piece_start for piece_start, _ in ranges if piece_start > position]
             raise ConfigError(
                 f"elements {position} to {min([stop, *after]) - 1} of a tensor of shape "
-                f"{self.shape} are not here: these are the pieces of some ranks; take those of "
-                f"all, as Saved.sharded of a checkpoint, or state_dict() of the optimizer")
+                f"{self.shape} are missing: these pieces are not of all ranks; use Saved.sharded "
+                f"of a checkpoint, or state_dict() of the optimizer")
         return elements
 
     def whole(self) -> Array:
@@ -134,7 +135,7 @@ class Sliced:
         return self.read(0, self.size).reshape(self.shape)
 
     def merged(self, others: Iterable["Sliced"]) -> "Sliced":
-        """Return the same tensor with the pieces of the others added.
+        """Return a tensor with the pieces of this and of other objects.
 
         Args:
             others: Other pieces of the same tensor.
@@ -146,8 +147,8 @@ class Sliced:
         for other in others:
             if (other.shape, other.dtype) != (self.shape, self.dtype):
                 raise ConfigError(
-                    f"pieces of a tensor of {other.dtype} and shape {other.shape} do not belong to "
-                    f"one of {self.dtype} and shape {self.shape}")
+                    f"cannot merge pieces of a {other.dtype} tensor of shape {other.shape} with "
+                    f"pieces of a {self.dtype} tensor of shape {self.shape}")
             twice = pieces.keys() & other.pieces.keys()
             if twice:
                 self._refuse_twice(*min(twice))
@@ -172,19 +173,19 @@ def whole(nest: Any) -> Any:
 def slices_of(shapes: Mapping[str, Iterable[int]],
               dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
               pieces: Iterable[tuple[str, str, int, Array]]) -> Leaves:
-    """Return vectors by tensor and name, of which this rank has some ranges.
+    """Return sliced vectors by tensor and name, from the pieces of this rank.
 
     Args:
         shapes: Shape of each tensor.
-        dtypes: Dtypes of all vectors, by tensor and by name, including vectors of other ranks.
+        dtypes: Dtype of each vector by tensor and name, including vectors of other ranks.
         pieces: Tensor, name of the vector, first element, and elements of each piece of this rank.
     """
     ranges: dict[str, dict[str, dict[Range, Array]]] = {
-        name: {vector: {} for vector in its} for name, its in dtypes.items()}
+        name: {vector: {} for vector in by_vector} for name, by_vector in dtypes.items()}
     for name, vector, start, x in pieces:
         ranges[name][vector][start, start + x.size] = x
     return {name: {vector: Sliced(shapes[name], x, dtypes[name][vector])
-                   for vector, x in its.items()} for name, its in ranges.items()}
+                   for vector, x in by_vector.items()} for name, by_vector in ranges.items()}
 
 
 class AllgatherCollectives(Protocol):
@@ -199,7 +200,7 @@ class AllgatherCollectives(Protocol):
 
 def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
            keep: bool = True) -> Schedule[list[Array]]:
-    """Return the schedule that returns complete tensors, made of the ranges of all ranks.
+    """Return the schedule that returns complete tensors from the ranges of all ranks.
 
     Args:
         collectives: Collectives of the ranks.
@@ -208,12 +209,12 @@ def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
         keep: If false, this rank only sends its ranges, and the result is empty.
 
     Raises:
-        ConfigError: Elements of a tensor are on no rank, or in a different order.
+        ConfigError: Elements of a tensor are missing on all ranks, or not in rank order.
     """
     ranges = np.array([next(iter(x.pieces), (0, 0)) for x in slices], np.int64).reshape(-1, 2)
     rows = yield from collectives.allgather_bytes(ranges.reshape(-1).view(np.uint8))
     tensors = []
-    # Starts and stops on all ranks, by tensor.
+    # `ends` holds the (start, stop) of all ranks for one tensor.
     for leaf, ends in zip(slices, np.stack([row.view(np.int64).reshape(-1, 2) for row in rows], 1)):
         bounds = [0]
         for start, stop in ends.tolist():

@@ -53,7 +53,7 @@ Fault = Lost | Dead | Slow
 # Length of the parts in which messages are sent, and their largest number. TCP's parts are smaller,
 # but would take longer to simulate, and change little.
 _QUANTUM_BYTES = 256 << 10
-_MOST_QUANTA = 16
+_MAX_QUANTA = 16
 # Chunks that SymmetricNetwork assumes to be equal may differ by an element of this many bytes.
 _LONGEST_ELEMENT = 32
 
@@ -193,7 +193,7 @@ class _Wires:
             left(self._clock.time_s)
             landed(self._clock.time_s + latency_s)
             return
-        count = min(max(1, -(-nbytes // _QUANTUM_BYTES)), _MOST_QUANTA)
+        count = min(max(1, -(-nbytes // _QUANTUM_BYTES)), _MAX_QUANTA)
         part = slowness * nbytes / count
 
         def onward(last: bool, first_s: float, last_s: float) -> None:

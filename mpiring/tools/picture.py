@@ -26,7 +26,7 @@ INCHES = (7.2, 3.4)
 _DPI = 200
 _POINTS = 10
 # More curves than these have a legend; fewer have their names at their ends.
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 # If all its labels are so short, a legend has three columns, otherwise two.
 _LONGEST_OF_THREE = 24
 _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
@@ -79,7 +79,7 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
         grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).tolist()
         yield grid
         handles, labels = grid[0][0].get_legend_handles_labels()
-        if handles and len(handles) <= _MOST_NAMED and all(map(_is_curve, handles)):
+        if handles and len(handles) <= _MAX_NAMED and all(map(_is_curve, handles)):
             for panels, height in zip(grid, heights):
                 _name_curves(panels[-1], height)
         elif handles:

@@ -12,7 +12,7 @@ from .units import size_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_LABELS = 4
+_MAX_LABELS = 4
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
@@ -124,7 +124,7 @@ def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
     """Label sizes, from the largest on, as far as there is room."""
     shown = [sizes[-1]]
     for size in reversed(sizes[:-1]):
-        if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MOST_LABELS):
+        if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MAX_LABELS):
             shown.append(size)
     panel.set_xticks(shown, [size_text(size) for size in shown])
     panel.set_xticks([], minor=True)

@@ -81,7 +81,7 @@ class Averaging:
 
     Attributes:
         active: Whether backward passes average; otherwise, gradients accumulate on this rank.
-        under_way: Whether gradients are in flight.
+        in_flight: Whether gradients are in flight.
         dense: Parameters with dense gradients, by name.
         placeholders: Substitutes of the parameters' gradients if an owner has the means, by name.
         comm: The ranks.
@@ -93,7 +93,7 @@ class Averaging:
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, weighing: Weighing, settings: Settings, *,
                  completed: Callable[[], None], steps: int) -> None:
-        self.active, self.under_way, self._weighing = True, False, weighing
+        self.active, self.in_flight, self._weighing = True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self.dense = {name: p for name, p in parameters.items() if p not in sparse}
@@ -187,9 +187,9 @@ class Averaging:
 
         Collective: yes. Blocking: yes.
         """
-        if not self.under_way:
+        if not self.in_flight:
             return
-        self.under_way = False
+        self.in_flight = False
         # First, since they also determine whether reducers count the step.
         self._sparse.wait()
         with self._select_gpu():
@@ -316,7 +316,7 @@ class Averaging:
             if name in self.dense:
                 self._put(name, self.dense[name])
             self._ready(name)
-        self.under_way = True
+        self.in_flight = True
         if self._settings.find_unused_parameters:
             self._has = np.array([name not in unreached or p.grad is not None
                                   for name, p in self.dense.items()])

@@ -31,7 +31,7 @@ class Tensors:
             raise ConfigError(f"a {type(x).__qualname__} of layout {x.layout} cannot be saved; "
                               f"save a dense torch.Tensor")
         if x.device.type == "meta" or x.is_quantized:
-            raise ConfigError("a tensor without elements of its own (meta, or quantized) cannot "
+            raise ConfigError("a tensor without data (meta, or quantized) cannot "
                               "be saved")
         return str(x.dtype).removeprefix("torch."), tuple(x.shape)
 

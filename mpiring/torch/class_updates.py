@@ -366,8 +366,8 @@ def _numbered(groups: Iterable[Mapping[str, Any]],
 
 _REASONS = {
     "LBFGS": "it takes the gradients of all parameters as one vector",
-    "Adafactor": "it keeps sums over rows and columns of whole matrices",
-    "Muon": "it makes whole matrices orthogonal",
+    "Adafactor": "it keeps sums over rows and columns of complete matrices",
+    "Muon": "it makes complete matrices orthogonal",
     "SparseAdam": "it takes sparse gradients, which are in no buckets",
 }
 _SHAPE, _CUT, _STEPS = (5, 7), 9, 3

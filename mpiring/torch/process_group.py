@@ -143,7 +143,7 @@ class ProcessGroup(dist.ProcessGroup):
         group = self._group
         if in_callback():
             # Collective, since every rank runs callbacks in the order of the operations.
-            group = self._callback_group = self._callback_group or group.beside()
+            group = self._callback_group = self._callback_group or group.duplicate()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
         build = buffers.build(group, build)

@@ -268,7 +268,7 @@ class Sharded(torch.optim.Optimizer):
                 f"rank {self._comm.rank}: {method} after the gradients of {first_few(changed, 5)} "
                 f"were dropped or replaced: that changes nothing here, since this rank has the "
                 f"means of its slices only; write into those of optimizer.param_groups, on all "
-                f"ranks alike, or call optimizer.zero_grad() to drop all")
+                f"ranks, or call optimizer.zero_grad() to drop all")
 
     # Norms
 

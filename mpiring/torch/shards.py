@@ -166,7 +166,7 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
         gradients = layout.gradients.buckets[index]
-        own_slice = layout.gradients.own(gradients)
+        own_slice = layout.gradients.own_slice(gradients)
         ranges = ranges_in(bucket.plan, own_slice.start, own_slice.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)

@@ -19,12 +19,12 @@ _shares: set[int] = set()
 def share_cores(comm: Communicator | None = None) -> int:
     """Limit PyTorch to this rank's share of its cores; return the number of threads.
 
-    By default, the threads of each rank would use all cores of the node. Nothing changes if
-    OMP_NUM_THREADS or MKL_NUM_THREADS is set, or if `torch.set_num_threads` was called before.
-    Later calls of it always take effect. PyTorch does not reveal whether `set_num_threads` was
-    called. A number that PyTorch may start with, one thread per core or per hardware thread, is
-    taken for the default. So is a number that this function has set. To use such a number, set it
-    afterwards.
+    By default, each rank starts one thread for every core of the node. If OMP_NUM_THREADS or
+    MKL_NUM_THREADS is set, or if `torch.set_num_threads` was called before, nothing changes.
+
+    PyTorch does not report whether `set_num_threads` was called. This function therefore replaces
+    a number that equals a default of PyTorch (one thread per core or per hardware thread) or its
+    own previous result. To keep such a number, call `torch.set_num_threads` afterwards.
 
     Args:
         comm: Communicator whose ranks compute at the same time; by default, all ranks.
@@ -42,9 +42,9 @@ def share_cores(comm: Communicator | None = None) -> int:
 
 
 def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank: int) -> float:
-    """Return the number of cores for this rank, out of those that it may run on.
+    """Return this rank's share of the cores that it may run on.
 
-    Several ranks of a node may share cores. Each rank is assumed to use all its cores equally.
+    Ranks of a node may share cores. Each rank is assumed to use all its cores equally.
 
     Args:
         run: Method `run` of a communicator or group whose ranks compute at the same time.
@@ -63,10 +63,10 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
 
 
 def fill_cores(share: float) -> bool:
-    """Return whether PyTorch's threads keep all cores busy that this rank may run on.
+    """Return whether PyTorch has a thread for each core in this rank's share.
 
     Args:
-        share: Number of cores for this rank; other ranks have as many threads per core.
+        share: Result of `own_share`.
     """
     return torch.get_num_threads() >= share
 
@@ -83,8 +83,8 @@ def fill_only_node(comm: Communicator) -> bool:
 def _defaults(cores: Set[int]) -> set[int]:
     """Return the numbers of threads that PyTorch may start with, depending on its build.
 
-    PyTorch starts one thread per core or hardware thread that this rank may run on. If the MPI
-    library binds the rank only when it is initialized, PyTorch counts all of them.
+    PyTorch starts one thread per core or hardware thread that this rank may run on. If MPI binds
+    the rank after PyTorch has started, PyTorch has counted all cores of the node.
     """
     return {count for usable in (cores, all_processors())
             for count in (len(usable), count_cores(usable))}

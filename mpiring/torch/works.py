@@ -147,8 +147,8 @@ class Work(dist.Work):
         value: The tensors with the result.
         timeout_s: Longest time that `wait` waits, in seconds; None for the timeout of the group.
         threaded: If true, operations advance in the background.
-        lanes: Lanes to rest if a backward pass asks for a future, for which it will wait at its
-            end; see `Lane.rest`.
+        lanes: Lanes to pause if a backward pass asks for a future, for which it will wait at its
+            end; see `Lane.pause`.
 
     Attributes: the arguments.
     """
@@ -232,7 +232,7 @@ class Work(dist.Work):
                     self.wait()
             else:
                 for lane in self.lanes:
-                    lane.rest()
+                    lane.pause()
             self._future = Future(self.handle, self.value, list(
                 {x.device for x in tensors_in(self.value) if is_gpu_tensor(x)}))
         return self._future

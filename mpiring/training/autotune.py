@@ -21,11 +21,11 @@ _log = logging.getLogger("mpiring")
 
 # Increase it when saved choices change their meaning.
 _EDITION = 1
-MOST_STEPS = 60
+MAX_STEPS = 60
 # The first step with other settings allocates memory; the fastest of the following ones counts.
 _IGNORED_STEPS, _TIMED_STEPS = 1, 2
 # The step that orders the gradients comes first, and a comparison last.
-_MOST_TRIALS = (MOST_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
+_MAX_TRIALS = (MAX_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
 # On any network, shorter buckets cost more messages than they hide.
 _SHORTEST_BUCKET = 256 << 10
 _OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
@@ -108,7 +108,7 @@ class Autotuner:
         saved = self._saved(first, axes)
         if saved is not None:
             fused.use(saved)
-            self._say(f"an earlier job has chosen {saved}")
+            self._report(f"an earlier job has chosen {saved}")
             return True
         algorithm_for, gpu = self._comm.tunable.algorithm_for, fused.gpu
 
@@ -119,7 +119,7 @@ class Autotuner:
                 for bucket in plan]
             return (plan, tuple(algorithms), choice.operations, choice.pieces, choice.slices)
 
-        self._search = Descent(first, axes, identity, _MOST_TRIALS).search()
+        self._search = Descent(first, axes, identity, _MAX_TRIALS).search()
         fused.use(next(self._search))
         self._since_s = time.perf_counter()
         return False
@@ -156,7 +156,7 @@ class Autotuner:
 
     def _finish(self, fused: FusedTensors, outcome: Outcome) -> None:
         fused.use(outcome.choice)
-        self._say(outcome)
+        self._report(outcome)
         if self._comm.rank == 0 and self._cache is not None:
             try:
                 self._cache.write("choice", dataclasses.asdict(outcome.choice))
@@ -164,7 +164,7 @@ class Autotuner:
                 _log.warning("the settings cannot be saved in %s (%s), so each job tunes again",
                              self._cache.folder, exc.strerror or exc)
 
-    def _say(self, text: object) -> None:
+    def _report(self, text: object) -> None:
         if self._comm.rank == 0:
             # A warning appears even if nobody configures logging: the user has asked for tuning.
             _log.warning("autotune: %s", text)

@@ -116,7 +116,7 @@ class Averager(FusedTensors):
         return self.label or f"step {self.steps}{more}"
 
     @property
-    def under_way(self) -> bool:
+    def step_started(self) -> bool:
         """Whether a step has begun, so that some tensor is ready."""
         return bool(self._ready_s)
 
@@ -242,7 +242,7 @@ class Averager(FusedTensors):
                 start, stop = bucket.bounds(size)[rank:rank + 2]
                 bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
             if self._leaves_slices:
-                bucket.mark_as_junk(but=self.own(bucket))
+                bucket.mark_as_junk(but=self.own_slice(bucket))
         self._handles.clear()
         finite = all(bucket.finite for bucket in self.buckets)
         bad_means = [name for bucket in self.buckets if not bucket.finite
@@ -301,7 +301,7 @@ class Averager(FusedTensors):
 
         Collective: yes. Blocking: yes.
         """
-        self._refuse_amid("load_own_state_dict()")
+        self._refuse_during_step("load_own_state_dict()")
         refuse_other_state(state, ("order", "reducers"), "of a DataParallel")
         states = state["reducers"]
         if len(states) != len(self.compressors):
@@ -323,15 +323,15 @@ class Averager(FusedTensors):
         for compressor in self.compressors:
             compressor.release()
 
-    def _refuse_amid(self, call: str) -> None:
+    def _refuse_during_step(self, call: str) -> None:
         if self._ready_s:
-            raise GradientError(f"rank {self._comm.rank}: {call} amid a step; call it between "
+            raise GradientError(f"rank {self._comm.rank}: {call} during a step; call it between "
                                 f"wait() and the next ready()")
 
     # Slices
 
     def scatter(self) -> None:
-        """From the next step on, leave each rank the means of its slices only; see `own`.
+        """From the next step on, leave each rank the means of its slices only; see `own_slice`.
 
         After a step, the rest of the buckets holds junk, and a NaN in each tensor that is not
         completely in the slices. Copy the slices before the next step, since rebuilding buckets
@@ -343,7 +343,7 @@ class Averager(FusedTensors):
 
         Collective: yes. Blocking: while settings are being tuned, which ends.
         """
-        self._refuse_amid("scatter()")
+        self._refuse_during_step("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
             # From now on buckets must not move, but a trial's buckets are not the ones to keep.
             self.use(self._autotuner.first)
@@ -357,7 +357,7 @@ class Averager(FusedTensors):
         """
         return bucket.bounds(self._comm.size) if self.scatters else [0, bucket.plan.size]
 
-    def own(self, bucket: Bucket) -> slice:
+    def own_slice(self, bucket: Bucket) -> slice:
         """Return the elements of a bucket that belong to this rank."""
         bounds, rank = self.bounds(bucket), self._comm.rank if self.scatters else 0
         return slice(bounds[rank], bounds[rank + 1])
@@ -378,13 +378,13 @@ class Averager(FusedTensors):
         if other is not None:
             raise ConfigError(
                 f"rank {self._comm.rank}: {other!r} updates this model already; give groups of "
-                f"parameters settings of their own by groups=, or delete that optimizer first")
+                f"parameters separate settings by groups=, or delete that optimizer first")
         if self.scatters and not scatters:
             raise ConfigError(
                 f"rank {self._comm.rank}: this model's gradients are scattered, for a sharded "
-                f"optimizer; pass sharded=True, or wrap the model anew")
+                f"optimizer; pass sharded=True, or wrap the model again")
         if scatters:
-            self._refuse_amid("scatter()")
+            self._refuse_during_step("scatter()")
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Let one optimizer update the tensors, after `refuse_claim` has passed on all ranks.

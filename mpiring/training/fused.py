@@ -23,7 +23,7 @@ from ..transport.base import Schedule
 from .search import Choice
 
 # So many names are told where one is unknown.
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Views(Mapping[str, Array]):
         try:
             return self._views[name]
         except KeyError:
-            known = first_few(nearest(str(name), self._views), _MOST_NAMES)
+            known = first_few(nearest(str(name), self._views), _MAX_NAMES)
             raise KeyError(f"no parameter is called {name!r}; {self._holder} has {known}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -271,7 +271,7 @@ class FusedTensors:
                               f"`order` was")
         if sorted(order) != sorted(self.tensors):
             raise ConfigError(
-                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
+                f"rank {self._comm.rank}: the loaded state is of another model: it has "
                 f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
         return [self.tensors[name] for name in order]
 

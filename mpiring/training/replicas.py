@@ -101,7 +101,7 @@ class Replicas:
                 f"digest_action='restore' copies what differs from a rank of the majority")
         if not all(majority for _, majority in differences):
             raise ReplicaError(
-                f"rank {self._comm.rank}: {text}. There is no majority to restore from; go on "
+                f"rank {self._comm.rank}: {text}. There is no majority to restore from; resume "
                 f"from a checkpoint")
         for (odd, majority), names in differences.items():
             for name in names:

@@ -17,7 +17,7 @@ from ..operations.operation import Collectives
 from ..transport.base import Schedule, T
 
 # Smaller gains count as noise.
-_LEAST_GAIN = 0.01
+_MIN_GAIN = 0.01
 # Number of turns in which the best and the first settings are compared at the end.
 TURNS = 2
 
@@ -176,7 +176,7 @@ class Descent:
             return False
         if choice != self._first:
             self._others_s[choice] = seconds
-        if seconds < (1 - _LEAST_GAIN) * self._best_s:
+        if seconds < (1 - _MIN_GAIN) * self._best_s:
             self._best, self._best_s = choice, seconds
             return True
         return False
@@ -214,6 +214,6 @@ class Descent:
                 times[choice].append((yield choice))
         # Disturbances only make steps slower.
         seconds, first_s = min(times[best]), min(times[first])
-        if seconds < (1 - _LEAST_GAIN) * first_s:
+        if seconds < (1 - _MIN_GAIN) * first_s:
             return Outcome(best, first, seconds, first_s)
         return Outcome(first, first, first_s, first_s)

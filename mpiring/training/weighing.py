@@ -11,7 +11,7 @@ from ..errors import GradientError
 from ..operations.agreement import Call
 
 # Beyond it, float64 cannot represent all whole numbers.
-_MOST_TOKENS = 2**53
+_MAX_TOKENS = 2**53
 
 
 class Weighing:
@@ -50,7 +50,7 @@ class Weighing:
         Collective: yes, if `sums`. Blocking: no.
         """
         tokens = number(f"rank {self._comm.rank}: weigh(tokens): tokens", tokens,
-                        lambda x: 0 <= x <= _MOST_TOKENS, "a number from 0 to 2**53")
+                        lambda x: 0 <= x <= _MAX_TOKENS, "a number from 0 to 2**53")
         if self.tokens is not None:
             raise GradientError(
                 f"rank {self._comm.rank}: weigh({tokens:.15g}) after weigh({self.tokens:.15g}) in "

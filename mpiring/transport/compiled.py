@@ -90,10 +90,10 @@ def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
         add_atomic(call[CALL_COUNTER] + 8 * COUNTER_NANOSECONDS, ns)
         return add_atomic(call[CALL_COUNTER] + 8 * COUNTER_CALLS, 1)
 
-    load, have_come, store, publish = _words(intrinsics, words_at)
+    load, all_arrived, store, publish = _words(intrinsics, words_at)
     return SimpleNamespace(
         form=1, inlined=inlined, counter=inlined(lambda call: words_at(call[CALL_COUNTER])),
-        bind=bind, load=load, have_come=have_come, store=store, publish=publish,
+        bind=bind, load=load, all_arrived=all_arrived, store=store, publish=publish,
         write_header=write_header, write=write, read=read,
         reduce=_reducing(intrinsics, name, slot), now=now, count=count, relax=intrinsics.relax,
         give_way=intrinsics.give_way)
@@ -109,7 +109,7 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
         return load_acquire(base + 8 * word)
 
     @inlined
-    def have_come(call, flag, value):  # type: ignore[no-untyped-def]
+    def all_arrived(call, flag, value):  # type: ignore[no-untyped-def]
         for r in range(call[CALL_RANKS]):
             if load(call[CALL_BASES + r], flag) < value:
                 return False
@@ -123,7 +123,7 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
     def publish(base, word, value):  # type: ignore[no-untyped-def]
         store_release(base + 8 * word, value)
 
-    return load, have_come, store, publish
+    return load, all_arrived, store, publish
 
 
 def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:

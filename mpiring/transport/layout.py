@@ -70,8 +70,8 @@ COUNTER_WORDS: Final = COUNTER_RING + RING * RING_WORDS
  CALL_DIVISOR) = range(7)
 # Digest of the header, and address of its HEADER_BYTES bytes.
 CALL_DIGEST, CALL_HEADER = 7, 8
-# Number of checks of the flags: while keeping the core, then while giving it away, and for LOOK.
-CALL_SPINS, CALL_YIELDS, CALL_LOOKS = 9, 10, 11
+# Number of checks of the flags: while keeping the core, then while giving it away, and for POLL.
+CALL_SPINS, CALL_YIELDS, CALL_POLLS = 9, 10, 11
 # This rank's note, see collectives.shared.allreduce: the vector's window, and the offset there.
 # Then the number of barriers at which the rank arrives when its vector is in its slot.
 CALL_NOTE: Final = 12
@@ -105,20 +105,20 @@ CALL_BASES: Final = 36
 READS, SLOTS, WINDOWS, PIECES = range(4)
 
 # Stages: not begun, waiting for a free area, about to write, and waiting for the other ranks.
-IDLE, BEGUN, WRITING, MEETING = range(4)
+IDLE, BEGUN, WRITING, WAITING = range(4)
 
 # How to run a call. BEGIN: from IDLE, as far as possible. PUBLISH: from IDLE, until this rank's
-# data is published. GO_ON: from the present stage, giving the core away. LOOK: from the present
+# data is published. RESUME: from the present stage, giving the core away. POLL: from the present
 # stage, with few checks of the flags. Add HELD to BEGIN or PUBLISH while you hold the counter's
 # lock.
-BEGIN, PUBLISH, GO_ON, LOOK, HELD = range(5)
+BEGIN, PUBLISH, RESUME, POLL, HELD = range(5)
 
 # Status of a run. DONE: complete, and IDLE again (published, in a run with PUBLISH). LATE: another
 # rank is late, so run it again later. GATED: not begun, because it was not IDLE or the gate is
 # closed, so use the ordinary path. DISAGREE: published, but another rank made a different call.
-# OTHERWISE: published, and all ranks have arrived and agree. But Python must reduce (compiled code
+# FALLBACK: published, and all ranks have arrived and agree. But Python must reduce (compiled code
 # only), or, in WINDOWS, the vectors have moved.
-DONE, LATE, GATED, DISAGREE, OTHERWISE = range(5)
+DONE, LATE, GATED, DISAGREE, FALLBACK = range(5)
 
 
 def call_words(ranks: int) -> int:

@@ -20,10 +20,10 @@ from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
-    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE,
+    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE,
     CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE,
     CALL_VECTOR, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, DONE, GO_ON, IDLE, LOOK, OTHERWISE, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
+    COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
     WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
@@ -101,7 +101,7 @@ class NodeCall:
         self.op = ""
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
-        self[CALL_KIND], self[CALL_LENGTH], self[CALL_LOOKS] = kind, n, 1
+        self[CALL_KIND], self[CALL_LENGTH], self[CALL_POLLS] = kind, n, 1
         patience = waiting.patience(self[CALL_RANKS])
         self[CALL_SPINS], self[CALL_YIELDS] = patience.spins, patience.yields
         self._name_objects()
@@ -192,22 +192,22 @@ class NodeCall:
         """Run the call as far as possible; return its status. See layout.
 
         Args:
-            how: BEGIN, PUBLISH, GO_ON or LOOK; add HELD to BEGIN when holding the counter's lock.
+            how: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
             x: Vector of the call.
         """
         code = self.code
         if code is None or self.words is not self._of_code:
             return self._run_in_python(how, x)
-        if how == GO_ON or how == LOOK and not self.is_short:
+        if how == RESUME or how == POLL and not self.is_short:
             status = code.call(self.address + how, 0)
-        elif self.is_short or how & 3 == PUBLISH or how == LOOK:
+        elif self.is_short or how & 3 == PUBLISH or how == POLL:
             status = code.call_with_lock(self.address + how, data_address(x))
         else:
             # Number the call with Python's lock held; release it while other ranks may be late.
             status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
             if status == DONE:
-                status = code.call(self.address + GO_ON, 0)
-        return self._go_on_otherwise(how, x) if status == OTHERWISE else status
+                status = code.call(self.address + RESUME, 0)
+        return self._fall_back(how, x) if status == FALLBACK else status
 
     def _run_in_python(self, how: int, x: Array) -> int:
         status: int = run_plain(self.words, how, x)
@@ -220,9 +220,9 @@ class NodeCall:
                 self.words[CALL_STAGE] = IDLE
         return status
 
-    def _go_on_otherwise(self, how: int, x: Array) -> int:
+    def _fall_back(self, how: int, x: Array) -> int:
         """Continue in Python, or with the present positions of vectors."""
-        how = LOOK if how == LOOK else GO_ON
+        how = POLL if how == POLL else RESUME
         if self._find is None:
             self.words = list(self._of_code)
             self._name_objects()
@@ -232,7 +232,7 @@ class NodeCall:
         addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
         # Only NumPy can add vectors at unaligned addresses.
         if not addresses or any(a % x.itemsize for a in addresses):
-            return OTHERWISE
+            return FALLBACK
         ranks = self[CALL_RANKS]
         first = CALL_BASES + ranks
         for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
@@ -355,7 +355,7 @@ def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
     if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
             and data_address(x) % x.itemsize == 0):
         call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
-        call[CALL_LOOKS] = waiting.PIECE_LOOKS
+        call[CALL_POLLS] = waiting.PIECE_POLLS
     return call
 
 
@@ -395,7 +395,7 @@ def _views(words: Any, slots: Sequence[Array]) -> _Views:
     return slots, written, combined
 
 
-def _have_come(words: Any, flag: int, value: int) -> bool:
+def _all_arrived(words: Any, flag: int, value: int) -> bool:
     operands = words[CALL_ADDRESS]
     for segment in operands.segments:
         if segment[flag] < value:
@@ -461,7 +461,7 @@ def _count(words: Any, ns: int) -> int:
 
 run_plain = protocol(SimpleNamespace(
     form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
-    bind=_bind, load=operator.getitem, have_come=_have_come, store=operator.setitem,
+    bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
     write_header=_write_header, write=_write, read=_read, reduce=_reduce, relax=_nothing,
     give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -15,13 +15,13 @@ import numpy as np
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
     AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
-    HEADER_WORD, LANE_WORDS, LATE, LOOK, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
+    HEADER_WORD, LANE_WORDS, LATE, POLL, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A limit is needed, because a program may combine vectors of ever new lengths.
-_MOST_SLOTS = 256
+_MAX_SLOTS = 256
 
 
 class PartCall(Protocol):
@@ -74,7 +74,7 @@ class NodeMemory:
         key = area, dtype, size
         slots = self._slots.get(key)
         if slots is None:
-            if len(self._slots) >= _MOST_SLOTS:
+            if len(self._slots) >= _MAX_SLOTS:
                 self._slots.clear()
             start = (area * AREA_WORDS + SLOT_WORD) * 8
             slots = self._slots[key] = [
@@ -179,7 +179,7 @@ class SharedNode:
         status = LATE
         while status == LATE:
             yield (self.arrived(call[CALL_COUNT]),)
-            status = call.run(LOOK, x)
+            status = call.run(POLL, x)
         self._count = call[CALL_COUNT]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:

@@ -33,11 +33,11 @@ from typing import Any
 from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
     CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
-    CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
+    CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
     CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
     CALL_WRITTEN, CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
-    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON,
-    HELD, IDLE, LATE, LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS,
+    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME,
+    HELD, IDLE, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
     RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
     WRITING)
 
@@ -66,7 +66,7 @@ def protocol(d: Any) -> Callable[..., Any]:
         counter: Function of a call that returns the words of its counter.
         bind: Function of a call and a vector that lets the call work on the vector.
         load: Function of a rank's segment and a word's offset that returns the word.
-        have_come: Function of a call, a flag's offset and a value. It returns whether all ranks'
+        all_arrived: Function of a call, a flag's offset and a value. It returns whether all ranks'
             flags have reached the value. Then all earlier stores of these ranks are visible.
         store: Function of a segment, an offset and a value that sets a word.
         publish: Function like `store`. A rank that loads the word then sees all earlier stores.
@@ -80,20 +80,20 @@ def protocol(d: Any) -> Callable[..., Any]:
         now: Function of a clock that returns the time in ns.
         count: Function of a call and ns that counts a fast call, and returns the previous count.
     """
-    counter_of, have_come, begin, meet, run_phases = (
-        d.counter, d.have_come, _beginning(d), _meeting(d), _phases(d))
+    counter_of, all_arrived, begin, wait, run_phases = (
+        d.counter, d.all_arrived, _beginning(d), _waiting(d), _phases(d))
 
     def run(call, how, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
         # Only a complete operation must be begun; a part has begun already.
-        if call[CALL_WHOLE] != 0 and how != GO_ON and how != LOOK:
+        if call[CALL_WHOLE] != 0 and how != RESUME and how != POLL:
             if not begin(call, counter, how, vector):
                 return GATED
             how = how & 3
         if call[CALL_STAGE] == BEGUN:
             ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
-            if call[CALL_SEQUENCE] >= AREAS and not have_come(
-                    call, call[CALL_AREA], ended) and not meet(call, ended, how):
+            if call[CALL_SEQUENCE] >= AREAS and not all_arrived(
+                    call, call[CALL_AREA], ended) and not wait(call, ended, how):
                 return LATE
             call[CALL_STAGE] = WRITING
         return run_phases(call, counter, how)
@@ -103,7 +103,7 @@ def protocol(d: Any) -> Callable[..., Any]:
 
 def _phases(d: Any) -> Any:
     """Return a function that runs the phases as far as the other ranks have come."""
-    have_come, meet, leave = d.have_come, _meeting(d), _leaving(d)
+    all_arrived, wait, leave = d.all_arrived, _waiting(d), _leaving(d)
     write, reduce, read = _writing(d), _reducing(d), _reading(d)
     arrive, agreement = _arriving(d), _agreeing(d)
 
@@ -120,11 +120,11 @@ def _phases(d: Any) -> Any:
                     leave(call, counter)
                     return DONE
                 arrive(call, counter, j)
-                call[CALL_STAGE] = MEETING
+                call[CALL_STAGE] = WAITING
                 if how == PUBLISH:
                     return DONE
             count = call[CALL_COUNT]
-            if not have_come(call, call[CALL_AREA], count) and not meet(call, count, how):
+            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, how):
                 return LATE
             if j == 0 and call[CALL_WHOLE] != 0:
                 status = agreement(call)
@@ -162,27 +162,27 @@ def _beginning(d: Any) -> Any:
     return begin
 
 
-def _meeting(d: Any) -> Any:
+def _waiting(d: Any) -> Any:
     """Return a function that waits for a limited time until all flags have reached a value."""
-    have_come, relax, give_way = d.have_come, d.relax, d.give_way
+    all_arrived, relax, give_way = d.all_arrived, d.relax, d.give_way
 
     @d.inlined
-    def meet(call, value, how):  # type: ignore[no-untyped-def]
-        look, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
-        looks = call[CALL_LOOKS] if how == LOOK else spins
-        if how == GO_ON:
-            looks = spins + call[CALL_YIELDS]
-        while look < looks:
-            if look < spins:
+    def wait(call, value, how):  # type: ignore[no-untyped-def]
+        polls, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
+        limit = call[CALL_POLLS] if how == POLL else spins
+        if how == RESUME:
+            limit = spins + call[CALL_YIELDS]
+        while polls < limit:
+            if polls < spins:
                 relax()
             else:
                 give_way()
-            if have_come(call, area, value):
+            if all_arrived(call, area, value):
                 return True
-            look += 1
+            polls += 1
         return False
 
-    return meet
+    return wait
 
 
 def _arriving(d: Any) -> Any:
@@ -212,12 +212,12 @@ def _arriving(d: Any) -> Any:
 
 
 def _agreeing(d: Any) -> Any:
-    """Return a function that compares all ranks' calls: DONE, DISAGREE or OTHERWISE."""
+    """Return a function that compares all ranks' calls: DONE, DISAGREE or FALLBACK."""
     load, form = d.load, d.form
 
     @d.inlined
     def agreement(call):  # type: ignore[no-untyped-def]
-        otherwise, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
+        fallback, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
         for r in range(call[CALL_RANKS]):
             base = call[CALL_BASES + r]
             if load(base, area + DIGEST_WORD) != digest:
@@ -226,10 +226,10 @@ def _agreeing(d: Any) -> Any:
                 known = CALL_BASES + 2 * (call[CALL_RANKS] + r)
                 if load(base, area + _NOTE) != call[known] or (
                         load(base, area + _NOTE + 1) != call[known + 1]):
-                    otherwise = True
+                    fallback = True
             elif form == 1 and kind == SLOTS and load(base, area + FORM_WORD) == 0:
-                otherwise = True
-        return OTHERWISE if otherwise else DONE
+                fallback = True
+        return FALLBACK if fallback else DONE
 
     return agreement
 

@@ -52,7 +52,7 @@ class DeviceChannel:
         slot, host = self._slot(x)
         return self._queued(self._sends, self._device.to_host(x, host),
                             lambda: self._net.isend(host, dest),
-                            lambda: self._device.staging.give(slot))
+                            lambda: self._device.staging.release(slot))
 
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving a vector in any memory.
@@ -67,7 +67,7 @@ class DeviceChannel:
         slot, host = self._slot(x)
         return self._queued(
             self._receives, None, lambda: self._net.irecv(host, source),
-            lambda: self._device.staging.give(slot, self._device.to_device(host, x)))
+            lambda: self._device.staging.release(slot, self._device.to_device(host, x)))
 
     def _stages(self, x: Any) -> bool:
         return isinstance(x, DeviceVector) and not self._direct
@@ -78,7 +78,7 @@ class DeviceChannel:
 
     def _slot(self, x: DeviceVector) -> tuple[Array, Array]:
         """Return a slot of pinned memory, and its part that has a vector's length."""
-        slot = self._device.staging.take(x.nbytes)
+        slot = self._device.staging.acquire(x.nbytes)
         return slot, slot[:x.nbytes]
 
     def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None,

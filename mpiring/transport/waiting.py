@@ -24,7 +24,7 @@ SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
 SPINS_TOGETHER = 4
 # Number of checks by compiled code at a barrier between pieces, for about 3 us. Then the engine
 # continues. Values from 20 to 5000 are equally fast.
-PIECE_LOOKS = 50
+PIECE_POLLS = 50
 # Number of times that a caller who waits for the engine's operations gives its core away before it
 # sleeps: two ranks that share a core must alternate.
 WAIT_YIELDS, WAIT_PAUSE_S = 2000, 50e-6
@@ -42,10 +42,10 @@ IDLE_LOOK_S = 0.1
 # Interval at which a busy engine does so, and checks for stalls and dead ranks. (Open MPI reported
 # a death at about the third check: with 0.1 s, after 0.25 to 0.45 s.)
 BUSY_LOOK_S = 0.02
-# Time for which the thread leaves operations to a caller who will soon wait, see Lane.rest. It is
+# Time for which the thread leaves operations to a caller who will soon wait, see Lane.pause. It is
 # longer than most models compute between two buckets. Other ranks are late by at most this time if
 # the caller does not wait, or waits where the engine does not know of it.
-REST_S = 0.3
+LANE_PAUSE_S = 0.3
 # Time for which a failure in the background waits for the main thread to notice it, so that the
 # traceback shows the user's line. After that the thread ends the job.
 GRACE_S = 2.0

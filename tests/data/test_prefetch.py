@@ -321,7 +321,7 @@ def test_tensors_of_a_batch_lie_in_one_piece():
     torch = needed("torch")
     xs = [torch.arange(6).view(2, 3).T, torch.tensor(True), torch.empty(0, 4),
           torch.ones(3, dtype=torch.bfloat16), torch.tensor([1 + 2j]).conj(), torch.ones(1) * 3]
-    starts, nbytes = carriers.laid_out([x.nbytes for x in xs])
+    starts, nbytes = carriers.aligned_offsets([x.nbytes for x in xs])
     memory = torch.empty(nbytes, dtype=torch.uint8)
     parts = carriers.tensors_at(memory, starts, xs)
     for part, x in zip(parts, xs, strict=True):

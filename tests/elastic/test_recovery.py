@@ -35,7 +35,7 @@ def test_the_others_go_on(survives, tmp_path, place, fates, sizes, variables):
     assert ended.status == 0, ended.output
     assert ended.output.count(f"{sizes[-1]} ranks, {sizes}") == sizes[-1], ended.output
     for before, left in zip(sizes, sizes[1:]):
-        assert f"{left} of {before} ranks go on from step " in ended.output, ended.output
+        assert f"{left} of {before} ranks resume from step " in ended.output, ended.output
 
 
 def test_a_pytorch_model_goes_on(survives):
@@ -62,7 +62,7 @@ def test_a_script_of_horovod_elsewhere():
 def test_an_exception_ends_the_job_also_after_a_death(survives, tmp_path):
     ended = launch(3, TRAINING, tmp_path, STEPS, "raise", "0:compute:20", options=SURVIVES)
     assert ended.status != 0 and ended.seconds < SOON_S
-    assert "2 of 3 ranks go on from step 18" in ended.output, ended.output
+    assert "2 of 3 ranks resume from step 18" in ended.output, ended.output
     assert "ValueError: a bug in the user's code" in ended.output, ended.output
 
 

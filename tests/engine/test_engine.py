@@ -99,9 +99,9 @@ def test_the_thread_advances_what_nobody_waits_for(background):
 
 
 def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
-    monkeypatch.setattr("mpiring.transport.waiting.REST_S", 1000.0)
+    monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 1000.0)
     flags, log, lane = [Flag() for _ in range(4)], [], background.engine.join(int)
-    background.lane.rest()
+    background.lane.pause()
     resting = background.submit(waits_for(flags[0], log=log))
     # That of another communicator does not rest: once it is done, the thread was there.
     other = background.submit(waits_for(flags[1]), lane)
@@ -113,8 +113,8 @@ def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monke
     flags[2].complete = True
     until(lambda: after.done)
     # Nothing rests for long.
-    monkeypatch.setattr("mpiring.transport.waiting.REST_S", 0.01)
-    background.lane.rest()
+    monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 0.01)
+    background.lane.pause()
     flags[3].complete, last = True, background.submit(waits_for(flags[3], log=log))
     until(lambda: last.done)
     assert log == [threading.current_thread().name, "mpiring", "mpiring"]

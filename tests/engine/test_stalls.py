@@ -80,7 +80,7 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for rank in range(self.size) if ranks is None else ranks:
-                self.watches[rank].look()
+                self.watches[rank].check()
             time.sleep(0.01)
 
 
@@ -194,7 +194,7 @@ def test_patience_is_no_shorter_than_the_timeout_and_zero_is_for_ever():
     ranks = Ranks(2, stall_warning_s=1, stall_timeout_s=0)
     ranks.call(0, 0, "close", patient=20.0, threaded=True)
     ranks.look(100, ranks=(0,))
-    assert "it waits for ever" in ranks.reports[0][0]
+    assert "it waits without a limit" in ranks.reports[0][0]
     ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=50)
     ranks.call(0, 0, "close", patient=20.0, threaded=True)
     ranks.look(49)

@@ -76,16 +76,16 @@ def test_scratch_memory_has_few_lengths(device, monkeypatch):
 
 def test_staging_memory_is_reused_once_nothing_uses_it(device):
     staging = device.staging
-    slot = staging.take(5000)
+    slot = staging.acquire(5000)
     assert slot.size == 8192
     x = device.allocate(5000)
-    staging.give(slot, device.to_device(slot[:5000], x))
+    staging.release(slot, device.to_device(slot[:5000], x))
     # The copy is under way.
-    assert staging.take(8192) is not slot
+    assert staging.acquire(8192) is not slot
     await_event(device.event())
-    while (again := staging.take(4097)) is not slot:
-        staging.give(again)
-    assert staging.take(1).size == 4096
+    while (again := staging.acquire(4097)) is not slot:
+        staging.release(again)
+    assert staging.acquire(1).size == 4096
 
 
 class Copy:
@@ -110,24 +110,24 @@ class Plain:
 def test_few_slots_are_looked_at_and_only_idle_ones_are_freed(monkeypatch):
     monkeypatch.setattr("mpiring.gpu.device._KEEP_BYTES", 1 << 20)
     staging = Staging(Plain())
-    slots = [staging.take(5000) for _ in range(300)]
+    slots = [staging.acquire(5000) for _ in range(300)]
     copies = [Copy(staging, False) for _ in slots]
     for slot, copy in zip(slots, copies):
-        staging.give(slot, copy)
+        staging.release(slot, copy)
     # More than are kept, but copies use them.
     assert {id(slot) for slot, _ in staging._idle} == set(map(id, slots))
     before = sum(copy.looks for copy in copies)
-    staging.take(5000)
+    staging.acquire(5000)
     assert sum(copy.looks for copy in copies) - before <= 4
     # Of ever new lengths, after the copies are done.
     for copy in copies:
         copy.done = True
     for nbytes in [1 << power for power in range(12, 20)] * 40:
-        slots = [staging.take(nbytes) for _ in range(4)]
+        slots = [staging.acquire(nbytes) for _ in range(4)]
         for slot in slots:
-            staging.give(slot)
+            staging.release(slot)
     assert len(staging._idle) <= 16 or sum(slot.size for slot, _ in staging._idle) <= 1 << 20
-    last = staging.take(nbytes)
+    last = staging.acquire(nbytes)
     assert any(last is slot for slot in slots), "what was used last is not kept"
 
 

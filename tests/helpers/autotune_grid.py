@@ -21,7 +21,7 @@ from torch.nn import functional
 import mpiring
 from mpiring.tools.bench.torch_training import batch_of, model_of, width_for
 from mpiring.torch import DataParallel
-from mpiring.training.autotune import MOST_STEPS, Autotuner, _plans
+from mpiring.training.autotune import MAX_STEPS, Autotuner, _plans
 from mpiring.training.search import Choice
 
 FIRST_BYTES = 10 ** 6, 200 * 10 ** 6
@@ -65,7 +65,7 @@ def tuned(comm, parameters, first_bytes):
     """Return the first settings, the chosen ones, and the steps that it took."""
     training = Training(comm, parameters, autotune=True, bucket_bytes=first_bytes)
     first = training.gradients.choice
-    for step in range(1, MOST_STEPS + 1):
+    for step in range(1, MAX_STEPS + 1):
         training.step()
         if training.gradients._autotuner is None:
             break
@@ -94,15 +94,15 @@ def main():
     options = parser.parse_args()
     comm = mpiring.init(config=mpiring.Config(tuning_folder=""))
     runs = [tuned(comm, options.parameters, nbytes) for nbytes in FIRST_BYTES]
-    training, dice = Training(comm, options.parameters), random.Random(1)
+    training, rng = Training(comm, options.parameters), random.Random(1)
     training.step()
     grid = grid_of(training)
-    times = {choice: training.seconds(choice, 2) for choice in dice.sample(grid, len(grid))}
+    times = {choice: training.seconds(choice, 2) for choice in rng.sample(grid, len(grid))}
     best = sorted(times, key=times.__getitem__)[:FINALISTS]
     finalists = list(dict.fromkeys([*best, *(choice for run in runs for choice in run[:2])]))
     rounds = {choice: [] for choice in finalists}
     for _ in range(options.rounds):
-        for choice in dice.sample(finalists, len(finalists)):
+        for choice in rng.sample(finalists, len(finalists)):
             rounds[choice].append(training.seconds(choice, 3))
     medians = {choice: statistics.median(seconds) for choice, seconds in rounds.items()}
     winner = min(best, key=medians.__getitem__)

@@ -21,7 +21,7 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, Ended, start
 
 # More would take memory for nothing: tests in a row mostly want the same number of ranks.
-_MOST_JOBS = 4
+_MAX_JOBS = 4
 # How long the ranks that have done their part wait for one that has not, once another has died.
 _LAST_WORDS_S = 10
 _jobs: dict[int, "_Job"] = {}
@@ -37,7 +37,7 @@ def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
     job = _jobs.pop(ranks, None) or _Job(ranks)
     # The last one is the one used last.
     _jobs[ranks] = job
-    while len(_jobs) > _MOST_JOBS:
+    while len(_jobs) > _MAX_JOBS:
         _jobs.pop(next(iter(_jobs))).end()
     kept = False
     try:

@@ -7,8 +7,8 @@ SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (3001,), "w3": (40, 50
 
 def random(name, *numbers, dtype="float32"):
     """Return a tensor that depends on its name and some numbers, such as a rank and a step."""
-    dice = np.random.default_rng([*numbers, *name.encode()])
-    return np.asarray(dice.standard_normal(SHAPES[name])).astype(dtype)
+    rng = np.random.default_rng([*numbers, *name.encode()])
+    return np.asarray(rng.standard_normal(SHAPES[name])).astype(dtype)
 
 
 def model(*numbers, dtype="float32", dtypes={}):

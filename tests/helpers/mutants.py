@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
            "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
     # Tuning.
-    Mutant("training/search.py", "if seconds < (1 - _LEAST_GAIN) * first_s:", "if True:",
+    Mutant("training/search.py", "if seconds < (1 - _MIN_GAIN) * first_s:", "if True:",
            SEARCH),
     Mutant("training/search.py", "if identity in self._tried:", "if False:", SEARCH),
     Mutant("training/autotune.py", "self._comm.allreduce(slowest, op=\"max\")", "pass",

@@ -73,7 +73,7 @@ def model():
 def test_ranks_agree_on_the_fastest_and_later_jobs_begin_with_it(ranks, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "mpiring")
     steps = Steps(monkeypatch, ranks, autotune=True)
-    steps.take(autotune.MOST_STEPS)
+    steps.take(autotune.MAX_STEPS)
     chosen = steps.dp.gradients.choice
     assert (chosen.bucket_bytes, chosen.operations, chosen.long, chosen.short) == (
         BEST, 1, "auto", "auto")

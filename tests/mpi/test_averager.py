@@ -74,7 +74,7 @@ def test_a_nan_is_in_all_slices(comm):
         averager.wait()
         assert averager.finite == (step == 1)
         for bucket in averager.buckets:
-            assert step != 1 or np.isfinite(bucket.flat[averager.own(bucket)]).all()
+            assert step != 1 or np.isfinite(bucket.flat[averager.own_slice(bucket)]).all()
         if step != 1:
             assert all(np.isnan(view).all() for view in averager.views.values())
 
@@ -88,7 +88,7 @@ def test_mistakes_are_named(comm):
         averager.ready("a")
     with pytest.raises(mpiring.GradientError, match="with 3 of 4 gradients missing: d, c, b; "):
         averager.wait()
-    with pytest.raises(mpiring.GradientError, match="scatter.. amid a step; call it between"):
+    with pytest.raises(mpiring.GradientError, match="scatter.. during a step; call it between"):
         averager.scatter()
     for name in ("b", "c", "d"):
         averager.ready(name)

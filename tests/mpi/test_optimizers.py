@@ -89,7 +89,7 @@ def test_mistakes_of_optimizers_are_named(comm, sharded):
     with pytest.raises(mpiring.ConfigError, match="dp is a dict; pass a DataParallel of mpiring.n"):
         SGD({})
     for x, text in ((np.zeros(3, np.complex64), "parameter x complex64 .*: optimizers update flo"),
-                    (np.zeros((3, 4), order="F"), r"'x' of shape \(3, 4\) lies in Fortran's orde")):
+                    (np.zeros((3, 4), order="F"), r"'x' of shape \(3, 4\) is in Fortran order")):
         with pytest.raises(mpiring.ConfigError, match=text):
             SGD(DataParallel({"x": x}, comm))
 

@@ -70,7 +70,7 @@ def test_resume_is_bit_equal(comm):
     with PairAveraging(params, comm, seed=2, delay=1) as pairs:
         train(params, pairs, 0, 4)
         if pairs._exchange is not None:
-            with pytest.raises(ConfigError, match="is under way; call agree"):
+            with pytest.raises(ConfigError, match="is in progress; call agree"):
                 pairs.state_dict()
         pairs.agree()
         saved, state = {name: x.copy() for name, x in params.items()}, pairs.state_dict()

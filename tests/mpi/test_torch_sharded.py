@@ -367,7 +367,7 @@ def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
             optimizer.load_state_dict(bad)
     if comm.size > 1:
         # What one rank has saved is not all.
-        with pytest.raises(mpiring.ConfigError, match="these are the pieces of some ranks; take"):
+        with pytest.raises(mpiring.ConfigError, match="these pieces are not of all ranks; use"):
             optimizer.load_state_dict(comm.broadcast_object(
                 optimizer.sharded_state_dict(), root=0))
         # Nor is what fits on this rank, but not on another.
@@ -599,7 +599,7 @@ def test_mistakes_are_explained(comm):
     for mistake, told in (
             (lambda: Sharded(torch.optim.LBFGS, model), "LBFGS cannot be sharded: it takes the gr"),
             (lambda: Sharded(torch.optim.Adafactor, model), "sums over rows and columns"),
-            (lambda: Sharded(torch.optim.Muon, model), "it makes whole matrices orthogonal"),
+            (lambda: Sharded(torch.optim.Muon, model), "it makes complete matrices orthogonal"),
             (lambda: Sharded(torch.optim.SparseAdam, model), "sparse gradients"),
             (lambda: Sharded(Counts, model, how=torch.zeros(2)),
              r"change its attribute other=\[tensor\(.*; keep numbers there, and tensors in"),
@@ -653,7 +653,7 @@ def test_mistakes_are_explained(comm):
             (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
              "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
             (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
-             mpiring.ConfigError, r"in slices, for what takes whole ones; .*mpiring.torch.whole"),
+             mpiring.ConfigError, r"a sliced tensor .* instead of .*mpiring.torch.whole"),
     ):
         with pytest.raises(error, match=told):
             mistake()

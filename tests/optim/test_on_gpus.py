@@ -14,7 +14,7 @@ from mpiring.optim import LAMB, LARS, SGD, AdamW, adam, lamb, lars, sgd
 
 SHAPES = {"w": (70, 11), "b": (1,), "scale": (), "none": (0,), "v": (600,)}
 UPDATES = [sgd.PLAIN, sgd.MOMENTUM, sgd.NESTEROV, adam.ADAM, lars.LARS_UPDATE, lamb.MOMENTS,
-           lamb.LOOK, lamb.APPLY]
+           lamb.DIRECTION, lamb.APPLY]
 
 
 def start(put, dtype):

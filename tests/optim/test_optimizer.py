@@ -91,7 +91,7 @@ def test_an_argument_that_differs_is_refused_on_all_ranks(case):
 
 @pytest.mark.parametrize(("begins", "kind", "text"), [
     (False, ConfigError, "rank 1: SGD(…, sharded=False) updates this model already"),
-    (True, GradientError, "rank 1: scatter() amid")])
+    (True, GradientError, "rank 1: scatter() during")])
 def test_an_optimizer_or_a_step_that_one_rank_has_refuses_slices_on_all(begins, kind, text):
     def program(comm):
         dp = parallel(comm)

@@ -40,7 +40,7 @@ import mpiring
 # what a hook holds, if that holds a parameter. Tests of lifetimes count for themselves.
 FILES, MEMORIES = 64, 16
 # A job that has more of it ends after the program.
-MOST_FILES, MOST_MEMORIES, MOST_BYTES = 256, 64, 2 << 30
+MAX_FILES, MAX_MEMORIES, MAX_BYTES = 256, 64, 2 << 30
 ROOT = Path(__file__).parents[2]
 
 
@@ -162,8 +162,8 @@ class Settings:
         if memories > self._memories + MEMORIES:
             found.append(f"maps {memories - self._memories} memories shared with other ranks")
         self._files, self._memories = len(files), memories
-        worn = (len(files) > MOST_FILES or memories > MOST_MEMORIES
-                or resident_bytes() > MOST_BYTES)
+        worn = (len(files) > MAX_FILES or memories > MAX_MEMORIES
+                or resident_bytes() > MAX_BYTES)
         return found, worn
 
 

@@ -155,7 +155,7 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
 
 
 def test_memory_is_bounded(tmp_path, trace, monkeypatch):
-    monkeypatch.setattr(chrome, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(chrome, "_MAX_EVENTS", 10)
     with trace._lock:     # as if the disk were slow
         for number in range(30):
             trace.step(number, 0, (), 0, 1, None)
@@ -173,13 +173,13 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     if problem == "full":
         monkeypatch.setattr(os, "write", full)
     else:
-        monkeypatch.setattr(chrome, "_MOST_BYTES", 1000)
+        monkeypatch.setattr(chrome, "_MAX_BYTES", 1000)
     for number in range(20):
         trace.step(number, 0, (), 0, 1, None)
         trace.flush()
     monkeypatch.undo()
     (record,) = caplog.records
-    assert "its trace ends here, and training goes on" in record.getMessage()
+    assert "the trace ends here; training continues" in record.getMessage()
     assert ("No space left" if problem == "full" else "MB") in record.getMessage()
     assert trace.save(["a line"], []), "the last operations are still saved"
 

@@ -161,7 +161,7 @@ def test_states_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="the state is of ErrorFeedback.*settings"):
         Model(lambda: OneBit(), [0, 1, 2, 3], states=states)
     for node_of in ([0, 1], [0, 0, 1, 1]):
-        with pytest.raises(ConfigError, match="cannot be divided anew"):
+        with pytest.raises(ConfigError, match="cannot be redistributed"):
             Model(lambda: ErrorFeedback(Int8()), node_of, states=states)
     with pytest.raises(ConfigError, match="rank 0 of 4.*is of rank 1"):
         Model(lambda: ErrorFeedback(Int8()), [0, 1, 2, 3], states=states[1:] + states[:1])

@@ -210,7 +210,7 @@ def test_where_none_can_be_used_nothing_begins_anew(tmp_path):
     for path in tmp_path.glob("*/rank-00001.*"):
         cut(path)
     with pytest.raises(CheckpointError, match="no checkpoint in .* can be used: checkpoint 000002"
-                       ".*rank 1: .*; checkpoint 000001.*To begin anew, give another folder"):
+                       ".*rank 1: .*; checkpoint 000001.*To start again, use another folder"):
         load(tmp_path)
     assert len(list(tmp_path.glob("*-step-*"))) == 2
 

@@ -152,14 +152,14 @@ def test_the_end_of_a_slurm_job_stops(comm, clock, monkeypatch, caplog):
     with Stopping(comm) as stopping:
         assert steps_until_stop(stopping, 5) is None
     (record,) = caplog.records
-    assert "SLURM_JOB_END_TIME is over" in record.message
+    assert "SLURM_JOB_END_TIME has passed" in record.message
 
 
 def test_what_cannot_work_is_refused(comm):
     for options in ({"time_limit_s": -1}, {"margin_s": float("nan")}):
         with pytest.raises(ConfigError, match="expected seconds, 0 or more"):
             Stopping(comm, **options)
-    with pytest.raises(ConfigError, match="rank 0: .*make Stopping in the main thread"):
+    with pytest.raises(ConfigError, match="rank 0: .*create Stopping in the main thread"):
         on_ranks(1, Stopping)
 
 

@@ -12,7 +12,7 @@ from mpiring.memory.reduction import reduction
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
 from mpiring.transport.layout import (
-    AREAS, BEGIN, CALL_SEQUENCE, DISAGREE, DONE, LATE, LOOK, PUBLISH)
+    AREAS, BEGIN, CALL_SEQUENCE, DISAGREE, DONE, LATE, POLL, PUBLISH)
 from mpiring.transport.node_call import slot_call
 
 FLOAT32 = np.dtype(np.float32)
@@ -26,7 +26,7 @@ class Changed:
 
     def test(self):
         if self.status == LATE:
-            self.status = self.call.run(LOOK, self.x)
+            self.status = self.call.run(POLL, self.x)
         return self.status != LATE
 
 
@@ -47,7 +47,7 @@ def calls_of(memory, rank, size):
     return call
 
 
-def ended(call, x, kind, before, rank, how=LOOK):
+def ended(call, x, kind, before, rank, how=POLL):
     """Let a call end, and check its result."""
     changed = Changed(call, how, x)
     yield (changed,)

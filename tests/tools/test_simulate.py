@@ -197,7 +197,7 @@ def test_what_cannot_be_told_or_compared_is_refused(tmp_path, capsys):
     assert "3 ranks on 2 nodes; expected a `bench allreduce`" in capsys.readouterr().err
     write_measured(measured)
     assert main(["simulate", "--against", str(measured), "--plot", "x.png"]) == 2
-    assert "leave out --against" in capsys.readouterr().err
+    assert "cannot be combined; leave out one" in capsys.readouterr().err
 
 
 def test_it_needs_no_mpi_and_simulates_a_thousand_ranks():

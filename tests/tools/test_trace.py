@@ -74,7 +74,7 @@ def test_jobs_are_not_mixed(tmp_path, capsys):
     assert json.loads(shown.out)["traceEvents"] and "standard output: " in shown.err
     written(tmp_path, job="20260103-000000-cccc", drift=0)
     assert main(["trace", "report", str(tmp_path), "--job", "20260103"]) == 2
-    assert "nothing has happened in it" in capsys.readouterr().err
+    assert "it has no training steps" in capsys.readouterr().err
     assert main(["trace", "report", str(tmp_path), "--job", "20260101", "--step", "9"]) == 2
     assert "rank 0 has steps 1 to 1" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def combined(xs, op, piece_bytes, codes):
 def test_all_ways_give_the_same_bits_in_as_many_barriers(dtype, p, monkeypatch):
     code = compiled.code
     monkeypatch.setattr(compiled, "code", code)
-    monkeypatch.setattr(waiting, "PIECE_LOOKS", 2)
+    monkeypatch.setattr(waiting, "PIECE_POLLS", 2)
     assert code("sum", dtype, p) is not None
     ways = {"Python": [lambda *_: None] * p, "compiled": [code] * p,
             "either": [code if rank % 2 else lambda *_: None for rank in range(p)]}

@@ -23,7 +23,7 @@ from mpiring.transport import compiled
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
-    LATE, LOOK, NODE_MEMORY_BYTES, OTHERWISE, PUBLISH, WINDOWS)
+    LATE, POLL, NODE_MEMORY_BYTES, FALLBACK, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
 from mpiring.transport.node_call import NodeCall, slot_call
 
@@ -64,10 +64,10 @@ class Rank:
         status = a.run(BEGIN, x)
         while status == LATE:
             yield
-            status = a.run(LOOK, x)
+            status = a.run(POLL, x)
         if status == DISAGREE:
             refuse_others(call, a.node())
-        if status == OTHERWISE:
+        if status == FALLBACK:
             yield from self.rest(a, x)
             status = DONE
         assert status == DONE and a[CALL_STAGE] == IDLE
@@ -224,13 +224,13 @@ def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under
     (_, a), (_, b) = first.round(3), second.round(3)
     assert a.run(PUBLISH, x) == DONE and a[CALL_STAGE]
     assert a.run(BEGIN, x) == GATED and a.run(PUBLISH, x) == GATED
-    assert a.run(LOOK, x) == LATE
+    assert a.run(POLL, x) == LATE
     second.counter.close(4)
     assert b.run(BEGIN, y) == GATED and second.counter.sequence == 0
     second.counter.words[COUNTER_GATE] = 0
     assert b.run(BEGIN, y) == DONE
     a[CALL_BEGAN] = 0
-    assert a.run(LOOK, x) == DONE and x[0] == y[0] == 2
+    assert a.run(POLL, x) == DONE and x[0] == y[0] == 2
     # Whose record the engine keeps, the counter does not.
     assert first.counter.fast_calls == 0 and second.counter.fast_calls == 1
 

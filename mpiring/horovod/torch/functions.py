@@ -10,14 +10,14 @@ from ..world import global_process_set
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy tensors of one rank to the tensors of all ranks.
+    """Copy the tensors of one rank to all ranks.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
         root_rank: Rank whose tensors are copied.
 
     Raises:
-        ValueError: This is another object, or the tensors differ between ranks.
+        ValueError: `params` is none of these, or the tensors differ between ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -33,8 +33,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
     which refuses them.
 
     Args:
-        optimizer: PyTorch optimizer, or a DistributedOptimizer, of the same parameters on all
-            ranks.
+        optimizer: PyTorch optimizer or DistributedOptimizer, with the same parameters on all ranks.
         root_rank: Rank whose state is copied.
         model: Argument for compatibility with Horovod; ignored.
 

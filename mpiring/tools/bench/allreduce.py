@@ -73,7 +73,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     where = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
     contenders = where.contenders(options)
-    dice = random.Random(options.seed)
+    rng = random.Random(options.seed)
     for name, buffer, nbytes in _cases(options):
         dtype = inputs.dtype_of(name)
         length = max(1, nbytes // dtype.itemsize)
@@ -81,7 +81,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(where.device),
                   "thread_level": world.thread_level}
         readings = yield from timing.in_turns(
-            options, dice, _subjects(world, contenders, x, options, where.stopwatch))
+            options, rng, _subjects(world, contenders, x, options, where.stopwatch))
         yield [Measurement({**labels, "contender": contender.name},
                            readings.get(contender.name, {"call": []})) for contender in contenders]
 

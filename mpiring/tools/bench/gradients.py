@@ -47,7 +47,7 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     growth.forget_peak()
     use(training)
     use(training)
-    return training, {"peak_bytes": world.slowest([growth.most_bytes()]),
+    return training, {"peak_bytes": world.slowest([growth.max_bytes()]),
                       "node_bytes": [of_node.bytes_now()]}
 
 

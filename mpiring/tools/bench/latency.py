@@ -89,7 +89,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    dice, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
+    rng, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
         for length in lengths:
             subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
@@ -97,7 +97,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
             labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
                       "barrier": options.barrier, "thread_level": world.thread_level}
-            readings = yield from timing.in_turns(options, dice, {
+            readings = yield from timing.in_turns(options, rng, {
                 subject.contender: partial(_round, world, calls, _actions(
                     world, subject, options.barrier)) for subject in subjects})
             yield [Measurement({**labels, "contender": name}, times)
@@ -179,7 +179,7 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
         wrong = np.flatnonzero(call() != right)
         inputs.refuse_wrong(world, x, int(wrong[0]) if wrong.size else None, name,
                             "what the ranks have contributed")
-    return [_Subject(name, call, None, call, timing.MOST_CALLS) for name, call in calls.items()]
+    return [_Subject(name, call, None, call, timing.MAX_CALLS) for name, call in calls.items()]
 
 
 _SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {

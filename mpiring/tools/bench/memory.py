@@ -31,7 +31,7 @@ class Growth:
         if _is_known():
             (_PROC / "clear_refs").write_text(_FORGET_PEAK)
 
-    def most_bytes(self) -> float:
+    def max_bytes(self) -> float:
         """Return the growth at the peak since `forget_peak`; NaN where the system is not Linux."""
         return self._now("VmHWM") - self._before
 

@@ -97,11 +97,11 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     total = max(1, options.size // 4)
     buckets = [world.comm.empty(min(length, total - start), np.float32)
                for start in range(0, total, length)]
-    dice = random.Random(options.seed)
-    subjects = {(name, kind): partial(_round, world, buckets, actions, dice)
+    rng = random.Random(options.seed)
+    subjects = {(name, kind): partial(_round, world, buckets, actions, rng)
                 for contender in chosen(world, options.contenders, ["auto"], options.interface)
                 for name, kind, actions in _subjects(world, contender, buckets, options)}
-    readings = yield from timing.in_turns(options, dice, subjects)
+    readings = yield from timing.in_turns(options, rng, subjects)
     labels = {"bytes": sum(bucket.nbytes for bucket in buckets), "buckets": len(buckets),
               "ratio": options.ratio, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": name, "compute": kind}, times)
@@ -109,10 +109,10 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 
 def _round(world: World, buckets: Sequence[Array], actions: Mapping[str, Action],
-           dice: random.Random) -> timing.Readings:
+           rng: random.Random) -> timing.Readings:
     """Time each action once, in a random order."""
     return {name: timing.timed(world, actions[name], 1, prepare=lambda: _fill(world, buckets))
-            for name in dice.sample(list(actions), len(actions))}
+            for name in rng.sample(list(actions), len(actions))}
 
 
 def _fill(world: World, buckets: Sequence[Array]) -> None:

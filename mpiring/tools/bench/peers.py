@@ -1,4 +1,4 @@
-"""Connects ranks by the peers, Gloo and Horovod, where PyTorch is installed."""
+"""Connects ranks with Gloo, and finds the installed packages to compare mpiring with."""
 
 import importlib.util
 import socket
@@ -24,10 +24,10 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 
     Args:
         name: One of NAMES.
-        kinds: Those that a command line asks for; None for all that are installed.
+        kinds: Names on the command line; None for all installed packages.
 
     Raises:
-        MissingDependencyError: It was asked for, but is not installed on all ranks.
+        MissingDependencyError: A requested peer is not installed on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -39,7 +39,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 
 
 def refuse_missing_torch() -> None:
-    """Raise MissingDependencyError if there is no PyTorch, or not what `mpiring.torch` needs."""
+    """Raise MissingDependencyError if a package that `mpiring.torch` needs is not installed."""
     if missing(*TORCH):
         raise MissingDependencyError("this needs PyTorch: pip install 'mpiring[torch]'")
 
@@ -48,7 +48,7 @@ def _refuse_missing(name: str) -> None:
     absent = missing(*_NEEDS[name])
     if absent:
         raise MissingDependencyError(
-            f"the contender {name!r} needs {', '.join(absent)}: install what is missing "
+            f"the contender {name!r} needs {', '.join(absent)}: install them "
             f"(docs/reference/benchmarks.md), or leave it out with --contenders")
 
 
@@ -71,7 +71,7 @@ def tensor_of(x: Array) -> Any:
 
 
 def interface_for(world: World) -> str:
-    """Return the network interface for Gloo, where the user named none.
+    """Return the network interface for Gloo if the user did not choose one.
 
     Raises:
         ConfigError: No interface has an address.
@@ -86,10 +86,10 @@ def interface_for(world: World) -> str:
 
 
 def store_of_rank_0(world: World, interface: str) -> Any:
-    """Return the store by which the ranks connect.
+    """Return the TCPStore of rank 0, through which the ranks find each other.
 
     Args:
-        interface: Network interface on which rank 0 serves it.
+        interface: Network interface on which rank 0 listens.
 
     Collective: yes. Blocking: yes.
     """
@@ -106,7 +106,7 @@ def store_of_rank_0(world: World, interface: str) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
-    """Connect ranks by Gloo, and return its process group.
+    """Connect the ranks with Gloo, and return the process group.
 
     Collective: yes. Blocking: yes.
     """

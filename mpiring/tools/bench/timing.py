@@ -15,7 +15,7 @@ from ...gpu.device import Event
 from .world import World
 
 # Calls per case and round, at least and at most.
-_FEWEST, MOST_CALLS = 2, 200
+_MIN_CALLS, MAX_CALLS = 2, 200
 _RESAMPLES = 1000
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
@@ -106,7 +106,7 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def in_turns(options: Namespace, dice: random.Random, subjects: Mapping[T, Callable[[], Readings]],
+def in_turns(options: Namespace, rng: random.Random, subjects: Mapping[T, Callable[[], Readings]],
              ) -> Generator[list[Any], None, dict[T, Readings]]:
     """Measure subjects in rounds, each in a random order; return their readings.
 
@@ -122,7 +122,7 @@ def in_turns(options: Namespace, dice: random.Random, subjects: Mapping[T, Calla
     for count in range(options.rounds):
         if count:
             yield []
-        for name in dice.sample(list(subjects), len(subjects)):
+        for name in rng.sample(list(subjects), len(subjects)):
             for kind, values in subjects[name]().items():
                 readings[name].setdefault(kind, []).extend(values)
     return readings
@@ -143,7 +143,7 @@ def timed_steps(world: World, options: Namespace, actions: Mapping[str, Action],
 
 def calls_within(budget_s: float, call_s: float) -> int:
     """Return how many calls fit into a budget, within limits."""
-    return min(MOST_CALLS, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
+    return min(MAX_CALLS, max(_MIN_CALLS, int(budget_s / max(call_s, 1e-9))))
 
 
 def median(values: Sequence[float]) -> float:
@@ -196,8 +196,8 @@ def over(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -
     value = _median_ratio(pairs)
     if len(pairs) == 1:
         return Ratio(value, math.nan, math.nan)
-    dice = random.Random(0)
-    ratios = sorted(_median_ratio(dice.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    rng = random.Random(0)
+    ratios = sorted(_median_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
     tail = _RESAMPLES // 40
     return Ratio(value, ratios[tail], ratios[-1 - tail])
 

@@ -116,14 +116,14 @@ class _Kind:
     data: Callable[[int, torch.Generator], Batch]
 
 
-def _texts(batch: int, dice: torch.Generator) -> Batch:
-    texts = torch.randint(_BYTE_VALUES, (batch, TEXT_LENGTH + 1), generator=dice)
+def _texts(batch: int, rng: torch.Generator) -> Batch:
+    texts = torch.randint(_BYTE_VALUES, (batch, TEXT_LENGTH + 1), generator=rng)
     return texts[:, :-1], texts[:, 1:]
 
 
 def _labeled(*shape: int) -> Callable[[int, torch.Generator], Batch]:
-    return lambda batch, dice: (torch.randn(batch, *shape, generator=dice),
-                                torch.randint(_CLASSES, (batch,), generator=dice))
+    return lambda batch, rng: (torch.randn(batch, *shape, generator=rng),
+                               torch.randint(_CLASSES, (batch,), generator=rng))
 
 
 _KINDS = {

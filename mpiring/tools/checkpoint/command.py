@@ -54,7 +54,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                  f"{folder}, or file of consolidate"), "the newest that is complete")
     add_step(add("verify", _verify, "compare files with their hashes; status 1 if one is damaged",
                  f"{folder}, or file of consolidate"), "all checkpoints")
-    joined = add("consolidate", _consolidate, "make one file, with whole arrays", folder)
+    joined = add("consolidate", _consolidate, "write one file with complete arrays", folder)
     joined.add_argument("out", metavar="OUT", type=Path, help="file to write")
     add_step(joined, "the newest that is complete")
 
@@ -83,7 +83,7 @@ def _show(options: argparse.Namespace) -> int:
           + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()) + "\n")
     _print_arrays(list(arrays_of(checkpoint)))
     if facts["size"] > 1:
-        print("\nreplicated: equal on all ranks; sharded: whole arrays, of which each rank has "
+        print("\nreplicated: equal on all ranks; sharded: complete arrays, of which each rank has "
               "saved a part;\nown: of rank 0, as an example of all ranks")
     return 0
 

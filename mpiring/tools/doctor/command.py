@@ -42,7 +42,7 @@ SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[..., Rows]]]] = {
 # A failed rank stays so much longer than the reporting rank. mpirun ends all ranks when a rank ends
 # that was in MPI, before the report.
 _LINGER_S = 8.0
-_MOST_LINES = 12
+_MAX_LINES = 12
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def _examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
     # Python's own report of a late end is noise.
     end = next((i for i, line in enumerate(ended.lines) if line.startswith("Timeout (")), None)
     is_late, status = ended.status is None or end is not None, ended.status or 0
-    facts["printed"] = child_job.last_lines(ended.lines[:end], _MOST_LINES)
+    facts["printed"] = child_job.last_lines(ended.lines[:end], _MAX_LINES)
     if stage == "":
         return facts, None    # however it ended after MPI did
     how = (f"no end within {deadline_s:g} s" if is_late else f"exit status {status}"

@@ -61,7 +61,7 @@ _GTL = {"NVIDIA": "libmpi_gtl_cuda.so", "AMD": "libmpi_gtl_hsa.so"}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _STAGED = "staged through pinned host memory"
 _GPU_AWARE = {
-    "yes": "MPIRING_GPU_AWARE=yes: MPI is handed its pointers, untried",
+    "yes": "MPIRING_GPU_AWARE=yes: MPI gets its pointers without a test",
     "no": f"MPIRING_GPU_AWARE=no: {_STAGED}",
     "auto": f"MPI is handed its pointers where a trial at the first use shows that it takes them; "
             f"else {_STAGED}"}
@@ -100,13 +100,13 @@ def processors(job: JobFacts, *ranks: Rank) -> Rows:
         (is_alike and len(ranks) <= len(sets[0]), OK, f"all ranks share the same {each}"),
         (True, WARNING, f"all ranks are bound to the same {each} of {online}" if is_alike else
          "some ranks share processors, while others have their own",
-         "mpirun --bind-to none, srun --cpu-bind=cores; and mind OMPI_MCA_*, I_MPI_PIN* or "
+         "mpirun --bind-to none, srun --cpu-bind=cores; and check OMPI_MCA_*, I_MPI_PIN* or "
          "SLURM_CPU_BIND* variables")])
     yield _threads(ranks, room)
     if _is_busy(ranks):
         yield Finding("other programs", NOTE, f"load {first.load:.1f} on "
                       f"{count(online, 'processor')} in the last minute",
-                      "let nobody else on the node: srun --exclusive")
+                      "reserve the node: srun --exclusive")
 
 
 def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
@@ -211,10 +211,10 @@ def limits(job: JobFacts, rank: Rank) -> Rows:
     minding = [device.name for device in rank.fast_devices if device.kind != "Slingshot"]
     is_safe = first_on(rank.variables, _FORK_VARIABLES)
     yield check("fork", [
-        (forks and minding and not is_safe, WARNING, f"{text}, beside {', '.join(minding)}: a "
-         f"forked data loader can crash, or spoil messages", "multiprocessing.set_start_method("
+        (forks and minding and not is_safe, WARNING, f"{text}, with {', '.join(minding)}: a "
+         f"forked data loader can crash, or corrupt messages", "multiprocessing.set_start_method("
          "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1"),
-        (forks and not minding, OK, f"{text}, beside no device that minds"),
+        (forks and not minding, OK, f"{text}, with no device that forks can break"),
         (True, OK, text)])
 
 
@@ -282,7 +282,7 @@ def _within_a_node(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
         (latency_s <= _NODE_LATENCY_S and rate >= _NODE_BYTES_PER_S, OK, text),
         (any(len(ranks) > _room(ranks)[1] or _is_busy(ranks) for ranks in job.nodes().values()),
          NOTE, f"{text}, slow: the processors are busy",
-         "start fewer ranks per node, or let nobody else on it"),
+         "start fewer ranks per node, or reserve it"),
         (True, WARNING, f"{text}, slow: MPI does not use shared memory",
          "unset UCX_TLS, FI_PROVIDER and OMPI_MCA_btl; in containers, let the ranks of a node "
          "share one (--ipc=host)")])

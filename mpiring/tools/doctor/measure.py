@@ -10,7 +10,7 @@ import numpy as np
 from .facts import Pair
 
 _LATENCY_S, _BANDWIDTH_S = 0.1, 0.35
-_MOST_ROUNDS = 2000
+_MAX_ROUNDS = 2000
 _WARM_UP = 5
 # Several messages are in flight, since a single one leaves a fast network idle.
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 4
@@ -68,7 +68,7 @@ def _latency(mpi: Any, world: Any, other: int, leads: bool) -> float:
     while message[0]:
         began = time.perf_counter()
         if leads:
-            message[0] = began < end and len(seconds) < _MOST_ROUNDS
+            message[0] = began < end and len(seconds) < _MAX_ROUNDS
             world.Send([message, mpi.BYTE], other)
         world.Recv([message, mpi.BYTE], other)
         if not leads:

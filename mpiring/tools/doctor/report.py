@@ -12,7 +12,7 @@ from .facts import JobFacts
 
 VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
 
-_MOST_HOSTS = 4
+_MAX_HOSTS = 4
 _WIDTH = max(map(len, VERDICTS))
 
 
@@ -72,8 +72,8 @@ def where(ranks: Sequence[int], job: JobFacts) -> str:
     names, chosen = job.node_names(), set(ranks)
     parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbors in job.nodes().items()
              if (numbers := [rank.rank for rank in neighbors if rank.rank in chosen])]
-    more = len(parts) - _MOST_HOSTS
-    return ", ".join(parts[:_MOST_HOSTS]) + (f" and {more} more nodes" if more > 0 else "")
+    more = len(parts) - _MAX_HOSTS
+    return ", ".join(parts[:_MAX_HOSTS]) + (f" and {more} more nodes" if more > 0 else "")
 
 
 def worst(findings: Iterable[Finding]) -> str:
@@ -83,7 +83,7 @@ def worst(findings: Iterable[Finding]) -> str:
 
 def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
     """Return the report as text; every finding that is not ok is followed by its remedy."""
-    hosts = first_few(list(job.node_names().values()), _MOST_HOSTS).replace(", and", " and")
+    hosts = first_few(list(job.node_names().values()), _MAX_HOSTS).replace(", and", " and")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
     lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
     indent = " " * (_WIDTH + 4)

@@ -216,7 +216,7 @@ def launch(job: JobFacts, *_: Rank) -> Rows:
             yield Finding("mpiring", verdict, text, "see docs/reference/errors.md")
     if job.printed and job.failure is None:
         yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
-                      "mend what it speaks of, where that matters to you")
+                      "fix the problem if it matters to you")
 
 
 def _world(job: JobFacts) -> Finding | None:
@@ -256,8 +256,8 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
         (launcher_of(variables) == "srun" and "UCX_comm_addr_exchange" in text,
          f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses do not "
          f"pass through Slurm's PMI; else, in a batch script, {mpirun}"),
-        (_is_private(job), "give the ranks of a node one /dev/shm, as said below"),
-        (shm_is_short(job), "give /dev/shm more memory, as said below"),
+        (_is_private(job), "give the ranks of a node one /dev/shm, as explained below"),
+        (shm_is_short(job), "give /dev/shm more memory, as explained below"),
         ("GTL" in text, "export MPICH_GPU_SUPPORT_ENABLED=0, or load the module craype-accel-* and "
                         "preload libmpi_gtl_cuda.so"),
         (failure.late, f"if ranks are still starting, --deadline 120; see what other ranks print; "
@@ -309,13 +309,13 @@ def survival(job: JobFacts, *_: Rank) -> Rows:
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
     yield check("survival", [
-        (is_old, NOTE, f"{text}; since 5.0 the others can go on", _CHECKPOINTS),
+        (is_old, NOTE, f"{text}; since 5.0 the others can continue", _CHECKPOINTS),
         (is_open and launcher_of(variables) == "srun", NOTE,
          "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
         (is_open and survives_deaths(variables), OK,
-         "the other ranks can go on (ULFM): mpiring.elastic"),
-        (is_open, NOTE, f"{library.name} can let the other ranks go on, but was not launched so",
+         "the other ranks can continue (ULFM): mpiring.elastic"),
+        (is_open, NOTE, f"{library.name} was launched without fault tolerance (ULFM)",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
         (library.text, NOTE, text, _CHECKPOINTS)])
 

@@ -30,7 +30,7 @@ PLACEMENTS = ("block", "round-robin")
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2",
           "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
-_MOST_HOSTS = 250
+_MAX_HOSTS = 250
 # `lab up` notes here the lab that it leaves running.
 _NOTE = Path("/run/mpiring-lab.json")
 # Otherwise UCX uses the machine's shared memory instead of the links.
@@ -177,8 +177,8 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
         until: A command; the lab ends with it.
     """
     _check_tools()
-    if not 1 <= hosts <= _MOST_HOSTS:
-        raise ConfigError(f"hosts={hosts}: expected 1 to {_MOST_HOSTS}")
+    if not 1 <= hosts <= _MAX_HOSTS:
+        raise ConfigError(f"hosts={hosts}: expected 1 to {_MAX_HOSTS}")
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[kmg]bit", rate):
         raise ConfigError(f"rate={rate!r}: expected a number with kbit, mbit or gbit, as 1gbit")
     process = subprocess.Popen(

@@ -17,17 +17,17 @@ from .options import caption_of, caveat_of, cluster_of, declare_cluster
 
 _DESCRIPTION = """\
 Predicts the time of an allreduce on another cluster. It runs the real algorithms on a simulated
-network, without data and on a virtual clock. If all nodes do the same, it runs one node for all
-("symmetry"), otherwise all ranks ("stepped"). MPI's own allreduce is a model of MPICH's.
+network, without data and on a virtual clock. If all nodes behave identically, it simulates one node
+("symmetry"), otherwise all ranks ("stepped"). "native" models the allreduce of MPICH.
 
 efficiency = byte limit / time. Between N nodes, the limit is the time in which a node's network
 interface carries 2(N-1)/N of the array, at bandwidth x goodput. On one node it is the time of a
-copy of the array. The defaults are those of a usual InfiniBand cluster: replace them by numbers
-that you have measured.
+copy of the array. The defaults are typical of an InfiniBand cluster; replace them with measured
+values.
 
 With --sharded, it also predicts the communication of a sharded optimizer: the reduce-scatter of
-gradients and the allgather of weights. Weights are on each rank ("sharded"), or once on each node
-("once per node").
+gradients and the allgather of weights. Each rank ("sharded") or each node ("once per node") stores
+the weights.
 
 With --against, it predicts the sizes, hosts and ranks of a file of `bench allreduce --json`, and
 prints the deviation."""
@@ -55,7 +55,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "step", help="predict training steps instead, from the trace of a job"))
     declare_cluster(parser)
     parser.add_argument("--size", type=checked(parse_size), default=100_000_000,
-                        help="size of the array in bytes, as 64KiB or 100MB (default: 100MB)")
+                        help="size of the array, such as 64KiB or 100MB (default: 100MB)")
     parser.add_argument("--sharded", action="store_true",
                         help="also predict reduce-scatter and allgather")
     parser.add_argument("--against", metavar="FILE.json",
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: There is nothing to predict.
     """
     if options.plot and options.against:
-        raise ConfigError("--plot draws node counts; leave out --against")
+        raise ConfigError("--plot and --against cannot be combined; leave out one")
     check_files(options)
     cluster = cluster_of(options)
     if options.against:
@@ -108,7 +108,7 @@ def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
 
 
 def _size_text(nbytes: int) -> str:
-    """Return a size as it was probably given: whole megabytes as such."""
+    """Return a size in decimal megabytes if it is a multiple, else in binary units."""
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 
@@ -132,7 +132,7 @@ def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
 
 
 def _cores(about: Environment) -> int:
-    """Return the cores that all ranks shared, if any: a lab's hosts are one machine."""
+    """Return the number of cores that the simulated hosts of a lab shared; 0 for real hosts."""
     machines = {rank["host"] for rank in about["placement"]}
     return int(about["cores"]) if len(machines) == 1 else 0
 
@@ -142,7 +142,7 @@ def _against(path: str, usual: Cluster) -> list[Row]:
     benchmark, about, measured = read_json(path)
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
-                          f"nodes; expected a `bench allreduce` with equally many on each")
+                          f"nodes; expected a `bench allreduce` with equal numbers on all nodes")
     cluster = replace(usual, nodes=about["nodes"], cores=_cores(about),
                       ranks_per_node=about["ranks"] // about["nodes"])
     rows = []

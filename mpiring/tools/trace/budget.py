@@ -111,8 +111,8 @@ class StepBudget:
     @property
     def hidden_percent(self) -> float:
         """The part of the time with operations in flight in which the program computes."""
-        under_way = self.hidden + self.exposed + self.idle
-        return 100 * self.hidden / under_way if under_way else float("nan")
+        in_flight = self.hidden + self.exposed + self.idle
+        return 100 * self.hidden / in_flight if in_flight else float("nan")
 
 
 def activity_of(trace: RankTrace) -> Activity:
@@ -179,9 +179,9 @@ def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[K
     data = union(activity.data)
     waiting = union(wait[:2] for wait in activity.waits)
     idle = union(idle_part(wait, last_called) for wait in activity.waits)
-    under_way = union(operation[:2] for operation in activity.operations)
+    in_flight = union(operation[:2] for operation in activity.operations)
     stopped = union([*waiting, *data])
-    either = union([*stopped, *under_way])
+    either = union([*stopped, *in_flight])
     budgets = {}
     for step in steps:
         waited, idled, stood, all_ = (

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # A timeline has room for so many.
-MOST_RANKS = 4
+MAX_RANKS = 4
 
 _COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
 _DATA = "#882255"
@@ -54,7 +54,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
         _draw_rows(below, [rows for _, rows in drawn], min(step.began for step, _ in drawn),
                    max(step.ended for step, _ in drawn))
         below.set_title(f"step {number}: dark gray: gradients become ready; below: operations "
-                        f"under way", loc="left")
+                        f"in flight", loc="left")
 
 
 def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:

@@ -1,4 +1,4 @@
-"""Prints where the time of training steps goes, rank by rank, and draws it."""
+"""Prints and plots how each rank spends the time of training steps."""
 
 import textwrap
 from argparse import Namespace
@@ -28,20 +28,20 @@ _OPERATIONS = [
     Column("name", -24, title="operation"), Column("algorithm", -13),
     Column("size", 9), Column("count", 7), Column("took", 9, 3, "took ms"),
     Column("exposed", 11, 3, "exposed ms"), Column("idle", 8, 3, "idle ms")]
-# Only so many ranks, and kinds of operations, are printed.
-_MOST_RANKS, _MOST_OPERATIONS = 32, 8
-# Took, exposed and idle, in microseconds, of each operation of a kind: name, algorithm, bytes.
+# Maximum number of ranks and of kinds of operations to print.
+_MAX_RANKS, _MAX_OPERATIONS = 32, 8
+# Duration, exposed and idle time in microseconds of each operation, by (name, algorithm, bytes).
 _Kinds = dict[tuple[str, str, int], list[tuple[float, float, float]]]
 
 
 def run(options: Namespace) -> int:
-    """Print the budget of a job's steps, and draw it if asked to; return the exit status.
+    """Print the time budget of the steps of a job, and plot it if requested; return the status.
 
     Args:
         options: Options of `command.declare`.
 
     Raises:
-        ConfigError: There are no traces, or of several jobs, or nothing happened in them.
+        ConfigError: There are no traces, traces of several jobs, or traces without steps.
     """
     job = open_job(options.folder, options.job)
     if options.plot:
@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
     for trace in job.ranks:
         activity = activity_of(trace)
         if not activity.steps:
-            raise ConfigError(f"{trace.path}: nothing has happened in it")
+            raise ConfigError(f"{trace.path}: it has no training steps")
         steps = typical(activity.steps)
         by_step = budgets_of(activity, steps, last_called)
         lateness.add(activity, steps, by_step)
@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
         _add(kinds, activity, steps, last_called)
         if not drawn:
             number = _chosen(options.step, activity, steps)
-        if len(drawn) < picture.MOST_RANKS:
+        if len(drawn) < picture.MAX_RANKS:
             drawn.append(activity)
     print(f"# {job.caption}")
     _print_budgets(budgets, counts)
@@ -80,7 +80,7 @@ def run(options: Namespace) -> int:
 
 
 def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> int:
-    """Return the number of the step to draw: as wanted, else that of median length."""
+    """Return the number of the step to plot; by default, the step of median duration."""
     numbers = [step.number for step in activity.steps]
     if wanted is None:
         return sorted(steps, key=lambda step: step.length)[len(steps) // 2].number
@@ -92,7 +92,7 @@ def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> in
 
 def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
          last_called: Mapping[Key, LastCall]) -> None:
-    """Add the costs of a rank's operations in some steps."""
+    """Add the times of the operations of a rank in these steps."""
     costs: dict[Key, tuple[float, float]] = {}
     for wait in activity.waits:
         began, ended = idle_part(wait, last_called)
@@ -106,8 +106,8 @@ def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
 
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
-    """Print a line for each rank, of many those that compute the longest, and their mean."""
-    shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MOST_RANKS:]
+    """Print one line per rank and the mean; of many ranks, only those that compute longest."""
+    shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MAX_RANKS:]
     known = any(budget.tokens == budget.tokens for budget in budgets.values())
     columns = [column for column in _BUDGET if column.key != "tokens" or known]
 
@@ -124,7 +124,7 @@ def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int])
 
 
 def _print_operations(kinds: _Kinds, steps: int) -> None:
-    """Print a line for each kind of operation, the most waited for first; means per step."""
+    """Print one line per kind of operation, in the order of waiting time per step."""
     rows: list[Row] = [{
         "name": name, "algorithm": algorithm or "-", "size": size_text(nbytes) if nbytes else "-",
         "count": len(costs), "took": median(took for took, _, _ in costs) / 1e3,
@@ -133,6 +133,6 @@ def _print_operations(kinds: _Kinds, steps: int) -> None:
         for (name, algorithm, nbytes), costs in kinds.items()]
     rows.sort(key=lambda row: float(row["exposed"] + row["idle"]), reverse=True)
     print("\n" + table.head(_OPERATIONS))
-    for row in rows[:_MOST_OPERATIONS]:
+    for row in rows[:_MAX_OPERATIONS]:
         print(table.line(row, _OPERATIONS))
-    print("exposed and idle: the mean of ranks and steps")
+    print("exposed and idle: mean over ranks and steps")

@@ -32,7 +32,7 @@ def measured(action, sharers=1):
         growth = Growth(sharers)
         growth.forget_peak()
         kept = action()
-        found.append(growth.most_bytes())
+        found.append(growth.max_bytes())
         del kept
     return sorted(found)[1]
 
@@ -51,7 +51,7 @@ def test_what_was_there_only_before():
     growth = Growth(1)
     some().sum()
     growth.forget_peak()
-    assert abs(growth.most_bytes()) < NOISE
+    assert abs(growth.max_bytes()) < NOISE
 
 
 def test_what_was_freed_before_counts_again():

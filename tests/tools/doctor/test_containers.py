@@ -173,7 +173,7 @@ def test_an_mpi_that_did_not_start_for_want_of_one_shared_memory(facts, words):
     late = Failure(stage=STARTING, how="no end within 30 s", late=True)
     torn = job(ranks(1, container=inside("Docker", **facts)), size=0, wanted=4, failure=late)
     assert words in one(torn, "one /dev/shm", "problem")
-    assert "-> give the ranks of a node one /dev/shm, as said below" in one(
+    assert "-> give the ranks of a node one /dev/shm, as explained below" in one(
         torn, "MPI_Init", "problem")
     well = job(ranks(1, container=inside("Docker")), size=0, wanted=4, failure=late)
     assert "one /dev/shm" not in found(well)

@@ -166,7 +166,7 @@ def test_a_tiny_shared_memory(tmp_path):
     assert "too small: MPICH takes 11 MiB for 2 ranks" in ended.output
     assert "-> mount -o remount,size=2G /dev/shm" in ended.output
     assert "problem  MPI_Init: " in ended.output
-    assert ended.output.count("-> give /dev/shm more memory, as said below") == 1
+    assert ended.output.count("-> give /dev/shm more memory, as explained below") == 1
 
 
 @pytest.mark.any_mpi

@@ -251,7 +251,7 @@ def test_limits_and_forks_beside_a_fast_network():
         PLENTY, locked_bytes=65536, open_files=256)))
     assert "only 64 KiB may be locked" in one(some, "ulimit -l", "warning")
     assert "ulimit -n 1024" in one(some, "ulimit -n", "note")
-    assert "beside mlx5_0" in one(some, "fork", "warning")
+    assert "with mlx5_0" in one(some, "fork", "warning")
 
 
 @pytest.mark.parametrize(("devices", "us", "gbit", "verdict", "words"), [
@@ -322,7 +322,7 @@ def test_what_mpiring_does_with_gpus():
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
     assert "none by CuPy: no CuPy: pip install it -> do so for CuPy models" in one(
         missing, own, "note")
-    for wish, words in (("yes", "handed its pointers, untried"), ("auto", "where a trial at the "),
+    for wish, words in (("yes", "gets its pointers without a test"), ("auto", "where a trial at the "),
                         ("no", "MPIRING_GPU_AWARE=no: staged")):
         some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": wish})
         assert words in one(some, "GPU memory between nodes", "ok")
