@@ -275,7 +275,7 @@ def choose_halves(case: Case, requested: str = "auto", model: Model | None = Non
 
     Args:
         case: Properties of the allreduce that the halves make up.
-        requested: As in `choose`; an algorithm that cannot be halved counts as "auto".
+        requested: Argument of `choose`; an algorithm that cannot be halved counts as "auto".
         model: Measured costs; None if nothing was measured.
 
     Raises:

@@ -211,7 +211,7 @@ def test_memory_that_one_rank_cannot_have_is_an_error_on_all(monkeypatch):
                      return_errors=True)
     for rank, error in enumerate(results):
         assert isinstance(error, ConfigError)
-        assert f"rank {rank}: rank 2 cannot have 18 bytes" in str(error)
+        assert f"rank {rank}: rank 2 cannot allocate 18 bytes" in str(error)
         assert "(Cannot allocate memory)" in str(error)
 
 

@@ -128,7 +128,7 @@ STATES = {
         lambda state: {**state, "tensors": {**state["tensors"], "w2": 3}},
         "rank 1: the state of AdamW for 'w2' is a int"),
     "pieces": (lambda state: with_vector(state, Sliced((301,), {(0, 1): np.ones(1, "f4")})),
-               "rank 1: (the state of AdamW has|elements .* are not here)"),
+               "rank 1: (the state of AdamW has|elements .* are missing)"),
 }
 
 

@@ -78,14 +78,14 @@ MANIFESTS = [
     (with_value("files", {"replicated": 3}), NOT_OURS + NO_FILES),
     (changed(elsewhere), NOT_OURS + NO_FILES),
     (without_file("replicated"), f"{NOT_OURS}it has no replicated state"),
-    (without_file("slices-00001"), "not whole: it names no file of rank 1"),
+    (without_file("slices-00001"), "incomplete: it names no file of rank 1"),
     (with_value("slices", [3]), f"{NOT_OURS}slices are no object"),
     (with_value("slices", {"m": 3}), NOT_OURS + NO_SLICES),
     (with_slices(shape=["100"]), NOT_OURS + NO_SLICES),
     (with_slices(ranks={"a:b": 0}), NOT_OURS + NO_SLICES),
     (with_slices(ranks={"0:100": 2}), NOT_OURS + NO_SLICES),
     (with_slices(shape=[2**40, 2**40]), "elements 100 to .* of m in sharded are saved by no rank"),
-    (with_slices(ranks={"0:50": 0}), "not whole: elements 50 to 99 of m in sharded are saved by "
+    (with_slices(ranks={"0:50": 0}), "incomplete: elements 50 to 99 of m in sharded are saved by "
      "no rank"),
     (with_slices(ranks={"0:50": 0, "50:100": 1, "60:70": 0}), "elements 60 to 69 of m in sharded "
      "are saved by rank 1 and by rank 0"),

@@ -177,7 +177,7 @@ def test_tensors_that_cannot_be_saved_are_named():
     torch = needed("torch")
     from mpiring.torch.checkpoints import Checkpoints
     for bad, problem in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"),
-                         (torch.ones(2, device="meta"), "without elements"),
+                         (torch.ones(2, device="meta"), "without data"),
                          (torch.Size([1]), "torch.Size"),
                          (torch.ones(2).to(torch.float8_e4m3fnuz), "is of float8_e4m3fnuz"),
                          (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter")):

@@ -322,9 +322,10 @@ def test_what_mpiring_does_with_gpus():
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
     assert "none by CuPy: no CuPy: pip install it -> do so for CuPy models" in one(
         missing, own, "note")
-    for wish, words in (("yes", "gets its pointers without a test"), ("auto", "where a trial at the "),
-                        ("no", "MPIRING_GPU_AWARE=no: staged")):
-        some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": wish})
+    for setting, words in (("yes", "gets its pointers without a test"),
+                           ("auto", "where a trial at the "),
+                           ("no", "MPIRING_GPU_AWARE=no: staged")):
+        some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": setting})
         assert words in one(some, "GPU memory between nodes", "ok")
 
 
