@@ -18,7 +18,6 @@ from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import TransportError
 from ..gpu.device import Device, DeviceVector, Event
-from ..launch.gpu_aware import takes_pointers
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
@@ -300,6 +299,7 @@ class GpuOperations:
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
+                from ..launch.gpu_aware import takes_pointers
                 # The first time, this takes as long as a job's start.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),
