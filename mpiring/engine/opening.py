@@ -5,8 +5,7 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """Ranks that share nodes and memories.
 
     Attributes:
@@ -60,8 +58,7 @@ class Sharing:
     first_ranks: Sequence[int]
 
 
-@dataclass(frozen=True)
-class GroupParts:
+class GroupParts(NamedTuple):
     """The parts of an open group.
 
     Attributes:

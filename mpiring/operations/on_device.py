@@ -8,8 +8,8 @@ its queued work is done. Staging slots are pinned memory.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -42,8 +42,7 @@ Build = Callable[[Collectives], Schedule[T]]
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
 
-@dataclass(frozen=True)
-class GpuContext:
+class GpuContext(NamedTuple):
     """A GPU and the resources by which one communicator's operations use it.
 
     Attributes:

@@ -13,9 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,8 +42,7 @@ Event = dict[str, Any]
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclass(frozen=True)
-class ClockReading:
+class ClockReading(NamedTuple):
     """Offset of a rank's time.monotonic() from rank 0's.
 
     Attributes:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..launch.host import all_processors, usable_processors
 
@@ -61,8 +61,7 @@ ANSWER_S = 1.0
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
-@dataclass(frozen=True)
-class Patience:
+class Patience(NamedTuple):
     """How a rank waits for other ranks of its node, given how many of them share a core.
 
     Attributes:
