@@ -20,10 +20,11 @@ _RANK = Path(__file__).with_name("start_rank.py")
 _LIMIT_S = 300
 _COLUMNS = [
     Column("ranks", 5), Column("mpi_s", 8, 3), Column("numpy_s", 8, 3), Column("import_s", 8, 3),
-    Column("init_s", 8, 3), Column("start_over_mpi", 9, 3, "init/MPI"),
+    Column("init_s", 8, 3), Column("pss_after_mib", 8, 3, "PSS MiB"),
     Column("pss_mib", 8, 3, "PSS +MiB"), Column("rss_mib", 8, 3, "RSS +MiB"),
+    Column("threads", 7), Column("descriptors", 5, title="files"),
     Column("mpi_allreduce_ms", 8, 3, "MPI ms"), Column("allreduce_ms", 10, 3, "mpiring ms"),
-    Column("computing", 8, 3, "wall/CPU")]
+    Column("computing", 8, 3, "wall/CPU"), Column("waiting_cores", 7, 3, "waiting")]
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -46,15 +47,14 @@ def run(options: Namespace) -> int:
     if options.json:
         refuse_unwritable(options.json)
     print(f"# on the slowest rank: seconds from its start to MPI's first barrier, of importing "
-          f"NumPy and mpiring, and of\n# init; memory that init takes; a short allreduce\n"
+          f"NumPy and mpiring, and of\n# init; its memory, and that of init; "
+          f"threads and open files; a short allreduce; rank 0 computes, others wait\n"
           f"{head(_COLUMNS)}")
     rows = []
     for ranks in options.ranks:
         readings = [_job(ranks) for _ in range(options.rounds)]
         row: Row = {"ranks": ranks, **{name: statistics.median(each[name] for each in readings)
                                        for name in readings[0]}}
-        row["start_over_mpi"] = statistics.median(
-            each["init_s"] / each["mpi_s"] for each in readings)
         rows.append(row)
         print(line(row, _COLUMNS), flush=True)
     if options.json:

@@ -8,8 +8,8 @@ from typing import Any
 
 # Number of short allreduces; the median counts.
 _CALLS = 21
-# Number of additions, which take 0.1 to 0.2 s.
-_TO_ADD = 5_000_000
+# Number of additions, which take about half a second.
+_TO_ADD = 50_000_000
 
 
 def _age_s() -> float:
@@ -36,15 +36,22 @@ def _short_calls(world: Any, allreduce: Any) -> float:
     return sorted(times_s)[_CALLS // 2]
 
 
-def _computing(world: Any, allreduce: Any) -> float:
-    """Return rank 0's ratio of elapsed to processor time while all other ranks wait."""
+def _computing(world: Any, allreduce: Any) -> tuple[float, float]:
+    """Let rank 0 compute while all other ranks wait.
+
+    Returns:
+        On rank 0, its elapsed time over its processor time, and the number of cores that the other
+        ranks used. On other ranks, zeros.
+    """
     world.Barrier()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     if world.rank == 0:
         sum(iter(range(_TO_ADD)))
     share = (time.perf_counter() - began_s) / (time.process_time() - began_cpu_s)
     allreduce()
-    return share if world.rank == 0 else 0.0
+    elapsed_s = time.perf_counter() - began_s
+    used_s = world.gather(time.process_time() - began_cpu_s)
+    return (share, sum(used_s[1:]) / elapsed_s) if world.rank == 0 else (0.0, 0.0)
 
 
 def main() -> None:
@@ -69,11 +76,13 @@ def main() -> None:
     world.Barrier()
     by_mpi_s = _short_calls(world, lambda: world.Allreduce(MPI.IN_PLACE, x))
     by_mpiring_s = _short_calls(world, lambda: comm.allreduce(x, op="max"))
-    slowness = _computing(world, lambda: comm.allreduce(x, op="max"))
+    slowness, waiting_cores = _computing(world, lambda: comm.allreduce(x, op="max"))
     readings = {
         "mpi_s": mpi_s, "numpy_s": numpy_s - mpi_s, "import_s": imported_s - numpy_s,
         "init_s": ready_s - began_s, "mpi_allreduce_ms": by_mpi_s * 1e3,
-        "allreduce_ms": by_mpiring_s * 1e3, "computing": slowness,
+        "allreduce_ms": by_mpiring_s * 1e3, "computing": slowness, "waiting_cores": waiting_cores,
+        **{name: len(os.listdir(f"/proc/self/{folder}"))
+           for name, folder in (("threads", "task"), ("descriptors", "fd"))},
         **{f"{name.lower()}_{when}_mib": memory[name]
            for name in before for when, memory in (("before", before), ("after", after))},
         **{f"{name.lower()}_mib": after[name] - before[name] for name in before}}

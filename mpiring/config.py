@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import numbers
 import os
@@ -133,6 +132,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     unknown = {}
     for name in environ:
         if name.startswith(PREFIX) and name not in known:
+            import difflib
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             unknown[name] = (f"did you mean {close[0]}?" if close
                              else f"known: {', '.join(sorted(known))}")

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,7 +126,7 @@ def replacing(path: Path, *, private: bool = False, synced: bool = False,
     # A descriptor, because others may rename the folder as soon as the file is complete.
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                      | (0 if links else os.O_NOFOLLOW))
-    scratch = f"{UNFINISHED}{secrets.token_hex(8)}"
+    scratch = f"{UNFINISHED}{os.urandom(8).hex()}"
     try:
         opener = partial(regular, mode=0o600 if private else 0o666, dir_fd=folder)
         with open(scratch, "x+b", opener=opener) as file:

@@ -1,6 +1,5 @@
 """Names that users write: ops and algorithms as types, and names that other libraries use."""
 
-import difflib
 import functools
 import inspect
 import sys
@@ -111,6 +110,7 @@ def publish(package: str) -> None:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return known names in the order of their likeness to a name that is not among them."""
+    import difflib
     return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
 
 

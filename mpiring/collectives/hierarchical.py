@@ -19,8 +19,7 @@ j. A node with fewer ranks has none in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,8 +41,7 @@ Exchange = Callable[[Channel, Array, int], Schedule[T]]
 Position = Callable[[Array, int, Array], Array]
 
 
-@dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """An op on a dtype, split into an op within nodes and one between them.
 
     Sums and products of 16 bits are rounded twice, once on the node and once at the end. Sums in

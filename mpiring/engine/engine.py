@@ -226,7 +226,8 @@ class Engine:
                         f"in flight, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > self.patience.wait_yields:
-                    time.sleep(self.patience.pause_s)
+                    pause_s = self.patience.pause_after(time.monotonic() - began)
+                    time.sleep(pause_s if timeout_s is None else min(pause_s, waiting.LATE_S))
                 elif fruitless:
                     waiting.give_way()
         finally:

@@ -248,9 +248,10 @@ class Group:
         if engine.failure is not None:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
+        spins = engine.patience.spins
         with engine.lock:
-            for attempt in range(waiting.SPINS + engine.patience.yields):
-                if not task.step() and attempt >= waiting.SPINS:
+            for attempt in range(spins + engine.patience.yields):
+                if not task.step() and attempt >= spins:
                     waiting.give_way()
                 if task.done:
                     break

@@ -5,14 +5,14 @@ import math
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..config import AGREED, Config
 from ..errors import ConfigError, MpiringError, StallError
 from ..launch.ending import FirstReport, JobEnder, end_job_on_exceptions
+from ..launch.host import usable_processors
 from ..launch.start import load_mpi
 from ..launch.topology import (
     Topology, compact, neighbors, node_order, ranks_of_nodes, topology)
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 
-@dataclass(frozen=True)
-class Sharing:
+class Sharing(NamedTuple):
     """Ranks that share nodes and memories.
 
     Attributes:
@@ -49,6 +48,7 @@ class Sharing:
         counter: Counter of the group's operations and its last fast calls.
         neighbors: Result of `launch.topology.neighbors`.
         first_ranks: Ranks as numbered by the first group.
+        patience: Policy by which this rank waits for other ranks of its node.
     """
 
     topology: Topology
@@ -58,10 +58,10 @@ class Sharing:
     counter: OperationCounter
     neighbors: tuple[int, int] | None
     first_ranks: Sequence[int]
+    patience: waiting.Patience
 
 
-@dataclass(frozen=True)
-class GroupParts:
+class GroupParts(NamedTuple):
     """The parts of an open group.
 
     Attributes:
@@ -113,7 +113,7 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     try:
         if not agree:
             _refuse_different_settings(comm, settings)
-        sharing = _share(comm, config, recorder.rank)
+        sharing = _share(comm, config, recorder.rank, engine)
         threaded = comm.size > 1 and _is_threaded(mpi, comm.rank, config)
     except MpiringError:
         transport.free()
@@ -130,7 +130,7 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
                               end_job=end_job if config.abort_on_exception else _leave,
-                              patience=waiting.patience(sharing.topology.local_size))
+                              patience=sharing.patience)
     return GroupParts(transport, sharing, engine, end_job, name, trace)
 
 
@@ -197,30 +197,36 @@ def _refuse_different_settings(comm: "MPI.Intracomm", settings: dict[str, Any]) 
                 f"rank the same Config and the same MPIRING_* variables")
 
 
-def _share(comm: "MPI.Intracomm", config: Config, first_rank: int) -> Sharing:
+def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
+           engine: Engine | None) -> Sharing:
     """Determine which ranks share a node, and map memory that they share.
 
     Args:
         comm: MPI communicator of the ranks.
         config: Settings.
         first_rank: Number of this rank in the first group.
+        engine: Engine of the first group, which had more ranks on this node; None for that group.
     """
     from ..transport.mpi import MpiNode, gathered
-    node, counter, memory = MpiNode(comm), OperationCounter(), None
+    node, counter, segments = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
         # No descriptor is kept to make it private in forks: they make no calls and never write.
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
-        if segments is not None:
-            memory = NodeMemory(segments, node.rank, node.ranks, counter.words)
-    memory_leader = comm.rank if memory is None else node.ranks[0]
-    leaders, memory_leaders, first_ranks = gathered(
-        comm, (node.ranks[0], memory_leader, first_rank)).T.tolist()
+    memory_leader = comm.rank if segments is None else node.ranks[0]
+    processors = frozenset(usable_processors())
+    leaders, memory_leaders, first_ranks, places = gathered(comm, (
+        node.ranks[0], memory_leader, first_rank, hash(processors))).T.tolist()
     node.free()
+    # Ranks that are bound to other processors do not compete with this one.
+    rivals = [*zip(leaders, places)].count((leaders[comm.rank], places[comm.rank]))
+    patience = engine.patience if engine else waiting.patience(rivals, len(processors))
+    memory = None if segments is None else NodeMemory(
+        segments, node.rank, node.ranks, counter.words, patience)
     order = node_order(leaders)
     groups = ranks_of_nodes(memory_leaders, order)
     return Sharing(
         topology(comm.rank, leaders), order, groups, memory, counter,
-        neighbors(comm.rank, groups), compact(first_ranks))
+        neighbors(comm.rank, groups), compact(first_ranks), patience)
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:

@@ -20,7 +20,6 @@ import ctypes
 import dis
 import hashlib
 import importlib
-import importlib.metadata
 import logging
 import platform
 import threading
@@ -291,8 +290,10 @@ def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
     """Return a digest of everything else that the code depends on; "" if nothing is saved."""
     if _folder is None:
         return ""
+    # It takes as long to import as a quarter of this package.
+    from importlib.metadata import version
     try:
-        versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+        versions = [version(name) for name in ("numba", "llvmlite")]
     except ImportError:
         return ""
     sources = [Path(__file__).with_name(name).read_text() for name in ("intrinsics.py", "cache.py")]

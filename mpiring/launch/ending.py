@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -105,7 +104,7 @@ class JobEnder:
     def __init__(self, rank: int, size: int, abort: Abort,
                  report: Callable[[int], str] = lambda last: "", *, in_full: bool = False) -> None:
         self._report = report
-        self._where = f"rank {rank} of {size} on {socket.gethostname()}"
+        self._where = f"rank {rank} of {size} on {os.uname().nodename}"
         self._abort = abort
         self._in_full = in_full
         self.first: FirstReport | None = None

@@ -6,7 +6,7 @@ that have started this one.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 from pathlib import Path
 
 from ..config import PREFIX
@@ -19,8 +19,7 @@ SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UC
 LAB_OPTIONS = "LAB_OPTIONS"
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """A program that starts the ranks of a job, and the variables that it sets for them.
 
     Attributes:

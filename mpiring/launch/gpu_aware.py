@@ -9,7 +9,6 @@ import faulthandler
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -60,7 +59,7 @@ def takes_pointers(config: Config, library: str, index: int | None) -> bool:
     # Everything that the result depends on.
     variables = {name: value for name, value in relevant_variables().items()
                  if not name.startswith(("MPIRING_", "OMP_"))}
-    key = f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
+    key = f"{library} {versions} {os.uname().nodename} {json.dumps(variables)}"
     cache = Cache(config.tuning_folder, "gpu-aware-", key)
     problem = cache.read("problem")
     if not isinstance(problem, str):

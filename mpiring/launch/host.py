@@ -5,7 +5,6 @@ import ctypes
 import fcntl
 import functools
 import os
-import socket
 import struct
 from collections.abc import Set
 from pathlib import Path
@@ -55,6 +54,7 @@ def ipv4_address(interface: str) -> str:
     Raises:
         OSError: There is no such interface, or it has no address.
     """
+    import socket
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
@@ -63,6 +63,7 @@ def ipv4_address(interface: str) -> str:
 
 def ipv4_addresses() -> dict[str, str]:
     """Return the addresses of all interfaces with an address, except the loopback, by name."""
+    import socket
     addresses = {}
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):

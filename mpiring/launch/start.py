@@ -2,9 +2,8 @@
 
 import atexit
 import functools
+import os
 import shlex
-import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -48,6 +47,7 @@ def thread_level(mpi: Any) -> str:
 
 def find_mpiexec() -> str | None:
     """Return the mpiexec in the folder of this Python, else the first on the path, else None."""
+    import shutil
     return (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
             or shutil.which("mpiexec"))
 
@@ -74,7 +74,7 @@ def mpi_world(*, allow_singleton: bool) -> Any:
     world = load_mpi().COMM_WORLD
     if not allow_singleton and wanted > 1 and world.Get_size() == 1:
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
-                              f"process on {socket.gethostname()} is alone in its MPI world")
+                              f"process on {os.uname().nodename} is alone in its MPI world")
     if not allow_singleton and world.Get_size() == 1 and not launchers():
         _refuse_dropped_variables()
     return world
@@ -86,7 +86,7 @@ def _refuse_dropped_variables() -> None:
     if count > 1:
         _linger()
         raise LaunchError(
-            f"{source} but this process on {socket.gethostname()} is alone in its MPI world and "
+            f"{source} but this process on {os.uname().nodename} is alone in its MPI world and "
             f"has none of the launcher's variables. A program between the launcher and Python has "
             f"dropped them, such as env -i, sudo, or a container with a clean environment: let it "
             f"keep the environment (sudo -E), or start the launcher inside it. If one rank is what "

@@ -2,11 +2,10 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """Position of a rank among the nodes.
 
     Attributes:

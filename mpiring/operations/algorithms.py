@@ -52,8 +52,7 @@ ReduceScatter = Callable[[Operation, Array, Sequence[int], str, Combine], Schedu
 Allgather = Callable[[Operation, Array, Sequence[int]], Schedule[None]]
 
 
-@dataclass(frozen=True)
-class Halves:
+class Halves(NamedTuple):
     """The two halves of an allreduce, between which each rank has its own slice.
 
     Attributes:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files import parsed
 
@@ -29,8 +29,7 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
 _LEVELS = 3
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Time of an allreduce by one algorithm, as a function of its size.
 
     Attributes:

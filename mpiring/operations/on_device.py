@@ -8,8 +8,8 @@ its queued work is done. Staging slots are pinned memory.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,7 +18,6 @@ from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import TransportError
 from ..gpu.device import Device, DeviceVector, Event
-from ..launch.gpu_aware import takes_pointers
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
@@ -43,8 +42,7 @@ Build = Callable[[Collectives], Schedule[T]]
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
 
-@dataclass(frozen=True)
-class GpuContext:
+class GpuContext(NamedTuple):
     """A GPU and the resources by which one communicator's operations use it.
 
     Attributes:
@@ -300,6 +298,7 @@ class GpuOperations:
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
+                from ..launch.gpu_aware import takes_pointers
                 # The first time, this takes as long as a job's start.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),

@@ -9,15 +9,12 @@ import json
 import logging
 import math
 import os
-import secrets
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +42,7 @@ Event = dict[str, Any]
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-@dataclass(frozen=True)
-class ClockReading:
+class ClockReading(NamedTuple):
     """Offset of a rank's time.monotonic() from rank 0's.
 
     Attributes:
@@ -135,7 +131,7 @@ class TraceFile:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._start = compare_clocks(self._comm)
-        new = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        new = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self._job: str
         self._zero_s: float
         self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
@@ -154,7 +150,7 @@ class TraceFile:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
-            problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
+            problem = f"rank {self._rank} on {os.uname().nodename}: {error.strerror or error}"
         problems = [*filter(None, self._comm.allgather(problem))]
         if problems and self._rank == 0:
             _log.warning("%d of %d ranks cannot write a trace to %s, and continue without one: %s",
@@ -288,7 +284,7 @@ class TraceFile:
 
     def _about(self) -> list[Event]:
         """Return events that describe this rank."""
-        host = socket.gethostname()
+        host = os.uname().nodename
         return [
             _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
             _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),

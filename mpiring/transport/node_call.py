@@ -102,8 +102,7 @@ class NodeCall:
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_POLLS] = kind, n, 1
-        patience = waiting.patience(self[CALL_RANKS])
-        self[CALL_SPINS], self[CALL_YIELDS] = patience.spins, patience.yields
+        self[CALL_SPINS], self[CALL_YIELDS] = memory.patience.spins, memory.patience.yields
         self._name_objects()
 
     def _name_objects(self) -> None:
@@ -153,7 +152,7 @@ class NodeCall:
             word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR] = divisor
-        self[CALL_SPINS] = waiting.patience(self[CALL_RANKS]).compiled_spins
+        self[CALL_SPINS] = self.memory.patience.compiled_spins
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
             self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data

@@ -15,7 +15,8 @@ import numpy as np
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
     AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
-    HEADER_WORD, LANE_WORDS, LATE, POLL, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
+    HEADER_WORD, LANE_WORDS, LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
+from .waiting import Patience
 
 # x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
@@ -44,14 +45,16 @@ class NodeMemory:
         rank: Number of this rank among them.
         ranks: Their ranks in the communicator, for messages.
         counter: Words of the group's counter; this class writes those of COUNTER_WRITTEN.
+        patience: Policy by which these ranks wait for each other.
     """
 
     def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
-                 counter: "array[int]") -> None:
+                 counter: "array[int]", patience: Patience = Patience()) -> None:
         self.segments = segments
         self.rank = rank
         self.ranks = ranks
         self.counter = counter
+        self.patience = patience
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]

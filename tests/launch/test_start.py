@@ -127,3 +127,12 @@ def test_a_missing_mpi_library_is_an_error_with_the_remedy():
     ended = python("-c", code)
     assert "MissingDependencyError" in ended.stderr
     assert "pip install 'mpiring[mpich]'" in ended.stderr
+
+
+def test_a_start_imports_nothing_that_only_some_programs_need():
+    """Many ranks on few cores import one after the other."""
+    names = ["difflib", "email", "importlib.metadata", "shutil", "socket", "subprocess", "zipfile"]
+    code = ("import sys, numpy; from mpi4py import MPI; before = set(sys.modules); import mpiring; "
+            f"mpiring.init(); print(*(sys.modules.keys() - before).intersection({names}))")
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stdout.split()) == (0, [])

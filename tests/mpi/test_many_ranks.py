@@ -1,0 +1,57 @@
+"""Tests what a communicator takes of a node that many ranks share, on real MPI."""
+
+import os
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiring
+from mpiring.transport import waiting
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def processors():
+    """The processors that this rank may use; a test may change them."""
+    allowed = os.sched_getaffinity(0)
+    yield sorted(allowed)
+    os.sched_setaffinity(0, allowed)
+
+
+def test_ranks_that_share_a_processor_do_not_spin(processors):
+    os.sched_setaffinity(0, processors[:1])
+    with mpiring.Communicator(MPI.COMM_WORLD) as comm:
+        expected = waiting.patience(comm.local_size, 1)
+        assert comm._group.engine.patience == expected
+        # The ranks of another group still share the processor.
+        with comm.split(comm.rank // 2) as pair:
+            memory = pair._group.sharing.memory
+            assert memory is None or memory.patience == expected
+            assert pair._group.engine.patience == expected
+
+
+def test_ranks_on_different_processors_do_not_count(processors):
+    place = MPI.COMM_WORLD.rank % len(processors)
+    os.sched_setaffinity(0, [processors[place]])
+    with mpiring.Communicator(MPI.COMM_WORLD) as comm:
+        if comm.local_size == comm.size:
+            rivals = len(range(place, comm.size, len(processors)))
+            assert comm._group.engine.patience == waiting.patience(rivals, 1)
+
+
+def test_a_communicator_has_one_thread_and_no_descriptor():
+    def counts():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    MPI.COMM_WORLD.Barrier()
+    threads, descriptors = counts()
+    with mpiring.Communicator(MPI.COMM_WORLD) as comm:
+        comm.allreduce(np.ones(16), op="max")
+        threaded = comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        assert counts() == (threads + threaded, descriptors)
+        with comm.split(0) as part:
+            part.allreduce(np.ones(16), op="max")
+            assert counts() == (threads + threaded, descriptors)
+    assert counts() == (threads, descriptors)
