@@ -446,9 +446,9 @@ def _reduce(words: Any, at: int, start: int, n: int) -> None:
     elif kind == WINDOWS:
         operands.combine.combine(operands.slices, *operands.slices)
     elif n > 0:
-        sources, out = [slot[at:at + n] for slot in operands.slots], x[start:start + n]
-        slot, sources[words[CALL_RANK]] = sources[words[CALL_RANK]], out
-        operands.combine.combine(sources, out, slot)
+        sources = [slot[at:at + n] for slot in operands.slots]
+        sources[words[CALL_RANK]] = x[start:start + n]
+        operands.combine.combine(sources, *sources)
 
 
 def _count(words: Any, ns: int) -> int:
