@@ -19,7 +19,7 @@ from .base import HEADER_BYTES
 from .layout import (
     CALL_AREA, CALL_BASES, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
     CALL_ITEMSIZE, CALL_KIND, CALL_RANK, CALL_RANKS, CALL_VECTOR, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD, WINDOWS)
+    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD)
 from .protocol import protocol
 
 # Dtypes of compiled sums and means (of integers, only sums). The code for any dtype also runs calls

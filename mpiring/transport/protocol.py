@@ -20,9 +20,10 @@ READS   0: write a part of the vector, then read others' parts.
 SLOTS   0: write it, then reduce all ranks' slots, in rank order.
 WINDOWS 0: write a note with the position of the vector, then compare all notes with the known ones.
         1: reduce this rank's slice of all vectors, and store it into all of them.
-PIECES  j: write piece j except this rank's slice, reduce this slice of piece j - 1 and store the
-        result into all slots, then read the other results from this rank's slot. Pieces use the
-        halves of the slots in turn.
+PIECES  0: write a note that the vector is in no window.
+        j: write piece j except this rank's slice, reduce this slice of piece j - 1 and store the
+        result into all slots, then read the other results from this rank's slot. The first piece
+        is piece 1. Pieces use the halves of the slots in turn.
 
 In PIECES, results overwrite the contributions that they were reduced from. So a cache line moves
 from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy of it.
@@ -44,8 +45,8 @@ from .layout import (
     CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
     CALL_WRITTEN, CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
     COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON,
-    HELD, IDLE, LATE, LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS,
-    RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
+    HELD, IDLE, IN_SLOT, LATE, LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH,
+    READS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
     WRITING)
 
 # Number of phases that run at a time; they take a few milliseconds.
@@ -55,6 +56,7 @@ _PHASES = 32
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 # Offset of a rank's note of its first barrier.
 _NOTE = NOTE_WORD + NOTE_WORDS
+_IN_SLOT, _ = IN_SLOT
 
 
 def protocol(d: Any) -> Callable[..., Any]:
@@ -207,7 +209,7 @@ def _arriving(d: Any) -> Any:
                 store(base, area + _NOTE + 1, call[CALL_NOTE + 1])
             store(base, area + DIGEST_WORD, call[CALL_DIGEST])
             # A rank that writes a vector after a note uses NumPy.
-            store(base, area + FORM_WORD, form if call[CALL_KIND] != WINDOWS else 0)
+            store(base, area + FORM_WORD, form if call[CALL_KIND] <= SLOTS else 0)
             written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
             if counter[written] != call[CALL_IDENTITY]:
                 write_header(call)
@@ -236,6 +238,8 @@ def _agreeing(d: Any) -> Any:
                     otherwise = True
             elif form == 1 and kind == SLOTS and load(base, area + FORM_WORD) == 0:
                 otherwise = True
+            elif kind == PIECES and load(base, area + _NOTE) == _IN_SLOT:
+                otherwise = True
         return OTHERWISE if otherwise else DONE
 
     return agreement
@@ -250,11 +254,11 @@ def _pieces(d: Any) -> Any:
     @d.inlined
     def bounds(call, j):  # type: ignore[no-untyped-def]
         width, p = call[CALL_WIDTH], call[CALL_RANKS]
-        size = min(width * p, call[CALL_LENGTH] - j * width * p)
+        first = (j - 1) * width * p
+        size = min(width * p, call[CALL_LENGTH] - first)
         before = min(call[CALL_RANK] * width, size)
         n = min(width, size - before)
-        return ((j & 1) * call[CALL_HALF] + before, j * width * p + before, n, before,
-                size - before - n)
+        return (j & 1) * call[CALL_HALF] + before, first + before, n, before, size - before - n
 
     return bounds
 
@@ -266,7 +270,7 @@ def _writing(d: Any) -> Any:
     @d.inlined
     def write(call, j):  # type: ignore[no-untyped-def]
         if call[CALL_KIND] == PIECES:
-            if j < call[CALL_LAST]:
+            if 0 < j < call[CALL_LAST]:
                 at, start, n, before, after = bounds(call, j)
                 copy(call, at - before, start - before, before)
                 copy(call, at + n, start + n, after)
@@ -283,7 +287,7 @@ def _reducing(d: Any) -> Any:
     @d.inlined
     def reduce(call, j):  # type: ignore[no-untyped-def]
         kind, rank, p = call[CALL_KIND], call[CALL_RANK], call[CALL_RANKS]
-        if kind == READS or j > 1 and j > call[CALL_LAST]:
+        if kind == READS or j > 1 and j > call[CALL_LAST] or kind == PIECES and j == 1:
             return
         at = start = call[CALL_REDUCES]
         n = call[CALL_REDUCED]
@@ -309,7 +313,7 @@ def _reading(d: Any) -> Any:
             for r in range(p):
                 part = CALL_BASES + 2 * (p + r)
                 copy(call, r, call[part], call[part], call[part + 1])
-        elif call[CALL_KIND] == PIECES and j > 0:
+        elif call[CALL_KIND] == PIECES and j > 1:
             at, start, n, before, after = bounds(call, j - 1)
             copy(call, call[CALL_RANK], at - before, start - before, before)
             copy(call, call[CALL_RANK], at + n, start + n, after)
