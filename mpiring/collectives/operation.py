@@ -70,12 +70,6 @@ class Tuning:
     native_below_bytes: int = 256 << 10
 
 
-# Position of a vector that is in no window ...
-NOWHERE = (-1, 0)
-# ... and of one in its rank's staging slot, because others cannot wait for the rank.
-IN_SLOT = (-2, 0)
-
-
 class WindowFinder(Protocol):
     """Finds arrays in node-shared memory."""
 

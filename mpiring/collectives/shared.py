@@ -13,9 +13,10 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, cut
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
-from ..transport.node_call import SlotPlan, piece_call, slot_call, slot_plan, window_call
+from ..transport.layout import IN_SLOT
+from ..transport.node_call import SlotPlan, piece_part, slot_call, slot_plan, window_call
 from . import node_copies
-from .operation import IN_SLOT, Operation, Tuning
+from .operation import Operation, Tuning
 
 
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
@@ -162,7 +163,7 @@ def staged(node: Node, x: Array, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    return node.part(piece_call(node.memory, x, piece_bytes, combine), x)
+    return node.part(piece_part(node.memory, x, piece_bytes, combine), x)
 
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..collectives import shared
-from ..collectives.operation import IN_SLOT, NOWHERE
 from ..config import Config
 from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.reduction import reduction
@@ -23,8 +22,9 @@ from ..transport import compiled
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
-    DISAGREE, DONE, GATED, GATE_STARTED, RESUME, HELD, IDLE, LATE, POLL, FALLBACK, PUBLISH, WINDOWS)
-from ..transport.node_call import NodeCall, slot_call, slot_plan
+    DISAGREE, DONE, GATED, GATE_STARTED, RESUME, HELD, IDLE, IN_SLOT, LATE, POLL, NOWHERE, FALLBACK,
+    PUBLISH, WINDOWS)
+from ..transport.node_call import NodeCall, piece_call, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
 from .handle import Action, Handle, Lane
@@ -44,8 +44,8 @@ NOTHING = np.empty(0, np.float32)
 _OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
 # Algorithms of an allreduce with the same bits as the node call, see collectives.shared: every rank
-# combines all vectors, through slots, or every rank combines one slice, in windows.
-BY_SLOTS, IN_PLACE = "eager", "shared"
+# combines all vectors, or one slice of them.
+BY_SLOTS, BY_SLICES = "eager", "shared"
 # Number of barriers for which a vector stays in its slot if others combine in place.
 _BARRIERS = 3
 
@@ -73,7 +73,7 @@ class CallingGroup(Protocol):
 
 
 class FastCalls:
-    """The node calls that a group has prepared: short ones, and allreduces in windows.
+    """The node calls that a group has prepared: short ones, and allreduces of any length.
 
     Each rank decides by itself whether a call is fast; the other ranks need not know.
 
@@ -148,10 +148,8 @@ class FastCalls:
 
     def _at_position(self, call: Call, key: _Key, x: Any) -> Any:
         position = self.group.windows.position_of(x)
-        if position == NOWHERE:
-            return None
         return self._calls.get((*key, position)) or self._keep(
-            (*key, position), self.in_place(call, x.reshape(-1), key[1]))
+            (*key, position), self.by_slices(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
         """Prepare the next equal call after a collective was made, so that it is fast if possible.
@@ -174,7 +172,7 @@ class FastCalls:
         prepared = self.prepare(call, vector, kind, op_or_root)
         if prepared is not None:
             self._keep(key, prepared)
-        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, IN_PLACE):
+        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, BY_SLICES):
             self._keep(key, call)
 
     def _keep(self, key: _Key, call: K) -> K:
@@ -195,7 +193,7 @@ class FastCalls:
             call: Description of the collective.
             x: Vector with the length and dtype of those to be combined or copied.
             kind, op_or_root: Arguments of `note`.
-            instead: If true, other ranks may combine the same allreduce by `in_place`.
+            instead: If true, other ranks may combine the same allreduce by `by_slices`.
         """
         op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
         memory = self.memory
@@ -209,20 +207,23 @@ class FastCalls:
         self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
         return node_call
 
-    def in_place(self, call: Call, x: Array, op: str) -> NodeCall:
-        """Return a call that combines a vector in a window, in place; needs `is_compiled`.
+    def by_slices(self, call: Call, x: Array, op: str) -> NodeCall:
+        """Return a call that combines one slice of long vectors; needs `is_compiled`.
 
         Args:
             call: Description of the allreduce.
-            x: Vector, which must not move.
+            x: Vector. If it is in a window, it must not move.
             op: Name of the op.
         """
         memory: Any = self.memory
         windows = self.group.windows
-        node_call = NodeCall(memory, x.dtype, x.size, WINDOWS,
-                             reduction(op, x.dtype, len(memory.ranks)))
-        self._whole(node_call, call, op, IN_PLACE,
-                    note=windows.position_of(x), find=windows.vectors)
+        position, combine = windows.position_of(x), reduction(op, x.dtype, len(memory.ranks))
+        if position == NOWHERE:
+            staged_bytes = self.group.collectives().tuning.staged_bytes
+            node_call = piece_call(memory, x.dtype, x.size, staged_bytes, combine)
+        else:
+            node_call = NodeCall(memory, x.dtype, x.size, WINDOWS, combine)
+        self._whole(node_call, call, op, BY_SLICES, note=position, find=windows.vectors)
         return node_call
 
     def _whole(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
@@ -409,7 +410,7 @@ class FastHandle(Handle[T]):
             if self._handle is None:
                 group, call, began_s = self._calls.group, self._call, self._began_ns / 1e9
                 flight = Flight(call.call, self._sequence, self._counter.group,
-                                IN_PLACE if call.in_place else BY_SLOTS * bool(call.op), began_s,
+                                BY_SLICES if call.by_slices else BY_SLOTS * bool(call.op), began_s,
                                 began_s, exposed_s=self._waited_ns / 1e9)
                 handle = Handle(group.lane, flight, Task(_finish(group, call, self._x)))
                 handle.done, self._handle, self._x = self._is_done, handle, None

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from ..collectives import shared
-from ..collectives.operation import NOWHERE
 from ..errors import ConfigError
 from ..memory.arrays import Array, data_address, dtype_name
 from ..operations.agreement import Call
@@ -15,7 +14,7 @@ from ..transport import compiled
 from ..transport.base import Schedule, T
 from ..transport.layout import DONE, GATED
 from .compiling import compile_fast_calls
-from .fast_calls import COPYING, IN_PLACE, FastCalls
+from .fast_calls import BY_SLICES, COPYING, FastCalls
 from .handle import Handle
 
 if TYPE_CHECKING:
@@ -71,10 +70,10 @@ class Persistent(Generic[T]):
             self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         self._started = fast_calls.prepare(call, vector, kind, op_or_root, instead=in_windows)
         self._called = self._started
-        # A long vector in a window is combined in place, whatever the other ranks do.
-        if in_windows or (kind == "allreduce" and group.windows.position_of(vector) != NOWHERE
-                          and fast_calls.is_compiled(vector, op_or_root, IN_PLACE)):
-            self._called = fast_calls.in_place(call, vector, op_or_root)
+        # Each rank combines a slice of long vectors, wherever those of the other ranks are.
+        if in_windows or kind == "allreduce" and fast_calls.is_compiled(
+                vector, op_or_root, BY_SLICES):
+            self._called = fast_calls.by_slices(call, vector, op_or_root)
         # Only the memory of a NumPy array is known not to move; other memory is checked each time.
         if self._called is not None and self._called.is_short and type(result) is np.ndarray:
             self._begin, self._words = self._called.begin, self._called.address

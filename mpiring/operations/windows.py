@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..collectives.operation import NOWHERE
 from ..gpu.device import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
 from ..transport.base import Node, Schedule, T
+from ..transport.layout import NOWHERE
 
 _log = logging.getLogger("mpiring")
 

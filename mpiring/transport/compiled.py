@@ -19,7 +19,7 @@ from .base import HEADER_BYTES
 from .layout import (
     CALL_AREA, CALL_BASES, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
     CALL_ITEMSIZE, CALL_KIND, CALL_RANK, CALL_RANKS, CALL_VECTOR, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD, WINDOWS)
+    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD)
 from .protocol import protocol
 
 # Dtypes of compiled sums and means (of integers, only sums). The code for any dtype also runs calls
@@ -156,9 +156,8 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     """Return a function that adds n numbers of each rank: the dialect's `reduce`.
 
-    Slots are added into the vector. Vectors are added block by block, in this rank's slot. In
-    windows, the sums are copied into all vectors. For private vectors, they are copied into this
-    rank's vector, and also stay in the slot.
+    Slots are added into the vector. Vectors, and private vectors with the other ranks' slots, are
+    added block by block, in this rank's slot, and the sums are copied into all of them.
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
@@ -173,24 +172,20 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
         first, offset, out, step = CALL_BASES, slot - call[CALL_BASES + call[CALL_RANK]], vector, n
         if kind != SLOTS:
             first, offset, out, step = CALL_BASES + p, start * itemsize, slot, block
-        if kind == WINDOWS and p == 2:
-            both(call[first] + offset, call[first + 1] + offset, n, divisor)
-            return
         if kind == PIECES:
             for r in range(p):
                 call[first + r] = slot_of(call, r, at)
             call[first + call[CALL_RANK]], offset = vector, 0
+        if kind != SLOTS and p == 2:
+            both(call[first] + offset, call[first + 1] + offset, n, divisor)
+            return
         done = 0
         while done < n:
             length, total = min(step, n - done), pointer(out)
             add(call, first, offset + done * itemsize, length, total, divisor)
             # Not the variable `kind`, for which the compiler would duplicate the loop.
             if call[CALL_KIND] != SLOTS:
-                target, stop = first, first + p
-                if kind == PIECES:
-                    target, stop = first + call[CALL_RANK], first + call[CALL_RANK] + 1
-                    out += length * itemsize
-                for r in range(target, stop):
+                for r in range(first, first + p):
                     result = pointer(call[r] + offset + done * itemsize)
                     for i in range(length):
                         result[i] = total[i]

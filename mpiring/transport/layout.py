@@ -100,6 +100,11 @@ CALL_ITEMSIZE: Final = 35
 # the range (start, length) that is read from its slot.
 CALL_BASES: Final = 36
 
+# The note of a vector that is in no window ...
+NOWHERE: Final = (-1, 0)
+# ... and of one in its rank's staging slot, because others cannot wait for the rank.
+IN_SLOT: Final = (-2, 0)
+
 # Kinds. A call reads parts of the slots, reduces all slots, reduces all windows in place, or
 # reduces all private vectors piece by piece.
 READS, SLOTS, WINDOWS, PIECES = range(4)

@@ -102,6 +102,7 @@ class NodeCall:
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_POLLS] = kind, n, 1
+        self[CALL_LAST] = int(kind == WINDOWS)
         self[CALL_SPINS], self[CALL_YIELDS] = memory.patience.spins, memory.patience.yields
         self._name_objects()
 
@@ -133,7 +134,6 @@ class NodeCall:
         self.call, self.operands.header = call, call.header
         self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
         self[CALL_WHOLE], self._find, self.op = 1, find, op
-        self[CALL_LAST] = int(find is not None)
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
 
@@ -153,6 +153,8 @@ class NodeCall:
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR] = divisor
         self[CALL_SPINS] = self.memory.patience.compiled_spins
+        if self[CALL_KIND] == PIECES:
+            self[CALL_POLLS] = waiting.PIECE_POLLS
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
             self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
@@ -222,6 +224,8 @@ class NodeCall:
     def _fall_back(self, how: int, x: Array) -> int:
         """Continue in Python, or with the present positions of vectors."""
         how = POLL if how == POLL else RESUME
+        if self[CALL_KIND] == PIECES:
+            return FALLBACK
         if self._find is None:
             self.words = list(self._of_code)
             self._name_objects()
@@ -240,9 +244,9 @@ class NodeCall:
         return self.run(how, x)
 
     @property
-    def in_place(self) -> bool:
-        """Whether it reduces vectors in windows."""
-        return bool(self[CALL_KIND] == WINDOWS)
+    def by_slices(self) -> bool:
+        """Whether each rank reduces one slice of the vectors, or of each piece of them."""
+        return bool(self[CALL_KIND] >= WINDOWS)
 
     def node(self) -> SharedNode:
         """Return the node of the operation, after the first barrier."""
@@ -334,34 +338,47 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
     return call
 
 
-def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine) -> NodeCall:
-    """Return a call that reduces private vectors piece by piece, by compiled code if possible.
+def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: int,
+               combine: Combine) -> NodeCall:
+    """Return a call that reduces private vectors piece by piece.
 
     Args:
         memory: Memory of the node.
-        x: Vector of this rank.
+        dtype, n: Dtype and length of the vectors.
         piece_bytes: Length of the longest piece.
         combine: Implementation of the op.
     """
-    p, n, half = len(memory.ranks), x.size, memory.slots(0, x.dtype, None)[0].size // 2
-    longest = min(half, piece_bytes // x.itemsize) // p
+    p, half = len(memory.ranks), memory.slots(0, dtype, None)[0].size // 2
+    longest = min(half, piece_bytes // dtype.itemsize) // p
     # Slices of alternate pieces share their place: one is read while the next is written.
     width = -(-n // max(1, -(-n // (longest * p)) * p))
-    call = NodeCall(memory, x.dtype, n, PIECES, combine)
-    call[CALL_LAST] = -(-n // max(1, width * p))
+    call = NodeCall(memory, dtype, n, PIECES, combine)
+    call[CALL_LAST] = 1 - (-n // max(1, width * p))
     call[CALL_WIDTH], call[CALL_HALF] = width, half
+    return call
+
+
+def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine) -> NodeCall:
+    """Return a `piece_call` that is a part of an operation, compiled if possible.
+
+    Args:
+        memory, piece_bytes, combine: Arguments of `piece_call`.
+        x: Vector of this rank.
+    """
+    p = len(memory.ranks)
+    call = piece_call(memory, x.dtype, x.size, piece_bytes, combine)
+    call[CALL_FIRST] = 1
     # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
     if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
             and data_address(x) % x.itemsize == 0):
         call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
-        call[CALL_POLLS] = waiting.PIECE_POLLS
     return call
 
 
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
     """Return a call that reduces slices of vectors in windows, whose positions all ranks know."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
-    call.operands.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
+    call.operands.slices, call[CALL_FIRST] = slices, 1
     return call
 
 
@@ -445,9 +462,9 @@ def _reduce(words: Any, at: int, start: int, n: int) -> None:
     elif kind == WINDOWS:
         operands.combine.combine(operands.slices, *operands.slices)
     elif n > 0:
-        sources, out = [slot[at:at + n] for slot in operands.slots], x[start:start + n]
-        slot, sources[words[CALL_RANK]] = sources[words[CALL_RANK]], out
-        operands.combine.combine(sources, out, slot)
+        sources = [slot[at:at + n] for slot in operands.slots]
+        sources[words[CALL_RANK]] = x[start:start + n]
+        operands.combine.combine(sources, *sources)
 
 
 def _count(words: Any, ns: int) -> int:

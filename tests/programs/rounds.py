@@ -166,7 +166,7 @@ def main():
     Program(comm, total).run()
     known = [a for a in comm._group.fast_calls._calls.values()
              if isinstance(a, NodeCall)]
-    codes, places = {a.code is not None for a in known}, sum(a.in_place for a in known)
+    codes, places = {a.code is not None for a in known}, sum(a.by_slices for a in known)
     form = {True: "compiled", False: "in Python"}
     count = comm._group.sharing.counter.fast_calls
     print(f"rank {comm.rank}: {total} right, {count} of them fast, "

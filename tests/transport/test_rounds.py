@@ -11,7 +11,7 @@ import pytest
 from node_calls import COMBINE, KINDS, check, plan_of
 
 from mpiring.collectives import shared
-from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
+from mpiring.collectives.operation import Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.jit import cache
 from mpiring.memory.arrays import dtype_name
@@ -23,12 +23,14 @@ from mpiring.transport import compiled
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
-    LATE, POLL, NODE_MEMORY_BYTES, FALLBACK, PUBLISH, WINDOWS)
+    IN_SLOT, LATE, POLL, NODE_MEMORY_BYTES, NOWHERE, FALLBACK, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
-from mpiring.transport.node_call import NodeCall, slot_call
+from mpiring.transport.node_call import NodeCall, piece_call, slot_call
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
+# With pieces of private vectors so short that there are several.
+TUNING = Tuning(staged_bytes=16 << 10)
 
 
 class Rank:
@@ -48,8 +50,12 @@ class Rank:
             identity = self.counter.identity_of(call, "eager")
             size, op = len(self.memory.ranks), op if kind in COMBINE else ""
             combine = reduction(op, dtype, size) if op else None
-            a = NodeCall(self.memory, dtype, n, WINDOWS, combine) if "find" in settings else (
-                slot_call(self.memory, dtype, n, self.plan(kind, n), combine))
+            if settings.get("note") == NOWHERE:
+                a = piece_call(self.memory, dtype, n, TUNING.staged_bytes, combine)
+            elif "find" in settings:
+                a = NodeCall(self.memory, dtype, n, WINDOWS, combine)
+            else:
+                a = slot_call(self.memory, dtype, n, self.plan(kind, n), combine)
             a.whole(call, identity, op, compiled.code(
                 op, dtype_name(dtype), size) if self.compiled else None, **settings)
             self.rounds[key] = call, a
@@ -82,13 +88,13 @@ class Rank:
             if in_place else shared.moved(node, x, self.plan(kind, x.size), combine)))
 
     def operation(self, node):
-        return SimpleNamespace(node=node, windows=self.windows, tuning=Tuning())
+        return SimpleNamespace(node=node, windows=self.windows, tuning=TUNING)
 
     # Of vectors that may be in windows; only compiled rounds are in place.
 
-    def in_place(self, x):
+    def by_slices(self, x):
         position = self.windows.position_of(x)
-        if not self.compiled or position == NOWHERE:
+        if not self.compiled and position != NOWHERE:
             return self.by_schedule(x, in_place=True)
         return self.by_round(x, note=position, find=self.windows.vectors)
 
@@ -187,12 +193,12 @@ def test_rounds_in_place_mix_wherever_vectors_are(node, size):
             x = arrays[rank][window][offset:offset + n]
             x[:] = (position + 1) * step
             others = rank.started, lambda x: rank.by_schedule(x, in_place=True)
-            way = rank.in_place if mine.random() < 0.8 else mine.choice(others)
+            way = rank.by_slices if mine.random() < 0.8 else mine.choice(others)
             yield from way(x)
             assert (x == step * size * (size + 1) // 2).all()
 
     in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
-    places = {rank: sum(a.in_place for _, a in rank.rounds.values()) for rank in ranks}
+    places = {rank: sum(a.by_slices for _, a in rank.rounds.values()) for rank in ranks}
     assert all(places[rank] > 10 for rank in ranks if rank.compiled)
 
 
