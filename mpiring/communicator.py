@@ -1,6 +1,7 @@
 """The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
 
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -625,7 +626,7 @@ class Communicator:
         self._group.poke()
 
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
-                    folder: str | None = None) -> None:
+                    folder: str | os.PathLike[str] | None = None) -> None:
         """Print this rank's last operations, including incomplete ones.
 
         The last thousand are also written to `folder`, or to that of the setting `trace`, in the

@@ -1,5 +1,6 @@
 """Records a rank's last operations: their calls, their times, and how long callers waited."""
 
+import os
 import sys
 import time
 import weakref
@@ -125,9 +126,10 @@ class Recorder:
         head = f"the last operations of rank {self.rank}, by its clock{more}:"
         return "\n".join([head, *(f"  {line}" for line in lines)]) if lines else ""
 
-    def dump(self, last: int, file: TextIO | None, folder: str | None) -> None:
+    def dump(self, last: int, file: TextIO | None, folder: str | os.PathLike[str] | None) -> None:
         """Print the result of `report` in one write; see Communicator.dump_flight."""
-        text = self.report(whole_number("last", last, 0), folder and path("folder", folder))
+        text = self.report(whole_number("last", last, 0),
+                           None if folder is None else path("folder", folder))
         file = file or sys.stderr
         file.write(f"mpiring: {text or 'there were no operations yet'}\n")
         file.flush()

@@ -5,6 +5,7 @@ one device. DistributedDataParallel and DTensor call some of them from C++.
 """
 
 import functools
+import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -120,7 +121,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group.set_stall_timeout(timeout.total_seconds())
 
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
-                    folder: str | None = None) -> None:
+                    folder: str | os.PathLike[str] | None = None) -> None:
         """Print the last operations of all groups of this rank; see Communicator.dump_flight.
 
         Args:
