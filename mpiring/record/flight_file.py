@@ -102,9 +102,9 @@ def _progress(flight: Flight, clock_s: float) -> dict[str, Any]:
 
 def _status(entries: Sequence[dict[str, Any]], number: int) -> dict[str, int]:
     """Return the last operations of a group; -1 for none."""
-    reached = {"enqueued": ("scheduled", "started", "completed"),
-               "started": ("started", "completed"), "completed": ("completed",)}
+    times = {"enqueued": "time_created_ns", "started": "time_discovered_started_ns",
+             "completed": "time_discovered_completed_ns"}
     return {f"last_{name}_collective": max(
         (entry["collective_seq_id"] for entry in entries
-         if entry["pg_id"] == number and entry["state"] in states), default=-1)
-        for name, states in reached.items()}
+         if entry["pg_id"] == number and entry[time_ns]), default=-1)
+        for name, time_ns in times.items()}

@@ -91,8 +91,8 @@ class Statistics:
         """
         for name in labels:
             if not (name.isascii() and name.isidentifier()) or name.startswith("__"):
-                raise ConfigError(f"label {name!r}: expected ASCII letters, digits and single "
-                                  f"underscores, with no digit in front")
+                raise ConfigError(f"label {name!r}: expected ASCII letters, digits and "
+                                  f"underscores, and neither a digit nor '__' at the start")
         pairs = ",".join(f'{name}="{str(value).translate(_ESCAPES)}"'
                          for name, value in labels.items())
         lines = []
