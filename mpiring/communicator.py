@@ -1,7 +1,7 @@
 """The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
 
 import operator
-import sys
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -625,22 +625,27 @@ class Communicator:
         """
         self._group.poke()
 
-    def dump_flight(self, *, last: int = 32, file: TextIO | None = None) -> None:
+    def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
+                    folder: str | os.PathLike[str] | None = None) -> None:
         """Print this rank's last operations, including incomplete ones.
 
-        With the setting `trace`, the last thousand operations are also written to a file in its
-        folder. A signal handler may call this.
+        The last thousand are also written to `folder`, or to that of the setting `trace`, in the
+        format of PyTorch's flight recorder. There, `python -m
+        torch.distributed.flight_recorder.fr_trace FOLDER` compares the files of all ranks. A signal
+        handler may call this.
 
         Args:
             last: Number of operations to print, from 0.
             file: Stream to print to; by default standard error.
+            folder: Folder for the file `flight-rank<rank>`, which replaces an earlier one; made if
+                it does not exist. By default a trace has a file per job and rank.
 
         Raises:
-            ConfigError: `last` is not such a number.
+            ConfigError: `last` or `folder` has the wrong type or range.
 
         Collective: no. Blocking: no.
         """
-        self.recorder.dump(whole_number("last", last, 0), file or sys.stderr)
+        self.recorder.dump(last, file, folder)
 
     def start_trace(self, folder: str) -> None:
         """Start a trace of every rank; this ends a trace that is being written.

@@ -124,7 +124,7 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
                 for rank in (0, comm.rank)]
     end_job.turn = (memories[1] - memories[0]) % len(sharing.memory_groups)
     name, trace = recorder.name(sharing.first_ranks), None
-    sharing.counter.group = name
+    sharing.counter.group, sharing.counter.ranks = name, sharing.first_ranks
     recorder.counters.add(sharing.counter)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)

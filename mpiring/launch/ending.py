@@ -92,7 +92,8 @@ class JobEnder:
     Args:
         rank, size: Printed, so that the rank is found among many.
         abort: MPI_Abort; takes the exit status.
-        report: Returns lines about this number of last operations of this rank.
+        report: Function that returns lines about this number of last operations of this rank, and
+            saves them.
         in_full: If true, each rank prints its whole traceback.
 
     Attributes:
@@ -115,6 +116,9 @@ class JobEnder:
 
         If another rank has printed the same kind of error, this rank prints one line or nothing.
         """
+        with contextlib.suppress(Exception):
+            # A rank that prints nothing also saves its last operations.
+            self._report(0)
         if self._in_full:
             self.end(error, "".join(traceback.format_exception(error)))
             return

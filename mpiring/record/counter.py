@@ -2,14 +2,14 @@
 
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..launch import forks
 from ..operations.agreement import Call
 from ..transport.layout import (
     COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING,
-    COUNTER_SEQUENCE, COUNTER_WORDS, GATE_FORKED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY,
-    RING_SEQUENCE, RING_WORDS)
+    COUNTER_SEQUENCE, COUNTER_WORDS, GATE_CLOSED, GATE_FORKED, RING, RING_BEGAN, RING_ENDED,
+    RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
 from .flight import Flight
 
 # Number of calls that are known by their identities. Beyond it, calls are forgotten that are
@@ -29,11 +29,13 @@ class OperationCounter:
     Attributes:
         words: COUNTER_WORDS words, which compiled code also changes; never resized.
         group: Name of the group in reports; see Recorder.name.
+        ranks: Its ranks, as numbered in the first group.
     """
 
     def __init__(self) -> None:
         self.words = array("q", bytes(8 * COUNTER_WORDS))
         self.group = ""
+        self.ranks: Sequence[int] = ()
         self._lock = threading.RLock()
         self._calls: dict[int, tuple[Call, str]] = {}
         self._identity = 0
@@ -61,6 +63,11 @@ class OperationCounter:
     def fast_s(self) -> float:
         """Number of seconds that callers spent in these calls."""
         return self.words[COUNTER_NANOSECONDS] / 1e9
+
+    @property
+    def closed(self) -> bool:
+        """Whether the group was closed."""
+        return bool(self.words[COUNTER_GATE] & GATE_CLOSED)
 
     def close(self, reason: int) -> None:
         """Close the gate, so that no fast call begins.

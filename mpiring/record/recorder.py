@@ -1,16 +1,22 @@
 """Records a rank's last operations: their calls, their times, and how long callers waited."""
 
+import os
+import sys
 import time
 import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
+from ..arguments import path, whole_number
+from ..files import replacing
 from ..text import ranges
 from .counter import OperationCounter
 from .flight import Flight
+from .flight_file import pickled
 from .trace_file import TraceFile
 
 # Enough for a few steps of a large model; a megabyte at most.
@@ -114,27 +120,49 @@ class Recorder:
         flights.sort(key=lambda flight: flight.called_s)
         return flights[max(0, len(flights) - last):]
 
-    def report(self, last: int) -> str:
-        """Return lines about the `last` operations; if there is a trace, save all operations."""
-        more, lines = self.save(), self.lines(last)
+    def report(self, last: int, folder: str | None = None) -> str:
+        """Return lines about the `last` operations, after saving all; see `save`."""
+        more, lines = self.save(folder), self.lines(last)
         head = f"the last operations of rank {self.rank}, by its clock{more}:"
         return "\n".join([head, *(f"  {line}" for line in lines)]) if lines else ""
 
-    def dump(self, last: int, file: TextIO) -> None:
-        """Print the result of `report` in one write, so that lines of ranks do not mix."""
-        file.write(f"mpiring: {self.report(last) or 'there were no operations yet'}\n")
+    def dump(self, last: int, file: TextIO | None, folder: str | os.PathLike[str] | None) -> None:
+        """Print the result of `report` in one write; see Communicator.dump_flight."""
+        text = self.report(whole_number("last", last, 0),
+                           None if folder is None else path("folder", folder))
+        file = file or sys.stderr
+        file.write(f"mpiring: {text or 'there were no operations yet'}\n")
         file.flush()
 
-    def save(self) -> str:
-        """Save everything known to a file next to the trace, if there is one.
+    def save(self, folder: str | None = None) -> str:
+        """Save the last operations in a file for PyTorch's `fr_trace`; see flight_file.
+
+        Args:
+            folder: Folder for the file, made if needed; by default that of the trace. Without a
+                trace, nothing is saved.
 
         Returns:
             Text with the file's name, to append to a report.
         """
-        if self.trace is not None and time.monotonic() - self._saved_s > _SAVE_S:
-            unfinished = [flight for flight in list(self._flights) if not flight.ended_s]
-            name = self.trace.save(self.lines(), unfinished)
-            self._saved_s, self._saved = time.monotonic(), f" (more in {name})" if name else ""
+        if folder is None:
+            if self.trace is None or time.monotonic() - self._saved_s < _SAVE_S:
+                return self._saved
+            self._saved_s = time.monotonic()
+            name = Path(self.trace.flight_path)
+            self.trace.incomplete([
+                flight for flight in list(self._flights) if not flight.ended_s])
+        else:
+            name = Path(folder).expanduser().absolute() / f"flight-rank{self.rank:05d}"
+        counters = [counter for counter in tuple(self.counters) if not counter.closed]
+        content = pickled(self._last(CAPACITY), counters)
+        try:
+            name.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(name) as new:
+                new.file.write(content)
+            self._saved = f" (more in {name})"
+        except OSError as error:
+            # A full disk must not end the training.
+            self._saved = f" (not saved in {name}: {error.strerror or error})"
         return self._saved
 
 

@@ -1,8 +1,22 @@
-"""Statistics of what communication costs a rank."""
+"""Statistics of what communication costs a rank, also for Prometheus and TensorBoard."""
 
 from dataclasses import astuple, dataclass
+from typing import Any
 
+from ..errors import ConfigError
 from ..text import count, seconds, size
+
+# Each cost's name and help text in OpenMetrics. The name ends with the unit, if there is one.
+_METRICS = {
+    "operations": ("operations", "Complete operations"),
+    "bytes_sent": ("sent_bytes", "Bytes sent to other ranks, except through shared memory"),
+    "communication_s": ("communication_seconds", "Time with at least one operation in flight"),
+    "exposed_s": ("exposed_seconds", "Time that the program waited for operations"),
+    "dense_bytes": ("dense_bytes", "Bytes to other nodes if gradients were not compressed"),
+    "encode_s": ("encode_seconds", "Time of compressing gradients"),
+    "wire_s": ("wire_seconds", "Time that compressed buckets waited for other nodes"),
+    "decode_s": ("decode_seconds", "Time of decompressing gradients")}
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r'\"', "\n": r"\n"})
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,44 @@ class Statistics:
     def hidden_share(self) -> float:
         """Hidden seconds divided by all seconds of communication; 0 if there were none."""
         return self.hidden_s / self.communication_s if self.communication_s else 0.0
+
+    def openmetrics(self, **labels: object) -> str:
+        """Return the costs as counters in the OpenMetrics text format, which Prometheus reads.
+
+        Counters must not decrease: `comm.statistics` only grows, but add up costs of single steps.
+
+        Args:
+            labels: Labels of all values, such as `rank=comm.rank`.
+
+        Raises:
+            ConfigError: A label has a name that OpenMetrics does not allow.
+
+        Source: OpenMetrics 1.0.
+        """
+        for name in labels:
+            if not (name.isascii() and name.isidentifier()) or name.startswith("__"):
+                raise ConfigError(f"label {name!r}: expected ASCII letters, digits and "
+                                  f"underscores, and neither a digit nor '__' at the start")
+        pairs = ",".join(f'{name}="{str(value).translate(_ESCAPES)}"'
+                         for name, value in labels.items())
+        lines = []
+        for field, (metric, text) in _METRICS.items():
+            name, unit = f"mpiring_{metric}", metric.rpartition("_")[2]
+            lines += [f"# TYPE {name} counter", *[f"# UNIT {name} {unit}"] * ("_" in metric),
+                      f"# HELP {name} {text}.", f"{name}_total{{{pairs}}} {getattr(self, field)}"]
+        return "\n".join([*lines, "# EOF", ""])
+
+    def add_scalars(self, writer: Any, step: int) -> None:
+        """Write the costs and `hidden_share` to a writer like that of TensorBoard.
+
+        Args:
+            writer: Object with a method `add_scalar(tag, value, step)`. Tags are the OpenMetrics
+                names, such as `mpiring/exposed_seconds`.
+            step: Number of the training step.
+        """
+        for field, (metric, _) in _METRICS.items():
+            writer.add_scalar(f"mpiring/{metric}", getattr(self, field), step)
+        writer.add_scalar("mpiring/hidden_share", self.hidden_share, step)
 
     def __add__(self, other: "Statistics") -> "Statistics":
         return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other))))

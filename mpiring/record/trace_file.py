@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files import regular, replacing
+from ..files import regular
 from .flight import Flight
 
 _log = logging.getLogger("mpiring")
@@ -114,6 +114,7 @@ class TraceFile:
 
     Attributes:
         path: Name of the file.
+        flight_path: Name of the file for the last operations; see flight_file.
 
     Collective: yes. Blocking: yes.
     """
@@ -136,7 +137,9 @@ class TraceFile:
         self._zero_s: float
         self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
         self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
-        self.path = self._path("trace", "json")
+        self.path = f"{self._path('trace')}.json"
+        # fr_trace expects that the name ends with the rank.
+        self.flight_path = self._path("flight")
         self._file = self._open()
         self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
                      *_named(self._rank, PROGRAM, "program")])
@@ -157,8 +160,8 @@ class TraceFile:
                          len(problems), self._comm.size, self._folder, problems[0])
         return file
 
-    def _path(self, kind: str, ending: str) -> str:
-        return str(self._folder / f"{kind}-{self._job}-rank{self._rank:05d}.{ending}")
+    def _path(self, kind: str) -> str:
+        return str(self._folder / f"{kind}-{self._job}-rank{self._rank:05d}")
 
     # Interface for a Recorder
 
@@ -187,23 +190,13 @@ class TraceFile:
         """Record any other activity of the rank."""
         self._add(self._span, name, category, began_s, ended_s, about, threading.get_ident())
 
-    def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
-        """Write the last operations to a file next to the trace, and return its name.
-
-        Incomplete operations are also traced, as if they ended now.
-        """
-        now, name = time.monotonic(), self._path("flight", "txt")
-        try:
-            with replacing(Path(name)) as new:
-                new.file.write("\n".join([*lines, ""]).encode())
-        except OSError:
-            # The log also contains the lines.
-            name = ""
+    def incomplete(self, flights: Sequence[Flight]) -> None:
+        """Record incomplete operations as if they ended now, and write all events so far."""
+        now = time.monotonic()
         self.flush()
         with self._lock:
-            self._write([event for flight in unfinished
+            self._write([event for flight in flights
                          for event in self._operation(flight, now, complete=False)])
-        return name
 
     def close(self, *, together: bool) -> None:
         """Write the remaining events, and end the file.

@@ -5,12 +5,13 @@ one device. DistributedDataParallel and DTensor call some of them from C++.
 """
 
 import functools
+import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -118,6 +119,20 @@ class ProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time without progress after which collectives fail."""
         self._group.set_stall_timeout(timeout.total_seconds())
+
+    def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
+                    folder: str | os.PathLike[str] | None = None) -> None:
+        """Print the last operations of all groups of this rank; see Communicator.dump_flight.
+
+        Args:
+            last, file, folder: Arguments of Communicator.dump_flight.
+
+        Raises:
+            ConfigError: `last` or `folder` has the wrong type or range.
+
+        Collective: no. Blocking: no.
+        """
+        self._group.recorder.dump(last, file, folder)
 
     def shutdown(self) -> None:
         """Wait for all operations and for all members, then close the group.

@@ -92,6 +92,7 @@ ON_COMM = [
     (lambda comm: comm.split(0, key=0.5), "key=0.5: expected a whole number"),
     (lambda comm: comm.split(0, key=None), "key=None: expected a whole number"),
     (lambda comm: comm.dump_flight(last="a"), "last='a': expected a whole number"),
+    (lambda comm: comm.dump_flight(folder=3), "folder=3: expected a path"),
     (lambda comm: comm.broadcast_object(lambda: 3), "rank 0: a function does not pickle"),
     (lambda comm: comm.allgather_object(lambda: 3), "rank 0: a function does not pickle"),
     (lambda comm: Stopping(comm, time_limit_s="1h"), "time_limit_s='1h': expected seconds"),

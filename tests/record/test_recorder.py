@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import time
 import weakref
 
@@ -16,10 +17,12 @@ from mpiring.record import trace_file as chrome
 from mpiring.record.trace_file import OPERATIONS, PROGRAM, STEPS, TraceFile
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
+from mpiring.record.counter import OperationCounter
 from mpiring.record.flight import Flight
 from mpiring.record.recorder import CAPACITY, Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
+from mpiring.transport.layout import COUNTER_SEQUENCE, GATE_CLOSED
 
 
 class Alone:
@@ -112,15 +115,15 @@ def test_communicators_have_names_of_their_own():
 
 def test_a_dump_is_one_write_and_names_its_file(tmp_path, trace):
     recorder, file = Recorder(), io.StringIO()
-    recorder.dump(4, file)
+    recorder.dump(4, file, None)
     assert file.getvalue() == "mpiring: there were no operations yet\n"
     now = time.monotonic()
     recorder.trace = trace
     recorder.add(flown(0, started_s=now))
-    recorder.dump(4, file)
-    (text,) = tmp_path.rglob("flight-*-rank00000.txt")
-    assert f"(more in {text}):\n  " in file.getvalue()
-    assert "NOT COMPLETE" in text.read_text()
+    recorder.dump(4, file, None)
+    (path,) = tmp_path.rglob("flight-*-rank00000")
+    assert f"(more in {path}):\n  " in file.getvalue()
+    assert pickle.loads(path.read_bytes())["entries"] == [], "the group has no counter"
     trace.close(together=True)
     (stuck,) = [event for event in events_of(tmp_path) if event.get("cat") == "operation"]
     assert stuck["name"] == "bucket 3 (not complete)" and stuck["args"]["complete"] is False
@@ -181,7 +184,9 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     (record,) = caplog.records
     assert "the trace ends here; training continues" in record.getMessage()
     assert ("No space left" if problem == "full" else "MB") in record.getMessage()
-    assert trace.save(["a line"], []), "the last operations are still saved"
+    recorder = Recorder()
+    recorder.trace = trace
+    assert "more in" in recorder.save(), "the last operations are still saved"
 
 
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
@@ -190,14 +195,40 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
         opened = TraceFile(Alone(), str(tmp_path / "file"), 0)
     assert "1 of 1 ranks cannot write a trace to" in caplog.text and "rank 0" in caplog.text
     opened.step(1, 0, (), 0, 1, None)
-    assert opened.save(["a line"], []) == ""
+    recorder = Recorder()
+    recorder.trace = opened
+    assert "not saved in" in recorder.save()
     opened.close(together=True)
 
 
-def test_a_dump_is_not_written_through_a_link(tmp_path, trace):
+def test_a_dump_is_not_written_through_a_link(tmp_path):
     (tmp_path / "victim").write_text("precious")
-    (path,) = tmp_path.rglob("trace-*.json")
-    dump = path.with_name(path.name.replace("trace", "flight").replace("json", "txt"))
+    dump = tmp_path / "flight-rank00000"
     dump.symlink_to(tmp_path / "victim")
-    assert trace.save(["a line"], []) == str(dump)
-    assert (tmp_path / "victim").read_text() == "precious" and dump.read_text() == "a line\n"
+    Recorder().dump(1, io.StringIO(), tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not dump.is_symlink() and pickle.loads(dump.read_bytes())["version"] == "2.10"
+
+
+def test_a_dump_has_the_open_groups_and_numbers_their_operations(tmp_path):
+    """Numbers of ranks that hold different parts of the record fit together."""
+    recorder, counters = Recorder(), [OperationCounter() for _ in range(3)]
+    for counter, group, ranks, calls in zip(
+            counters, ["", "ranks 0,2", "ranks 0-1"], [range(3), [0, 2], [0, 1]], [50, 3, 9]):
+        counter.group, counter.ranks, counter.words[COUNTER_SEQUENCE] = group, ranks, calls
+        recorder.counters.add(counter)
+    counters[2].close(GATE_CLOSED)
+    now = time.monotonic() - 10
+    for sequence, group in [(48, ""), (8, "ranks 0-1"), (2, "ranks 0,2"), (49, "")]:
+        recorder.add(flown(sequence, group=group, called_s=(now := now + 1), started_s=now))
+    recorder.add(flown(7, group="messages of rank 0"))
+    recorder.dump(1, io.StringIO(), tmp_path)
+    dump = pickle.loads((tmp_path / "flight-rank00000").read_bytes())
+    assert [(entry["record_id"], *entry["process_group"]) for entry in dump["entries"]] == [
+        (50, "0", "default_pg"), (51, "ranks 0,2", "undefined"), (52, "0", "default_pg")]
+    assert dump["pg_config"] == {
+        "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"},
+        "ranks 0,2": {"name": "ranks 0,2", "desc": "undefined", "ranks": "[0, 2]"}}
+    assert dump["pg_status"]["0"] == {
+        "last_enqueued_collective": 49, "last_started_collective": 49,
+        "last_completed_collective": -1}
