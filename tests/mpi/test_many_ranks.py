@@ -45,13 +45,18 @@ def test_a_communicator_has_one_thread_and_no_descriptor():
     def counts():
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
+    def check(more_threads):
+        # What earlier tests have left may end at any time.
+        now = counts()
+        assert now[0] <= threads + more_threads and now[1] <= descriptors, (now, threads)
+
     MPI.COMM_WORLD.Barrier()
     threads, descriptors = counts()
     with mpiring.Communicator(MPI.COMM_WORLD) as comm:
         comm.allreduce(np.ones(16), op="max")
-        threaded = comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        assert counts() == (threads + threaded, descriptors)
+        threaded = int(comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        check(threaded)
         with comm.split(0) as part:
             part.allreduce(np.ones(16), op="max")
-            assert counts() == (threads + threaded, descriptors)
-    assert counts() == (threads, descriptors)
+            check(threaded)
+    check(0)
