@@ -130,13 +130,15 @@ def test_rounds_run_where_they_may_and_count(some):
     if config == "off":
         assert rounds(some) == 0
     elif some._group.sharing.memory is not None:
-        # One that was late is the engine's.
-        assert before < rounds(some) <= before + 24
+        # One that was late is the engine's. On a busy machine, all of them may be.
+        assert before <= rounds(some) <= before + 24
         some.dump_flight(last=20, file=(text := io.StringIO()))
         for call in ("allreduce max of float64 (10,), algorithm auto, 80 b",
                      "broadcast of float64 (10,) from root 0", "allgather float64 (10,)",
                      "reduce_scatter sum of float64 (10,)"):
             assert text.getvalue().count(call) == 5
+        assert any(some.allreduce(np.array([rounds(some) > before], float), op="min")[0]
+                   for _ in range(1000)), "no call was fast"
     for _ in range(2):
         some.allreduce(np.ones(10))
     if some._fast_calls.memory is not None:
