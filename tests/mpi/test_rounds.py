@@ -137,8 +137,9 @@ def test_rounds_run_where_they_may_and_count(some):
                      "broadcast of float64 (10,) from root 0", "allgather float64 (10,)",
                      "reduce_scatter sum of float64 (10,)"):
             assert text.getvalue().count(call) == 5
-        assert any(some.allreduce(np.array([rounds(some) > before], float), op="min")[0]
-                   for _ in range(1000)), "no call was fast"
+    has_none = config == "off" or some._group.sharing.memory is None
+    assert any(some.allreduce(np.array([has_none or rounds(some) > before], float), op="min")[0]
+               for _ in range(1000)), "no call was fast"
     for _ in range(2):
         some.allreduce(np.ones(10))
     if some._fast_calls.memory is not None:
