@@ -92,7 +92,7 @@ class JobEnder:
 
     Args:
         rank, size: Printed, so that the rank is found among many.
-        abort: MPI_Abort; takes the exit status.
+        abort: Function that ends the job with an exit status, such as MPI_Abort.
         report: Returns lines about this number of last operations of this rank.
         in_full: If true, each rank prints its whole traceback.
 
