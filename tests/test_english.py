@@ -5,7 +5,7 @@ import pytest
 
 # Of each rule a text that breaks it, and one that does not.
 SAMPLES = {
-    "Clauses": ("You need MPI; takes an hour. What ranks call is compared.", "What is a rank? A process."),
+    "Clauses": ("What ranks call is compared, takes an hour.", "What is a rank? A process."),
     "Colons": ("One: two; three.", "One: two, three."),
     "Ends": ("It does that, too.", "It also does that; two things."),
     "Headings": ("# What to mind", "# Limitations"),
