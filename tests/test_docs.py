@@ -61,6 +61,7 @@ def test_a_page_says_whom_it_is_for(page):
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = without_code(page.read_text())
+    assert "[docs/" not in text, "the text of a link to a page is its title"
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         if target.startswith("https://"):
             continue
