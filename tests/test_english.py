@@ -11,7 +11,7 @@ SAMPLES = {
     "Headings": ("# What to mind", "# Limitations"),
     "Length": (31 * "word " + ".", 30 * "word " + "."),
     "Possessives": ("An optimizer of PyTorch's.", "The size of PyTorch's wheel."),
-    "Words": ("They go on beside the file that lies in a folder.", "`beside` is code."),
+    "Words": ("Calls of mpiring go on beside the file that lies in a folder.", "`beside` is code."),
 }
 
 
