@@ -61,12 +61,21 @@ def test_a_page_says_whom_it_is_for(page):
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = without_code(page.read_text())
+    assert "[docs/" not in text, "the text of a link to a page is its title"
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         if target.startswith("https://"):
             continue
         there = page.parent / target if target else page
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_fits_into_its_box(page):
+    """At 1280 pixels, the box of a program or an output on the site shows 100 columns."""
+    blocks = re.findall(r"^ *(```+[^\n]*\n)(.*?)^ *```+$", page.read_text(), re.M | re.S)
+    assert not [line for fence, block in blocks if "{" not in fence
+                for line in block.splitlines() if len(line) > 100]
 
 
 def test_pictures_are_those_that_their_source_draws():

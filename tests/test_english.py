@@ -5,13 +5,13 @@ import pytest
 
 # Of each rule a text that breaks it, and one that does not.
 SAMPLES = {
-    "Clauses": ("What ranks call is compared.", "What is a rank? A process."),
+    "Clauses": ("What ranks call is compared, takes an hour.", "What is a rank? A process."),
     "Colons": ("One: two; three.", "One: two, three."),
     "Ends": ("It does that, too.", "It also does that; two things."),
     "Headings": ("# What to mind", "# Limitations"),
     "Length": (31 * "word " + ".", 30 * "word " + "."),
     "Possessives": ("An optimizer of PyTorch's.", "The size of PyTorch's wheel."),
-    "Words": ("They go on beside the file that lies in a folder.", "`beside` is code."),
+    "Words": ("Calls of mpiring go on beside the file that lies in a folder.", "`beside` is code."),
 }
 
 

@@ -68,7 +68,7 @@ class GroupParts(NamedTuple):
         transport: Private duplicate of an MPI communicator.
         sharing: Ranks that share nodes and memories.
         engine: Engine that advances its operations, and those of groups split from it.
-        end_job: Function that ends the complete job because of an error.
+        end_job: Function that ends the job on all ranks because of an error.
         name: Name in reports and traces; "" for the first group.
         trace: Trace file, if this group has begun one.
     """

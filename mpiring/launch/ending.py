@@ -176,8 +176,8 @@ class JobEnder:
 def _traceback_of(error: BaseException) -> str:
     """Return the traceback of an error.
 
-    Errors of mpiring say what is wrong. Their tracebacks, and that of Ctrl-C, have the frames of
-    the program only.
+    mpiring errors say what is wrong. Their tracebacks, and that of Ctrl-C, have only the frames
+    of the program.
     """
     summary = traceback.TracebackException.from_exception(error, compact=True)
     remark = ""

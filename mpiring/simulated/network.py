@@ -126,7 +126,7 @@ _Passed = Callable[[float, float], None]
 
 
 class _Interface:
-    """One direction of a node's network interface (NIC), which flows share in turns.
+    """One direction of a node's network interface (NIC), which flows share by taking turns.
 
     Args:
         link: Link with the rate and the burst.

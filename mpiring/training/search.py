@@ -198,7 +198,7 @@ class Descent:
                     break
 
     def _compare(self) -> Search:
-        """Compare the best settings with the first ones, in turns; in doubt, keep the first ones.
+        """Compare the best settings with the first, alternately; in doubt, keep the first.
 
         If the first settings were the best, the next best have another chance, because a step
         that was fast by luck would hide all others.

@@ -27,8 +27,8 @@ class Cluster:
         node_latency_s, node_bandwidth: Seconds, and bytes per second, of copies between ranks of a
             node, for each rank.
         barrier_s: Seconds of a barrier in a node's shared memory.
-        cores: Number of cores of a single machine that is all nodes, as in a lab, so that ranks
-            compute in turns; 0 if each rank has a core to itself.
+        cores: Number of cores that all ranks share, as in a lab; 0 if each rank has a core to
+            itself.
     """
 
     nodes: int = 1
