@@ -138,6 +138,17 @@ def test_the_reference_has_every_method_that_the_pages_use():
                 assert not unlisted, cls
 
 
+def test_the_reference_has_every_method_for_the_state():
+    """Users who write checkpoints of their own call them, although no page may show each call."""
+    installed("torch")
+    entries = [(item, members) for _, item, _, members in declared() if inspect.isclass(item)]
+    for cls, _ in entries:
+        listed = {name for item, members in entries if item in cls.__mro__ for name in members}
+        defined = {name for base in cls.__mro__ if base.__module__.startswith("mpiring")
+                   for name in vars(base) if name[0] != "_" and name.endswith("state_dict")}
+        assert defined <= listed, cls
+
+
 def test_the_reference_has_every_setting():
     text = (REFERENCE / "settings.md").read_text()
     for name, default in vars(Config()).items():

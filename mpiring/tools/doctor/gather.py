@@ -27,7 +27,7 @@ from .facts import (
     incompatible, vendor_of, version_of)
 
 # Packages that mpiring can use.
-_PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "cupy")
+_PACKAGES = ("numpy", "mpi4py", "torch", "numba", "xxhash", "ml_dtypes", "matplotlib", "cupy")
 
 _ROOT = Path("/")
 # Commands may hang, as Slurm's where its controller is down.

@@ -21,6 +21,7 @@ _OPTIONAL = {
                                 "first"),
     "numba": ("16-bit sums on a node and codecs, several times as fast",
               "pip install 'mpiring[fast]'"),
+    "xxhash": ("faster hashes of checkpoints and weights", "pip install 'mpiring[fast]'"),
     "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
     "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
     "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",

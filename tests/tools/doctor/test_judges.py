@@ -39,7 +39,7 @@ def test_a_healthy_job_is_told_so():
             path="/m/bin/mpirun", text="HYDRA Version: 5.0.2", of_library="/m/bin/mpirun"))
     verdicts = {name: findings[0].verdict for name, findings in found(whole).items()}
     assert {name for name, verdict in verdicts.items() if verdict != "ok"} == {
-        "survival", "torch", "numba", "ml_dtypes", "matplotlib"}
+        "survival", "torch", "numba", "xxhash", "ml_dtypes", "matplotlib"}
     assert all(len(findings) == 1 and findings[0].ranks == ()
                for findings in found(whole).values()), "what is the same is told once"
     assert "2.0 us, 184.00 Gbit/s, over mlx5_0" in one(whole, "between nodes", "ok")
