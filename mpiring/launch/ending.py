@@ -91,7 +91,7 @@ class JobEnder:
 
     Args:
         rank, size: Printed, so that the rank is found among many.
-        abort: MPI_Abort; takes the exit status.
+        abort: Function that ends the job with an exit status, such as MPI_Abort.
         report: Function that returns lines about this number of last operations of this rank, and
             saves them.
         in_full: If true, each rank prints its whole traceback.

@@ -275,6 +275,9 @@ class DataParallel:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Write the parameters that `state_dict` returned into the arrays of this model.
 
+        Args:
+            state_dict: Result of `state_dict`.
+
         Raises:
             ConfigError: An array is missing, unknown, of another shape or dtype, or differs
                 between ranks. Nothing has changed then, on any rank.
@@ -294,6 +297,9 @@ class DataParallel:
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
+
+        Args:
+            state_dict: Result of `own_state_dict`.
 
         Raises:
             ConfigError: The state belongs to another model or to other Reducers.

@@ -533,6 +533,9 @@ class DataParallel(Wrapper):
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
 
+        Args:
+            state_dict: Result of `own_state_dict`.
+
         Raises:
             ConfigError: The state belongs to another model or to other Reducers.
             GradientError: A step has begun.
