@@ -79,7 +79,8 @@ LAUNCHERS = (
              "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_",), "mpirun_rsh -np"),
     Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK",
              "MVP_COMM_WORLD_LOCAL_RANK", ("MVP_COMM_WORLD_",), "mpirun_rsh -np"),
-    # Hydra, also that of Intel MPI.
+    Launcher("Intel MPI", "Intel MPI's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID",
+             (*_PMI, "I_MPI_HYDRA_UUID", "HYDRA_"), "mpirun -n", mark="I_MPI_HYDRA_UUID"),
     Launcher("MPICH", "MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _PMI,
              "mpirun -n", mark="MPI_LOCALNRANKS"),
     # HPE's mpiexec and aprun, and the older aprun.

@@ -83,8 +83,9 @@ def needed(module):
 def environment(**variables):
     """Return the variables of a job: one thread per rank, and the checkout's package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH ignores these.
+    # Open MPI, 4 and 5, refuses root and more ranks than cores unless told otherwise.
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+               "OMPI_MCA_rmaps_base_oversubscribe": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     # Nothing is measured, and nothing kept in the user's home, unless a test asks for it.
     quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": str(MACHINE_CODE)}

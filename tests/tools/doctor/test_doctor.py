@@ -10,6 +10,8 @@ import sys
 import pytest
 from launching import HANG_S, ROOT, SOON_S, environment, finish, launch, mpiexec, python
 
+from mpiring.tools.doctor.facts import vendor_of, version_of
+
 pytestmark = pytest.mark.launch
 
 DOCTOR = ("-m", "mpiring", "doctor")
@@ -29,8 +31,11 @@ def parsed(output):
 
 
 def vendor():
-    said = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True).stdout
-    return "MPICH" if "HYDRA" in said else "Open MPI"
+    return vendor_of(said_by_mpiexec())
+
+
+def said_by_mpiexec():
+    return subprocess.run([mpiexec(), "--version"], capture_output=True, text=True).stdout
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +64,8 @@ def test_all_ranks_make_one_report():
     assert ("oversubscribed" in found["processors"]["value"]) != enough
     dead = found["survival"]
     assert dead["verdict"] == "note" and "checkpoints" in dead["remedy"]
-    assert ("--with-ft ulfm" in dead["remedy"]) == (vendor() == "Open MPI")
+    is_new = found["MPI library"]["value"].startswith("Open MPI 5")
+    assert ("--with-ft ulfm" in dead["remedy"]) == is_new
     assert all(finding["remedy"] or finding["verdict"] == "ok" for finding in report["findings"])
 
 
@@ -69,7 +75,7 @@ def test_ranks_that_torchrun_has_started_are_told_once():
     first, second = (alone(**torchrun, RANK=str(rank)) for rank in (0, 1))
     assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
     assert first.stdout.count("problem  launcher: torchrun, which") == 1
-    assert "mpirun -n 2 python -m mpiring doctor" in first.stdout
+    assert re.search(r"mpi(run|exec\.hydra) -n 2 python -m mpiring doctor", first.stdout)
 
 
 def test_a_rank_that_never_comes_is_no_reason_to_hang():
@@ -119,6 +125,8 @@ def possible(*unshare):
 
 def test_ranks_with_a_shared_memory_each():
     """As containers may have: mpiring's sums are right; MPICH is told, Open MPI finds out."""
+    if vendor() == "Intel MPI":
+        pytest.skip(reason="Intel MPI 2021.18 does not start so")
     mount = PRIVATE.format("64m")
     possible("-m", "sh", "-c", mount)
     ended = finish(subprocess.Popen(
@@ -135,6 +143,8 @@ def test_ranks_with_a_shared_memory_each():
 
 def test_ranks_with_a_namespace_of_users_each():
     """As Apptainer's containers, where it is not root's: mpiring copies, MPICH has to be told."""
+    if version_of(said_by_mpiexec()).startswith("4."):
+        pytest.skip(reason="MPICH 4.0 dies of it, Open MPI 4.1 hangs: docs/reference/mpis.md")
     possible("-U", "-r", "true")
     ended = launch(2, "-c", "import os, sys; os.execvp('unshare', ['unshare', '-U', '-r', "
                    "sys.executable, '-m', 'mpiring', 'doctor', '--deadline', '60', '--json'])")
