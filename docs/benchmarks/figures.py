@@ -54,6 +54,9 @@ FIGURES = [
               tabulated.allreduces_on_node(buffer), drawn.plotted(allreduces(buffer)))
       for ranks in (2, 4)
       for buffer, words in (("empty", "comm.empty"), ("private", "private memory"))),
+    _figure("allreduce", "allreduce_libraries",
+            "allreduce_2 allreduce_openmpi_2 allreduce_intelmpi_2", "",
+            tabulated.allreduces_of_libraries, None),
     *(_figure("allreduce", f"allreduce_horovod_{ranks}", f"allreduce_horovod_{ranks}",
               f"Time and bandwidth over size, with Horovod, {ranks} ranks",
               tabulated.allreduces_on_node("empty"), drawn.plotted(allreduces("empty")))

@@ -58,6 +58,21 @@ def allreduces_on_node(buffer):
     return table
 
 
+def allreduces_of_libraries(*results):
+    """Return a table of the times of several MPI libraries and ours over each, by size."""
+    tables = [[by_size(allreduces(buffer)(result.rows)) for buffer in ("private", "empty")]
+              for result in results]
+    sizes = sorted(set.intersection(*(set(times) for table in tables for times in table)))
+    return markdown(
+        ["MPI library", "size", "private: MPI, µs", "mpiring, µs", "MPI / mpiring",
+         "`comm.empty`: MPI, µs", "mpiring, µs", "MPI / mpiring"],
+        [[result.about["mpi_library"], size_text(nbytes),
+          *(cell for times in table for cell in (
+              number(times[nbytes][MPI]), number(times[nbytes][OURS]),
+              quotient(times[nbytes][MPI] / times[nbytes][OURS])))]
+         for result, table in zip(results, tables) for nbytes in sizes])
+
+
 def headlines(calls, node, hosts):
     """Return README's table: a few results, each with its baselines."""
     rows = []

@@ -76,7 +76,7 @@ def commands(python, quick):
     """Yield the commands that run the tests."""
     in_one_job = [python.with_name("mpiexec"), "-n"]
     if quick:
-        yield [*in_one_job, "3", python, *IN_ONE_JOB, "tests/mpi/test_communicator.py"]
+        yield [*in_one_job, "2", python, *IN_ONE_JOB, "tests/mpi/test_communicator.py"]
         yield [python, *PYTEST, *QUICK]
         return
     for ranks in ("2", "3", "4"):
