@@ -114,7 +114,10 @@ class _Run(Generic[T]):
         while not self._survivors.agree(done):
             noticed_s = time.monotonic()
             if self._max_ranks and not self._survivors.agree(True):
-                raise TransportError("the job ends, because another rank has raised an exception")
+                # Another rank raises an exception. If several call MPI_Abort, mpirun can hang: wait
+                # for the end of that rank, which reports it.
+                self._survivors.agree(True)
+                forks.leave(1)
             self._regroup()
             done, result = self._attempt(lambda: self._trained_anew(noticed_s))
         return result  # type: ignore[return-value]
@@ -177,7 +180,7 @@ class _Run(Generic[T]):
         return False, None
 
     def _end_job(self) -> None:
-        """Let all ranks raise an exception, because MPI_Abort does not end ranks started later."""
+        """End the other ranks before an exception does, as MPI_Abort ends only a part of them."""
         if self._max_ranks:
             self._survivors.leave()
             self._state.comm.abandon(ProcessFailedError("another rank has raised an exception"))
