@@ -1,21 +1,25 @@
-"""Runs training to its end with the surviving ranks."""
+"""Runs training to its end with the surviving ranks, and with new ones."""
 
 import atexit
 import contextlib
 import gc
 import logging
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic
 
+from ..arguments import whole_number
 from ..communicator import Communicator, make_default
-from ..errors import ConfigError, MpiringError, ProcessFailedError
+from ..errors import ConfigError, MpiringError, ProcessFailedError, TransportError
 from ..launch import forks
 from ..launch.environment import survives_deaths
 from ..operations.agreement import Call
 from ..transport.base import T
-from .state import Commits, State
+from . import joining
+from .state import Commits, NewRanksJoin, State
 
 if TYPE_CHECKING:
     from ..transport.survivors import Survivors
@@ -23,13 +27,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 
-def run(train: Callable[[State], T], state: State) -> T:
+# Seconds between attempts to start new ranks at commits.
+_AGAIN_S = 60
+
+
+def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = None) -> T:
     """Return the result of `train(state)`; if ranks die, the others continue without them.
 
     The survivors create a new communicator, `state.comm`, return to the last `state.commit()` that
     all of them have, and call `train(state)` again. `train` must create everything that depends on
     the communicator, such as a `DataParallel`, and continue from `state.step`. Means are then over
-    the survivors.
+    the ranks of `state.comm`.
+
+    With `max_ranks`, new ranks replace dead ones. They run the program from its beginning, receive
+    the commit from the memory of a survivor, and take the numbers of the dead ranks. If there are
+    fewer than `max_ranks` ranks at a later commit, new ranks join there, and `train` is also called
+    again.
 
     This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `train` is called once, and the death
     of a rank ends the job. Exceptions in `train` that no death has caused are raised.
@@ -37,9 +50,12 @@ def run(train: Callable[[State], T], state: State) -> T:
     Args:
         train: Function of the state that trains to the end.
         state: State from which training begins.
+        max_ranks: Number of ranks up to which new ones are started, at least `state.comm.size`; by
+            default, none are started. With it, a program may call `run` only once.
 
     Raises:
-        ConfigError: An attribute of the state cannot be copied.
+        ConfigError: An attribute of the state cannot be copied; or `max_ranks` is invalid, or the
+            launcher ends the job when a rank dies.
 
     Collective: yes. Blocking: yes.
     """
@@ -47,16 +63,24 @@ def run(train: Callable[[State], T], state: State) -> T:
         raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
     if not callable(train):
         raise ConfigError(f"train is a {type(train).__name__}; pass a function of the state")
+    if max_ranks is not None:
+        max_ranks = whole_number("max_ranks", max_ranks, state.comm.size)
+        if not survives_deaths():
+            raise ConfigError(
+                f"max_ranks={max_ranks}: this launcher ends the job when a rank dies, so none can "
+                f"join; start it with Open MPI's mpirun --with-ft ulfm --prtemca "
+                f"state_base_recoverable 1 --map-by :oversubscribe, or without max_ranks")
     # All ranks begin with equal states, so no barrier is needed. The commit also shows which
     # attributes cannot be copied if ranks cannot survive deaths.
-    commits = Commits()
-    commits.add(state._attributes)
+    commits, joined = Commits(), joining.take(may_grow=max_ranks is not None)
+    if joined is None:
+        commits.add(state._attributes)
     if survives_deaths():
         state._commits = commits
         try:
-            return _Run(train, state, commits).result()
+            return _Run(train, state, commits, max_ranks or 0, joined).result()
         finally:
-            state._commits = None
+            state._commits = state._grow = None
     del commits
     if state.comm.rank == 0:
         _log.warning("a rank that dies ends this job: to continue without it, use Open MPI's "
@@ -65,44 +89,103 @@ def run(train: Callable[[State], T], state: State) -> T:
 
 
 class _Run(Generic[T]):
-    """Attempts to train, each with the survivors of the previous one."""
+    """Attempts to train, each with the survivors of the previous one, and with new ranks."""
 
-    def __init__(self, train: Callable[[State], T], state: State, commits: Commits) -> None:
-        self._train = train
-        self._state = state
-        self._commits = commits
-        self._config = state.comm.config
+    def __init__(self, train: Callable[[State], T], state: State, commits: Commits,
+                 max_ranks: int, joined: "Survivors | None") -> None:
+        self._train, self._state, self._commits = train, state, commits
+        self._config, self._max_ranks = state.comm.config, max_ranks
         # All survivors agree on this, including those without a new communicator.
-        self._survivors = state.comm.survivors()
+        self._survivors = joined or state.comm.survivors()
+        self._is_new, self._news = joined is not None, ""
+        self._grown: Survivors | None = None
+        # Number of commits at the last growth, and the time before which commits start no ranks.
+        self._growth, self._again_s = 0, 0.0
+        state._grow = self._grow if max_ranks else None
 
     def result(self) -> T:
         """Return the result of the first attempt in which no rank dies before its end."""
-        done, result = self._attempt(self._trained)
-        noticed_s = time.monotonic()
+        if self._is_new:
+            self._state.comm.abandon(ProcessFailedError(
+                "this rank has joined others; use state.comm instead"))
+            done, result = self._attempt(self._trained_anew)
+        else:
+            done, result = self._attempt(self._trained)
         while not self._survivors.agree(done):
-            before = self._survivors.size
-            self._survivors = self._survivors.shrunk()
-            done, result = self._attempt(lambda: self._trained_anew(before, noticed_s))
             noticed_s = time.monotonic()
+            if self._max_ranks and not self._survivors.agree(True):
+                # Another rank raises an exception. If several call MPI_Abort, mpirun can hang: wait
+                # for the end of that rank, which reports it.
+                self._survivors.agree(True)
+                forks.leave(1)
+            self._regroup()
+            done, result = self._attempt(lambda: self._trained_anew(noticed_s))
         return result  # type: ignore[return-value]
+
+    def _regroup(self) -> None:
+        """Continue with the survivors; replace the others if that is possible."""
+        number, before = self._survivors.comm.rank, self._survivors.size
+        if self._grown is None:
+            self._survivors = self._survivors.shrunk()
+            # Without a commit since the last time, new ranks might also die.
+            if self._max_ranks and self._survivors.agree(self._commits.count > self._growth):
+                self._start_ranks(number)
+        left, self._survivors = self._survivors, self._grown or self._survivors
+        new, self._grown = self._survivors.size - left.size, None
+        self._news = "" if left.comm.rank else (
+            f"{left.size} of {before} ranks{f' and {new} new ones' * bool(new)} resume")
+
+    def _start_ranks(self, number: int) -> None:
+        """Start new ranks if possible; this one gets a number among all."""
+        survivors = self._survivors
+        try:
+            with _limit(joining.JOINING_S):
+                self._grown = survivors.grown(number, self._max_ranks, joining.command)
+            self._growth = self._commits.count
+        except TransportError as error:
+            if survivors.comm.rank == 0:
+                _log.warning("%d ranks continue without new ones: %s", survivors.size, error)
+        self._again_s = time.monotonic() + _AGAIN_S
+
+    def _grow(self) -> None:
+        """Start new ranks at a commit, unless this failed a short time ago.
+
+        Collective: yes. Blocking: yes.
+        """
+        comm = self._state.comm
+        if comm.size < self._max_ranks and comm.broadcast_object(time.monotonic() > self._again_s):
+            self._start_ranks(comm.rank)
+            if self._grown is not None:
+                raise NewRanksJoin
 
     def _attempt(self, action: Callable[[], T]) -> tuple[bool, T | None]:
         """Return whether an action completes, and its result."""
         try:
             return True, action()
+        except NewRanksJoin as error:
+            traceback.clear_frames(error.__traceback__)
         except Exception as error:
             # A death is the cause, even if the error has another type by now.
             if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
+                self._end_job()
                 raise
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
                        exc_info=True)
             traceback.clear_frames(error.__traceback__)
         self._state.comm.abandon(ProcessFailedError(
-            "a rank has died, and this communicator with it; use state.comm instead"))
+            "a rank has died or joined, and this communicator has ended; use state.comm instead"))
         self._survivors.leave()
         # This frees models and their buckets, whose hooks would use the dead communicator.
         gc.collect()
         return False, None
+
+    def _end_job(self) -> None:
+        """End the other ranks before an exception does, as MPI_Abort ends only a part of them."""
+        if self._max_ranks:
+            self._survivors.leave()
+            self._state.comm.abandon(ProcessFailedError("another rank has raised an exception"))
+            for _ in ("the result", "whether to continue"):
+                self._survivors.agree(False)
 
     def _trained(self) -> T:
         result = self._train(self._state)
@@ -110,19 +193,35 @@ class _Run(Generic[T]):
         _wait_for_all(self._state.comm, "end of training")
         return result
 
-    def _trained_anew(self, before: int, noticed_s: float) -> T:
+    def _trained_anew(self, noticed_s: float = 0.0) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
         # The one that `init` has made includes dead ranks.
         make_default(state.comm)
         state._go_back(self._commits)
+        self._growth = self._commits.count
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)
-        if state.comm.rank == 0:
-            _log.warning(
-                "%d of %d ranks resume from %s after the others died; this took %.2f s",
-                state.comm.size, before, state._place, time.monotonic() - noticed_s)
+        if self._news:
+            _log.warning("%s from %s; this took %.2f s", self._news, state._place,
+                         time.monotonic() - noticed_s)
         return self._trained()
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """End this process if a block lasts longer, as MPI may wait forever for a new rank."""
+    def end() -> None:
+        print(f"mpiring: new ranks have not joined for {seconds:g} s; one may have died before it "
+              f"has started MPI. The job ends", file=sys.stderr)
+        forks.leave(1)
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _wait_for_all(comm: Communicator, purpose: str) -> None:

@@ -1,7 +1,8 @@
 """Holds the state from which training continues, and its last two commits, in memory."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class State:
         attributes: Initial attributes; others can be set later.
 
     Attributes:
-        comm: The surviving ranks; a new communicator after each death.
+        comm: The ranks that train; a new communicator after each death, or when ranks join.
         step: Number of steps, which `train` counts.
 
     Raises:
@@ -47,13 +48,14 @@ class State:
         self.comm, self.step = comm, 0
         # Set only within `run`, if ranks can survive.
         self._commits: Commits | None = None
+        self._grow: Callable[[], None] | None = None
         vars(self).update(attributes)
 
     if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
     def commit(self) -> None:
-        """Copy all attributes in memory, to return to them if a rank dies later.
+        """Copy all attributes in memory, to return to them if a rank dies later; let ranks join.
 
         A commit costs a barrier and a copy. It costs nothing if MPI cannot continue without a dead
         rank. Operations on the arrays must be complete.
@@ -67,6 +69,8 @@ class State:
             # Once all ranks have arrived, all have the last commit. The previous one can be reused.
             self.comm.barrier()
             self._commits.add(self._attributes)
+            if self._grow is not None:
+                self._grow()
 
     @property
     def _attributes(self) -> dict[str, Any]:
@@ -78,46 +82,75 @@ class State:
         return f"step {self.step}"
 
     def _go_back(self, commits: "Commits") -> None:
-        """Return to the newest commit that all ranks have.
+        """Return to the newest commit that all ranks have; new ranks receive it.
 
         Collective: yes. Blocking: yes.
         """
         committed = commits.at(commits.agreed(self.comm))
+        for name, value in committed.items():
+            if isinstance(value, _Saved) and value.owner is None:
+                if name not in vars(self):
+                    raise ConfigError(f"the state of this new rank {self.comm.rank} has no "
+                                      f"attribute {name!r}; set it before elastic.run")
+                value.owner = vars(self)[name]
         for name in self._attributes.keys() - committed.keys():
             delattr(self, name)
         for name, value in committed.items():
             vars(self)[name] = restored(value, vars(self).get(name))
 
 
+class NewRanksJoin(BaseException):
+    """Ends `train` at a commit. It is no Exception, so that `train` does not handle it."""
+
+
 class Commits:
-    """The last two commits of a rank; while one is being written, the other is complete."""
+    """The last two commits of a rank; while one is being written, the other is complete.
+
+    Attributes:
+        count: Number of commits since the beginning.
+    """
 
     def __init__(self) -> None:
         self._commits: dict[int, dict[str, Any]] = {}
-        self._next = 0
+        self.count = 0
 
     def add(self, attributes: dict[str, Any]) -> None:
         """Commit a copy of the attributes, in the memory of the commit before the last one."""
-        memory = self._commits.pop(self._next - 2, {})
-        self._commits[self._next] = {
+        memory = self._commits.pop(self.count - 2, {})
+        self._commits[self.count] = {
             name: _committed(name, value, memory.get(name)) for name, value in attributes.items()}
-        self._next += 1
+        self.count += 1
 
     def agreed(self, comm: Communicator) -> int:
         """Return the number of the newest commit that all ranks have.
 
+        New ranks, which have none, receive it from the first rank that has it.
+
         Collective: yes. Blocking: yes.
         """
-        common = set.intersection(*comm.allgather_object({*self._commits}))
+        held = comm.allgather_object({*self._commits})
+        common = set.intersection(*filter(None, held)) if any(held) else set()
         if not common:
             raise TransportError(f"rank {comm.rank}: no commit is on all ranks; this one has "
                                  f"{sorted(self._commits)}")
-        return max(common)
+        number = max(common)
+        if not all(held):
+            self._share(comm, number, is_source=comm.rank == [*map(bool, held)].index(True))
+        return number
+
+    def _share(self, comm: Communicator, number: int, *, is_source: bool) -> None:
+        part = comm.split(0 if is_source or not self._commits else None, key=int(not is_source))
+        if part is not None:
+            with part:
+                received = part.broadcast_object(
+                    {name: replace(value, owner=None) if isinstance(value, _Saved) else value
+                     for name, value in self._commits[number].items()} if is_source else {})
+            self._commits.setdefault(number, received)
 
     def at(self, number: int) -> dict[str, Any]:
         """Return the attributes of a commit, and drop later commits."""
         self._commits.pop(number + 1, None)
-        self._next = number + 1
+        self.count = number + 1
         return self._commits[number]
 
 

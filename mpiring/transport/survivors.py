@@ -1,15 +1,16 @@
-"""Agreement of the surviving ranks after a death, and a communicator for them.
+"""Agreement of the surviving ranks after a death, a communicator for them, and new ranks.
 
 It uses ULFM (User-Level Failure Mitigation), an extension of MPI 4 that is part of Open MPI.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from mpi4py import MPI
 
-from ..errors import MpiringError, ProcessFailedError
+from ..errors import MpiringError, ProcessFailedError, TransportError
 from .base import Request, T, Task
 from .mpi import failure, messages_of
 
@@ -90,11 +91,64 @@ class Survivors:
         """
         return Survivors(cast(MPI.Intracomm, self._called("shrink", self.comm.Shrink)))
 
+    def grown(self, number: int, size: int,
+              command: Callable[[Sequence[int]], Sequence[str]]) -> "Survivors":
+        """Start new ranks, which must call `join`; return all ranks on a new communicator.
+
+        Args:
+            number: Number of this rank on the new communicator, less than `size`.
+            size: Number of ranks of the new communicator.
+            command: Function that returns the command of new ranks, whose numbers are its argument.
+
+        Raises:
+            TransportError: MPI cannot start new ranks, or a rank died. It is raised on all ranks,
+                which can continue on this communicator.
+
+        It never returns if a new rank dies before it has started MPI.
+
+        Collective: yes. Blocking: yes.
+        """
+        new, problem = None, "another rank could not start them"
+        try:
+            numbers = sorted({*range(size)} - {*self.comm.allgather(number)})
+            name, *arguments = command(numbers)
+            between = self.comm.Spawn(name, arguments, len(numbers))
+            new = cast(MPI.Intracomm, between.Merge().Split(0, number))
+        except MPI.Exception as exc:
+            problem = f"MPI_Comm_spawn: {exc.Get_error_string()}"
+        complete = self.agree(new is not None)
+        if new is None or not complete:
+            if new is not None:
+                # The new ranks that have it end.
+                Survivors(new).leave()
+            raise TransportError(f"rank {self.comm.rank}: {problem}")
+        if self.comm.rank == 0:
+            for other in numbers:
+                # A death is noticed later.
+                with contextlib.suppress(MPI.Exception):
+                    new.send(None, other)
+        return Survivors(new)
+
     def _called(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except MPI.Exception as exc:
             raise failure(f"rank {self.comm.rank}: MPI_Comm_{name}", exc) from exc
+
+
+def join(numbers: Sequence[int]) -> Survivors:
+    """Join the ranks that have started this process by `grown`.
+
+    Args:
+        numbers: Numbers of all ranks that were started with this one, in the order of their world.
+
+    Collective: yes. Blocking: yes.
+    """
+    merged = MPI.Comm.Get_parent().Merge(high=True)
+    new = cast(MPI.Intracomm, merged.Split(0, numbers[MPI.COMM_WORLD.rank]))
+    # Sent when all other ranks also have this communicator.
+    new.recv()
+    return Survivors(new)
 
 
 def _settle(tasks: Sequence[Task[Any]]) -> None:

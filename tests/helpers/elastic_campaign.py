@@ -1,8 +1,10 @@
 """Kills ranks of training jobs at random moments, and counts how many jobs go on, and how soon.
 
     python tests/helpers/elastic_campaign.py --kills 100
+    python tests/helpers/elastic_campaign.py --kills 30 --grow
 
-needs an Open MPI whose mpirun knows `--with-ft ulfm`. By hand: it takes some minutes.
+With --grow, new ranks replace the dead ones. It needs an Open MPI whose mpirun knows
+`--with-ft ulfm`. By hand: it takes some minutes.
 """
 
 import argparse
@@ -24,7 +26,8 @@ PLACES = ["compute", "commit", "barrier", "objects", "broadcast", "broadcast win
           "allreduce shared window", "allreduce ring", "allreduce direct", "allreduce native",
           "allreduce auto window", "iallreduce ring", "iallreduce native", "iallreduce shared"]
 PATTERNS = ["one", "one", "one", "rank 0", "two at once", "one after another", "in recovery"]
-RANKS, STEPS, LIMIT_S = 4, 400, 110
+RANKS, STEPS, LIMIT_S = 4, 400, 220
+SURVIVES = ("--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1")
 
 
 def events(folder):
@@ -37,11 +40,11 @@ def events(folder):
             yield float(when), int(rank), " ".join(words[:-2]), int(words[-1])
 
 
-def wait_until_all_go_on(folder, size, job):
+def wait_until_all_go_on(folder, size, job, since=0.0):
     """Return when so many ranks have made a step together; False if the job ends before."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and job.poll() is None:
-        steps = [what for _, _, what, among in events(folder) if among == size]
+        steps = [what for when, _, what, among in events(folder) if among == size and when > since]
         if steps.count("goes on") >= size:
             return True
         time.sleep(0.005)
@@ -55,8 +58,8 @@ def kill(folder, ranks):
     return time.time()
 
 
-def injure(folder, job, pattern, rng):
-    """Kill ranks as the pattern says; return when, and how many there were afterwards."""
+def injure(folder, job, pattern, rng, grow):
+    """Kill ranks as the pattern says; return when, and how many were killed by then."""
     victims = rng.sample(range(RANKS), 2)
     if pattern == "rank 0":
         victims = [0]
@@ -66,20 +69,21 @@ def injure(folder, job, pattern, rng):
         return []
     time.sleep(rng.uniform(0, 0.8))
     if pattern == "two at once":
-        return [(kill(folder, victims), RANKS - 2)]
-    first = kill(folder, victims[:1]), RANKS - 1
+        return [(kill(folder, victims), 2)]
+    first = kill(folder, victims[:1]), 1
     if pattern == "in recovery":
         time.sleep(rng.uniform(0, 0.2))
-        return [(kill(folder, victims[1:]), RANKS - 2)]
+        return [(kill(folder, victims[1:]), 2)]
     if pattern == "one after another":
-        if not wait_until_all_go_on(folder, RANKS - 1, job):
+        left = RANKS if grow else RANKS - 1
+        if not wait_until_all_go_on(folder, left, job, first[0]):
             return [first]
         time.sleep(rng.uniform(0, 0.3))
-        return [first, (kill(folder, victims[1:]), RANKS - 2)]
+        return [first, (kill(folder, victims[1:]), 2)]
     return [first]
 
 
-def one_job(place, private, pattern, rng):
+def one_job(place, private, pattern, rng, grow):
     """Run a job, and hurt it.
 
     Returns:
@@ -88,10 +92,11 @@ def one_job(place, private, pattern, rng):
     """
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
-        job = start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
-                    options=("--with-ft", "ulfm"), MPIRING_SHARED_MEMORY=str(int(not private)))
+        job = start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place, "",
+                    *[RANKS] * grow, options=SURVIVES,
+                    MPIRING_SHARED_MEMORY=str(int(not private)))
         try:
-            deaths = injure(folder, job, pattern, rng)
+            deaths = injure(folder, job, pattern, rng, grow)
         except ProcessLookupError:
             deaths = []    # It had come to its end before.
         try:
@@ -100,28 +105,29 @@ def one_job(place, private, pattern, rng):
             problem = "hangs"
             os.killpg(job.pid, signal.SIGKILL)
             output, _ = job.communicate()
-        if job.returncode:
+        if job.returncode and (folder / "log").exists():
             output += (folder / "log").read_text()[-2000:]
-        left = deaths[-1][1] if deaths else RANKS
-        recovery_s = []
-        for when, size in deaths:
-            steps = [at for at, _, what, among in events(folder)
-                     if what == "goes on" and among == size]
-            if len(steps) >= size:
-                recovery_s.append(max(steps) - when)
+        killed, recovery_s = deaths[-1][1] if deaths else 0, []
+        for when, gone in deaths:
+            size = RANKS if grow else RANKS - gone
+            steps = sorted(at for at, _, what, among in events(folder)
+                           if what == "goes on" and among == size and at > when)
+            recovery_s += [steps[size - 1] - when] if len(steps) >= size else []
+    left, right = RANKS if grow else RANKS - killed, output.count("right ")
     if "WRONG" in output:
         problem = "a wrong sum"
     elif not problem and job.returncode:
         problem = f"ends with status {job.returncode}"
-    elif not problem and output.count("right ") != left:
-        problem = f"{output.count('right ')} of {left} ranks are right"
-    return RANKS - left, problem, recovery_s, output
+    elif not problem and right != left:
+        problem = f"{right} of {left} ranks are right"
+    return killed, problem, recovery_s, output
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grow", action="store_true", help="let new ranks replace the dead ones")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     kills = jobs = survived = 0
@@ -129,7 +135,8 @@ def main():
     while kills < args.kills:
         place, pattern = PLACES[jobs % len(PLACES)], rng.choice(PATTERNS)
         private = rng.random() < 0.3 and "shared" not in place
-        killed, problem, its_s, output = one_job(place, private, pattern, rng)
+        killed, problem, its_s, output = one_job(place, private, pattern, rng,
+                                                 args.grow)
         jobs += 1
         kills += killed
         survived += killed * (not problem)

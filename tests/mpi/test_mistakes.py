@@ -106,6 +106,9 @@ ON_COMM = [
     (lambda comm: Checkpoints(3, comm), "folder=3: expected a path"),
     (lambda comm: Checkpoints(None, comm, seed=1.5), "seed=1.5: expected a whole number"),
     (lambda comm: elastic.run(3, elastic.State(comm)), "train is a int; pass a function"),
+    (lambda comm: elastic.run(len, elastic.State(comm), max_ranks=0), "max_ranks=0: expected a"),
+    (lambda comm: elastic.run(len, elastic.State(comm), max_ranks=comm.size + 1),
+     "max_ranks=.*: this launcher ends the job .* mpirun --with-ft ulfm"),
     (lambda comm: set_random_state(3), "state of random numbers is a int"),
     (lambda comm: set_random_state({}), "state of random numbers lacks python, numpy"),
 ]

@@ -1,5 +1,7 @@
 """Trains two PyTorch models, of whose ranks two die, and checks them against one process.
 
+With the argument "grow", new ranks replace the dead ones.
+
 One has a Sharded optimizer, which is made anew after a death; so is DiLoCo, of a third one.
 """
 
@@ -8,14 +10,17 @@ import signal
 import sys
 
 import torch
+from mpi4py import MPI
 from torch import nn
 
 import mpiring
 from mpiring import elastic
+from mpiring.data import TokenBatches
 from mpiring.torch import DataParallel, DiLoCo, DistributedSampler, Sharded
 
 STEPS, SAMPLES = 24, 2
-DEATHS = {3: 7, 0: 15} if "die" in sys.argv else {}    # of ranks, at steps
+IS_NEW = MPI.Comm.Get_parent() != MPI.COMM_NULL
+DEATHS = {3: 7, 0: 15} if len(sys.argv) > 1 and not IS_NEW else {}    # of ranks, at steps
 DATA = torch.arange(240 * 5, dtype=torch.float64).reshape(240, 5).sin()
 MINE = 0
 
@@ -29,6 +34,11 @@ def build():
 def loss_of(model, indices):
     batch = DATA[indices]
     return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def union(comm, share):
+    """Return the samples of all ranks."""
+    return sorted(index for each in comm.allgather_object(share) for index in each)
 
 
 def train(state):
@@ -47,6 +57,9 @@ def train(state):
     sampler = DistributedSampler(DATA, comm, seed=1)
     sampler.load_state_dict(state.sampler or sampler.state_dict())
     indices = iter(sampler)
+    batches = TokenBatches([3] * len(DATA), comm, tokens=24, seed=1)
+    batches.load_state_dict(state.batches or batches.state_dict())
+    shares = iter(batches)
     while state.step < STEPS:
         mine = [next(indices) for _ in range(SAMPLES)]
         loss = loss_of(model, mine)
@@ -62,8 +75,9 @@ def train(state):
             p.data.lerp_(torch.full_like(p, 1.0 + MINE), 0.1)
         outer.step()
         state.drawn = [*state.drawn, comm.allgather_object(mine)]
+        state.batched = [*state.batched, union(comm, next(shares))]
         state.step += 1
-        state.sampler = sampler.state_dict()
+        state.sampler, state.batches = sampler.state_dict(), batches.state_dict()
         if state.step % 2 == 0:
             state.slices, state.outer = sharded.state_dict(), outer.state_dict()
             state.commit()
@@ -89,10 +103,12 @@ MINE = comm.rank
 torch.manual_seed(MINE)
 model, optimizer = build()
 state = elastic.State(comm, model=model, optimizer=optimizer, other=build()[0], slices={},
-                      local=build()[0], outer={}, sampler={}, drawn=[])
-elastic.run(train, state)
+                      local=build()[0], outer={}, sampler={}, drawn=[], batches={}, batched=[])
+elastic.run(train, state, max_ranks=4 if "grow" in sys.argv else None)
 seen = [index for shares in state.drawn for share in shares for index in share]
 assert len(state.drawn) == STEPS and len(set(seen)) == len(seen), seen
+plan = iter(TokenBatches([3] * len(DATA), state.comm, tokens=24, seed=1))
+assert state.batched == [union(state.comm, next(plan)) for _ in range(STEPS)], state.batched
 right = [*reference(state.drawn).parameters()]
 for p, right in zip([*model.parameters(), *state.other.parameters()], 2 * right, strict=True):
     torch.testing.assert_close(p.detach(), right.detach(), rtol=1e-9, atol=1e-12)

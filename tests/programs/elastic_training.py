@@ -1,10 +1,10 @@
 """Trains a model whose result NumPy can tell, checks every sum, and lets ranks be killed.
 
-Usage: elastic_training.py FOLDER STEPS WHAT [FATES]
+Usage: elastic_training.py FOLDER STEPS WHAT [FATES [MAX_RANKS]]
 
 Each rank writes its process id to FOLDER, so that whoever watches can kill it, and appends a
 line to FOLDER/log when it begins and when it has made its first step after that. FATES are
-`RANK:PLACE:STEP`, separated by commas: that rank kills itself there.
+`RANK:PLACE:STEP`, separated by commas: that rank kills itself there, unless it is a new one.
 """
 
 import faulthandler
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from mpi4py import MPI
 
 import mpiring
 from mpiring import elastic
@@ -23,6 +24,8 @@ from mpiring.numpy import DataParallel
 
 FOLDER, STEPS, WHAT = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 FATES = [fate.split(":") for fate in sys.argv[4].split(",")] if len(sys.argv) > 4 else []
+MAX_RANKS = int(sys.argv[5]) if len(sys.argv) > 5 else None
+IS_NEW = MPI.Comm.Get_parent() != MPI.COMM_NULL
 SHAPES = {"w1": (300, 41), "b1": (41,), "w2": (41, 100), "b2": (7,)}
 SAMPLES = 3     # per rank and step
 COMMIT_EVERY = 3
@@ -58,7 +61,7 @@ def log(text):
 
 
 def die(place, step):
-    if [str(MINE), place, str(step)] in FATES:
+    if not IS_NEW and [str(MINE), place, str(step)] in FATES:
         log("dies")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -104,7 +107,10 @@ def collective(comm, step):
 
 
 def train(state):
+    global MINE
     comm = state.comm
+    if IS_NEW:
+        MINE = comm.rank
     (FOLDER / f"pid{MINE}").write_text(str(os.getpid()))
     log(f"begins {state.step} {comm.size}")
     # By default of the survivors.
@@ -137,14 +143,14 @@ def train(state):
 
 def main():
     global MINE
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(200, exit=True)
     comm = mpiring.init()
     MINE = comm.rank
     params = {name: np.ones(shape) for name, shape in SHAPES.items()}
     state = elastic.State(comm, params=params, position=0, history=[])
     if WHAT == "commit":
         state.more = np.zeros(1 << 20)
-    size = elastic.run(train, state)
+    size = elastic.run(train, state, max_ranks=MAX_RANKS)
     params, position = expected(state.history)
     check(len(state.history) == STEPS and state.position == position, "history")
     for name, right in params.items():
