@@ -18,7 +18,6 @@ from mpiring import Config
 from mpiring.__main__ import parse
 
 REFERENCE = ROOT / "docs" / "reference"
-CLIENTS = ROOT / "docs" / "how_to" / "clients.md"
 TEXTS = [*pages.PAGES, *ROOT.glob("C*.md"), *ROOT.glob("*/README.md")]
 
 
@@ -37,7 +36,7 @@ def anchors(page):
 @pytest.mark.launch
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("example", pages.parameters(
-    page for page in pages.PAGES[1:] if page != CLIENTS))
+    page for page in pages.PAGES[1:] if page != pages.CLIENTS))
 def test_example(example, tmp_path):
     example.check(tmp_path)
 

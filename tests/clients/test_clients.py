@@ -6,7 +6,6 @@ Their wheels are the group `clients`.
 import pages
 import pytest
 from launching import PROGRAMS, installed, launch
-from test_docs import CLIENTS
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -21,6 +20,6 @@ def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
     assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
 
 
-@pytest.mark.parametrize("example", pages.parameters([CLIENTS]))
+@pytest.mark.parametrize("example", pages.parameters([pages.CLIENTS]))
 def test_what_users_write(example, tmp_path):
     example.check(tmp_path)

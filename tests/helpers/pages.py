@@ -27,6 +27,8 @@ import benchmarks
 from mpiring.__main__ import parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The page whose programs need the group `clients`.
+CLIENTS = ROOT / "docs" / "how_to" / "clients.md"
 _BLOCK = re.compile(r"(?:^<!-- *((?:(?!-->).)*?)\s*-->\n)?^```(python|sh|diff)\n(.*?)^```$",
                     re.MULTILINE | re.DOTALL)
 _OPTIONS = {"python": {"ranks", "more", "not run"}, "sh": {"run", "parse", "not run"}}
