@@ -85,9 +85,9 @@ def origin(figure):
     def either(texts):
         return " or ".join(filter(None, dict.fromkeys(texts)))
 
-    def software(about):
-        return ", ".join(f"{title} {about[key]}".strip() for key, title in _SOFTWARE.items()
-                         if about.get(key))
+    software = filter(None, (
+        either(f"{title} {about[key]}".strip() for about in machines if about.get(key))
+        for key, title in _SOFTWARE.items()))
 
     def settings(about):
         threads = about.get("variables", {}).get("OMP_NUM_THREADS")
@@ -98,7 +98,7 @@ def origin(figure):
     facts = [" and ".join(sorted({about["date"][:10] for about in abouts})),
              either(f"{about['cpu']}, {about['cores']} cores" for about in machines
                     if "cpu" in about),
-             either(map(software, machines)), either(map(settings, machines)), f"Data: {links}"]
+             ", ".join(software), either(map(settings, machines)), f"Data: {links}"]
     return "\n".join(textwrap.wrap(". ".join(filter(None, facts)) + ".", WIDTH,
                                    break_long_words=False, break_on_hyphens=False))
 

@@ -57,7 +57,7 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
     panels = drawing.panels(rows)
     caption = about.get("cluster") or " · ".join([
         ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
-        about["mpi_library"].partition(",")[0]])
+        about["mpi_library"]])
     with picture(path, [INCHES[1]] * len(panels), drawing.columns, caption) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
             drawing.draw(axes, members)

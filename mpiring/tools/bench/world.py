@@ -1,6 +1,7 @@
 """Opens the ranks of a benchmark: a communicator of MPI, and another of mpiring."""
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -98,10 +99,11 @@ class World:
                  "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
                            else None)}
         # The first line of the library's description, without what is not name and version.
-        library = self.mpi.Get_library_version().strip("\0").splitlines()[0]
+        library = self.mpi.Get_library_version().splitlines()[0].partition(",")[0]
         return {
             **machine(),
-            "mpi_library": " ".join(library.replace("Version:", "").split()),
+            "mpi_library": " ".join(re.sub(
+                r"\(R\)|Library|Version:|for Linux\* OS|\bv(?=\d)|\0", "", library).split()),
             "thread_level": self.thread_level,
             "ranks": self.size,
             "nodes": self.comm.num_nodes,
