@@ -541,7 +541,9 @@ class Communicator:
         """Tune algorithms and compile sums now instead of in the first steps.
 
         If numba is installed, it compiles faster sums and means on a node, a few seconds for each
-        dtype. Later jobs load the result from the folder in the setting `tuning_folder`.
+        dtype. Later jobs load the result from the folder in the setting `tuning_folder`. Without
+        this call, a process of low priority compiles after some seconds of calls, if there is a
+        folder.
 
         Args:
             dtypes: Dtypes of the arrays to combine, such as float16, in addition to float32,

@@ -1,12 +1,11 @@
 """Compiles sums and means once per kind of machine, before they are needed."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..jit import copies, sums
 from ..operations.agreement import Call
 from ..transport import compiled, waiting
+from .background import compilations
 
 if TYPE_CHECKING:
     from .group import Group
@@ -31,20 +30,12 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     if not dtypes or all(len(ranks) == 1 for ranks in group.sharing.memory_groups):
         return
     memory = group.sharing.memory
-    compilations = [*_compilations(group, dtypes)] if memory and group.config.tuning_folder else []
+    wanted = [*compilations(group.size, dtypes)] if memory and group.config.tuning_folder else []
     # First each rank compiles its share; then it loads the others' code, or compiles what is not
     # on disk.
-    for share in (compilations[memory.rank::len(memory.ranks)] if memory else [], compilations):
+    for share in (wanted[memory.rank::len(memory.ranks)] if memory else [], wanted):
         for compilation in share:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
                   lambda collectives: collectives.barrier(), patient=waiting.OPENING_S)
     group.fast_calls.forget()
-
-
-def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
-    for name in dtypes:
-        yield partial(compiled.code, "sum", name, group.size)
-        if name in sums.DTYPES:
-            yield partial(sums.code, name)
-    yield copies.code

@@ -19,6 +19,7 @@ from ..record.recorder import Recorder
 from ..transport import waiting
 from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
+from .background import BackgroundCompiler
 from .handle import Action, Handle, Lane
 
 
@@ -58,6 +59,7 @@ class Engine:
 
     Attributes:
         recorder, threaded, patience: The arguments of the same name.
+        compiler: Compiler of sums that were not prepared.
         given_up: True after `give_up`; nothing is advanced any more.
         failure: First error of any operation; no result can be trusted after it.
         lock: Lock for stepping operations. It is reentrant, because a signal handler may raise
@@ -71,6 +73,7 @@ class Engine:
         self.recorder = recorder or Recorder()
         self.patience = patience
         self.threaded = threaded
+        self.compiler = BackgroundCompiler()
         self.given_up = False
         self.failure: BaseException | None = None
         self.lock = threading.RLock()
@@ -164,6 +167,7 @@ class Engine:
         self._stopping = True
         self._wake.set()
         self._nobody_waits.set()
+        self.compiler.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

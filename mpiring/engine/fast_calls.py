@@ -174,6 +174,8 @@ class FastCalls:
             self._keep(key, prepared)
         elif kind == "allreduce" and self.is_compiled(vector, op_or_root, BY_SLICES):
             self._keep(key, call)
+        if kind in ("allreduce", "reduce_scatter"):
+            self.group.engine.compiler.want(self, op_or_root, dtype_name(x.dtype))
 
     def _keep(self, key: _Key, call: K) -> K:
         if len(self._calls) >= _MAX_CALLS:

@@ -40,7 +40,7 @@ _log = logging.getLogger("mpiring")
 _compiling = threading.Lock()
 _codes: dict[Any, "Code | None"] = {}
 # Keys of code that is not saved.
-_missing: set[Any] = set()
+_missing: set[tuple[Make, str, tuple[Any, ...]]] = set()
 _folder: Path | None = None
 _enabled = True
 # Whether this process warns for its job, problems it has warned of, and why it makes no more code.
@@ -117,6 +117,14 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
                 else:
                     _missing.add(key)
     return _codes.get(key)
+
+
+def load_missing() -> None:
+    """Load code that was missing and is saved now; calls do without it until it is loaded."""
+    for key in tuple(_missing):
+        with _compiling:
+            if key not in _codes and (loaded := _loaded_or_made("", *key, False)):
+                _codes[key] = Code(key[1], *loaded)
 
 
 def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],

@@ -47,11 +47,17 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
     """
     if not op:
         op, name = "sum", COPIES
-    # More 16-bit vectors would be rounded on the way, see sums.adding.
-    if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
+    if not is_compilable(op, name, ranks):
         return None
     return cache.code(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name,
                       compiles=compiles)
+
+
+def is_compilable(op: str, name: str, ranks: int) -> bool:
+    """Return whether numba could compile calls for an op on a dtype, among some ranks."""
+    # More 16-bit vectors would be rounded on the way, see sums.adding.
+    return (_HAS_LOCK and op in OPS and name in DTYPES
+            and not (ranks > 4 and name in SIXTEEN_BIT))
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:

@@ -1,0 +1,179 @@
+"""Compiles sums while a program runs that does not call `Communicator.prepare`."""
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..jit import cache, copies, sums
+from ..launch.cache import folder_of
+from ..launch.environment import variables_for_another_job
+from ..transport import compiled
+from ..transport.layout import COUNTER_SEQUENCE
+
+if TYPE_CHECKING:
+    import subprocess
+
+_log = logging.getLogger("mpiring")
+# Compiling pays only for a program that has run for some time, and made many calls.
+_DELAY_S, _OPERATIONS = 2.0, 100
+# Most characters of an error in the log.
+_MOST = 1000
+# Interval at which ranks look for saved code, and time after which they no longer do.
+_LOOK_S, _LIMIT_S = 0.5, 600.0
+# The priority comes first, because the imports also take time. A rank may have a real-time policy,
+# which its child inherits, and Linux ends the child with the rank (1 is PR_SET_PDEATHSIG).
+_PROGRAM = """
+import ctypes, os, sys
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+os.nice(19)
+ctypes.CDLL(None).prctl(1, 9)
+from mpiring.engine import background
+background.compile_and_save(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+"""
+
+
+class NotedCalls(Protocol):
+    """The part of fast calls that the compiler needs; see fast_calls.FastCalls."""
+
+    group: Any
+    memory: Any
+
+    def forget(self) -> None:
+        """Forget the noted calls."""
+
+
+class BackgroundCompiler:
+    """Starts a process that compiles sums, and loads their code once it is saved.
+
+    The lowest rank of the node starts the process, for one dtype at a time. Each rank loads the
+    code in a thread, which ends afterwards. Until then it sleeps, and checks when the
+    folder was changed.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        # A communicator may be dropped meanwhile.
+        self._users: list[weakref.ref[NotedCalls]] = []
+        self._threads: list[threading.Thread] = []
+        self._turn = threading.Lock()
+        self._stopping = threading.Event()
+
+    def want(self, fast_calls: NotedCalls, op: Any, name: str) -> None:
+        """Have sums of a dtype compiled if a program often needs them; try it once.
+
+        Args:
+            fast_calls: Calls to forget when the code is loaded.
+            op: Op of a call.
+            name: Name of its dtype.
+        """
+        config, memory = fast_calls.group.config, fast_calls.memory
+        if (memory is None or not compiled.is_compilable(op, name, len(memory.ranks))
+                or compiled.code(op, name, len(memory.ranks)) is not None):
+            return
+        if (user := weakref.ref(fast_calls)) not in self._users:
+            self._users.append(user)
+        if name in self._names or self._stopping.is_set():
+            return
+        self._names.add(name)
+        folder = folder_of(config.tuning_folder)
+        if folder is not None and config.rounds == "auto" and config.machine_code:
+            self._threads.append(threading.Thread(
+                target=self._run, args=(name, folder, len(memory.ranks), memory.rank == 0),
+                name=f"mpiring compiles {name}", daemon=True))
+            self._threads[-1].start()
+
+    def stop(self) -> None:
+        """End the process and the threads."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, name: str, folder: Path, ranks: int, starts: bool) -> None:
+        """Load the code of sums when it is saved, and forget calls that do not use it."""
+        from importlib.util import find_spec
+        if find_spec("numba") is None:
+            return
+        with self._turn:
+            child: subprocess.Popen[str] | None = None
+            seen_ns, began, operations = -1, time.monotonic(), self._operations()
+            try:
+                while (not self._stopping.wait(_LOOK_S) and self._alive()
+                       and time.monotonic() - began < _LIMIT_S):
+                    is_over = child is not None and child.poll() is not None
+                    if (changed_ns := _changed_ns(folder)) != seen_ns:
+                        seen_ns = changed_ns
+                        cache.load_missing()
+                    if compiled.code("sum", name, ranks) is not None:
+                        for fast_calls in self._alive():
+                            fast_calls.forget()
+                        return
+                    if child is not None and is_over:
+                        _log.info("sums of %s were not compiled in the background: status %s %s",
+                                  name, child.returncode, child.communicate()[1][-_MOST:].strip())
+                        child = None
+                        return
+                    if (starts and child is None and time.monotonic() - began >= _DELAY_S
+                            and self._operations() - operations >= _OPERATIONS):
+                        child = _started(name, ranks, folder)
+            except OSError as error:
+                _log.info("sums of %s cannot be compiled in the background: %s", name, error)
+            finally:
+                if child is not None:
+                    child.kill()
+                    child.communicate()
+
+    def _alive(self) -> list[NotedCalls]:
+        return [calls for user in tuple(self._users) if (calls := user()) is not None]
+
+    def _operations(self) -> int:
+        return sum(int(fast_calls.group.sharing.counter.words[COUNTER_SEQUENCE])
+                   for fast_calls in self._alive())
+
+
+def _changed_ns(folder: Path) -> int:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _started(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":
+    """Start a process that compiles sums, at the lowest priority."""
+    import subprocess
+    _log.info("compiling sums of %s in the background; comm.prepare() does it before the first "
+              "step", name)
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, name, str(ranks), os.fspath(folder)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, errors="replace",
+        env={**variables_for_another_job(), "OMP_NUM_THREADS": "1"})
+
+
+def compile_and_save(name: str, ranks: int, folder: str) -> None:
+    """Compile what `Communicator.prepare` does, in a process without MPI.
+
+    Args:
+        name: Name of a dtype.
+        ranks: Number of ranks.
+        folder: Folder in which to save the code.
+    """
+    cache.configure(Path(folder))
+    # Ranks wait for the sums that are compiled first in `prepare`.
+    for compilation in reversed([*compilations(ranks, [name])]):
+        compilation(compiles=True)
+
+
+def compilations(ranks: int, dtypes: Sequence[str]) -> Iterator[Any]:
+    """Yield functions that load or compile the code for dtypes, among some ranks of a node."""
+    for name in dtypes:
+        yield partial(compiled.code, "sum", name, ranks)
+        if name in sums.DTYPES:
+            yield partial(sums.code, name)
+    yield copies.code
