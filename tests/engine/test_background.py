@@ -1,5 +1,6 @@
 """Tests that sums are compiled while a program runs, once and by a process that ends with it."""
 
+import itertools
 import logging
 import subprocess
 import time
@@ -17,15 +18,25 @@ FAILS = "raise SystemExit('no compiler here')"
 SLEEPS = "import time; time.sleep(600)"
 
 
-class Calls:
-    """Fast calls of rank 0 of two, which has made many calls since it was first asked."""
+class Counter:
+    """Counts some operations each time that it is read."""
 
-    def __init__(self, folder):
+    def __init__(self, operations):
+        self.operations = itertools.count(0, operations)
+
+    @property
+    def words(self):
+        return {COUNTER_SEQUENCE: next(self.operations)}
+
+
+class Calls:
+    """Fast calls of rank 0 of two, which makes some operations each time they are counted."""
+
+    def __init__(self, folder, operations):
         self.memory = SimpleNamespace(rank=0, ranks=(0, 1))
         config = SimpleNamespace(tuning_folder=str(folder), rounds="auto", machine_code=True)
-        self.words = [0] * (COUNTER_SEQUENCE + 1)
         self.group = SimpleNamespace(
-            config=config, sharing=SimpleNamespace(counter=SimpleNamespace(words=self.words)))
+            config=config, sharing=SimpleNamespace(counter=Counter(operations)))
 
 
 @pytest.fixture
@@ -36,16 +47,15 @@ def want(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "_LOOK_S", 0.01)
     for name, value in (("_folder", tmp_path), ("_codes", {}), ("_missing", set())):
         monkeypatch.setattr(cache, name, value)
-    started, calls, compiler = [], Calls(tmp_path), BackgroundCompiler()
+    started, compiler = [], BackgroundCompiler()
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen",
                         lambda *words, **how: started.append(popen(*words, **how)) or started[-1])
 
     def run(program, operations=background._OPERATIONS):
         monkeypatch.setattr(background, "_PROGRAM", program)
+        calls = Calls(tmp_path, operations)
         compiler.want(calls, "sum", "float32")
-        time.sleep(0.1)
-        calls.words[COUNTER_SEQUENCE] += operations
         return compiler, calls, started
 
     yield run
@@ -70,14 +80,14 @@ def test_a_failure_is_logged_once_and_not_tried_again(want, caplog):
 
 
 def test_the_process_ends_with_the_communicator(want):
-    compiler, _, started = want(SLEEPS)
+    compiler, calls, started = want(SLEEPS)
     until(lambda: started)
     compiler.stop()
     assert started[0].returncode == -9
 
 
 def test_few_calls_compile_nothing(want):
-    compiler, _, started = want(SLEEPS, operations=1)
+    compiler, calls, started = want(SLEEPS, operations=0)
     time.sleep(0.2)
     compiler.stop()
     assert not started
