@@ -1,8 +1,8 @@
 """Combines and copies vectors through memory that the ranks of a node share.
 
-Rank r combines slice r out of all ranks' memory, block by block while a block is in the cache, and
-stores each finished block into all ranks' memory. This moves 2n bytes per rank, which is the least
-possible. Slices are combined in rank order, so the result does not depend on the combining rank.
+Rank r combines slice r of all ranks' vectors, one block at a time so that it stays in the cache.
+It writes each finished block to the memory of all ranks. This moves 2n bytes per rank, which is the
+minimum. Slices are combined in rank order, so the result does not depend on the combining rank.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int)
 
     Args:
         nbytes, dtype: Length and dtype of each vector.
-        ranks: Number of vectors; less than four count as four.
+        ranks: Number of vectors; fewer than four count as four.
         limit: Limit on the total number of bytes.
     """
     # Every rank would leave different junk in the padding of an extended double.
@@ -51,7 +51,7 @@ def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array
 
     Args:
         operation, x, op, combine: Arguments of `allreduce`.
-        positions: Window and offset of the vector of each rank of the node; or NOWHERE or IN_SLOT.
+        positions: Window and offset of each rank's vector on the node, or NOWHERE or IN_SLOT.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -86,14 +86,14 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
-    """Do as `reduce_scatter` with a short vector: each rank reads its slice of all vectors."""
+    """Like `reduce_scatter`, for a short vector: each rank reads its slice of all vectors."""
     node = operation.node
     plan = slot_plan("reduce_scatter", x.size, node.rank, node.size, bounds=bounds)
     return moved(node, x, plan, combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Do as `allgather` with a short vector: each rank writes its slice to its staging slot."""
+    """Like `allgather`, for a short vector: each rank writes its slice to its staging slot."""
     node = operation.node
     return moved(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
 
@@ -107,8 +107,8 @@ def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]
 def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
     """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
-    It costs one barrier, because no rank writes to its slot again before all have left the
-    operation. It does exactly what a fast call does, see transport.layout.
+    One barrier is enough, because no rank writes to its slot again until all ranks have left the
+    operation. The protocol is the same as for a fast call; see transport.layout.
 
     Args:
         node: Node whose ranks take part.
@@ -119,7 +119,7 @@ def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) 
     Collective: yes. Blocking: no (a schedule).
     """
     if node.met:
-        # Ranks may still read what an earlier schedule of this operation has left in the slots.
+        # Ranks may still be reading the slots for an earlier schedule of this operation.
         yield (node.barrier(),)
     yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
 
@@ -138,7 +138,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 
     Args:
         node: Node whose ranks take part.
-        slices: Slice `node.rank` of each rank's vector, see WindowFinder.slices.
+        slices: Slice `node.rank` of each rank's vector; see WindowFinder.slices.
         combine: Implementation of the op.
 
     Collective: yes. Blocking: no (a schedule).
@@ -151,9 +151,9 @@ def staged(node: Node, x: Array, combine: Combine,
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
     For each piece, a rank writes the other ranks' slices to its slot, combines its own slice,
-    writes the result to its slot, and reads the results of the others. Pieces use the halves of
-    the slots in turn: at a barrier one piece is combined, and the next is ready. Call it when all
-    ranks have arrived.
+    writes the result to its slot, and reads the results of the others. Pieces alternate between the
+    two halves of the slots: at each barrier, one piece has been combined and the next one is ready
+    to combine. Call it when all ranks have arrived.
 
     Args:
         node: Node whose ranks take part.
@@ -187,12 +187,12 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     rank_slice = slice(bounds[node.rank], bounds[node.rank + 1])
     sources = [vector[rank_slice] for vector in vectors]
     combine.combine(sources, sources[node.rank])
-    # Other ranks may still read this rank's contribution.
+    # Other ranks may still be reading this rank's contribution.
     yield (node.barrier(),)
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Copy slice r of `x` of rank r to all ranks of a node: from windows, or staged.
+    """Copy slice r of rank r's `x` to all ranks of a node: from windows, or staged.
 
     Args:
         operation: Operation of the ranks of one node.

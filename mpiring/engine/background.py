@@ -1,4 +1,4 @@
-"""Compiles sums while a program runs that does not call `Communicator.prepare`."""
+"""Compiles sums in the background of a program that does not call `Communicator.prepare`."""
 
 import logging
 import os
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     import subprocess
 
 _log = logging.getLogger("mpiring")
-# Compiling pays only for a program that has run for some time, and made many calls.
+# Compiling pays off only in a program that has run for some time and made many calls.
 _DELAY_S, _OPERATIONS = 2.0, 100
-# Most characters of an error in the log.
+# Maximum number of characters of an error in the log.
 _MOST = 1000
-# Interval at which ranks look for saved code, and time after which they no longer do.
+# Interval at which ranks check for saved code, and time after which they stop.
 _LOOK_S, _LIMIT_S = 0.5, 600.0
-# The priority comes first, because the imports also take time. A rank may have a real-time policy,
-# which its child inherits, and Linux ends the child with the rank (1 is PR_SET_PDEATHSIG).
+# The priority is set before the imports, because they also take CPU time. The scheduling policy is
+# set because the child inherits the rank's, which may be real-time. PR_SET_PDEATHSIG (1) makes
+# Linux kill the child (9) when the rank ends.
 _PROGRAM = """
 import ctypes, os, sys
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -53,8 +54,8 @@ class BackgroundCompiler:
     """Starts a process that compiles sums, and loads their code once it is saved.
 
     The lowest rank of the node starts the process, for one dtype at a time. Each rank loads the
-    code in a thread, which ends afterwards. Until then it sleeps, and checks when the
-    folder was changed.
+    code in a thread, which then ends. Until then, the thread wakes up periodically and checks
+    whether the folder has changed.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class BackgroundCompiler:
         self._stopping = threading.Event()
 
     def want(self, fast_calls: NotedCalls, op: Any, name: str) -> None:
-        """Have sums of a dtype compiled if a program often needs them; try it once.
+        """Compile sums of a dtype if a program often needs them; there is only one attempt.
 
         Args:
             fast_calls: Calls to forget when the code is loaded.
@@ -96,7 +97,7 @@ class BackgroundCompiler:
             thread.join()
 
     def _run(self, name: str, folder: Path, ranks: int, starts: bool) -> None:
-        """Load the code of sums when it is saved, and forget calls that do not use it."""
+        """Load the code of sums once it is saved, and forget calls that do not use it."""
         from importlib.util import find_spec
         if find_spec("numba") is None:
             return
@@ -157,7 +158,7 @@ def _started(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":
 
 
 def compile_and_save(name: str, ranks: int, folder: str) -> None:
-    """Compile what `Communicator.prepare` does, in a process without MPI.
+    """Compile the same code as `Communicator.prepare`, in a process without MPI.
 
     Args:
         name: Name of a dtype.
@@ -165,13 +166,13 @@ def compile_and_save(name: str, ranks: int, folder: str) -> None:
         folder: Folder in which to save the code.
     """
     cache.configure(Path(folder))
-    # Ranks wait for the sums that are compiled first in `prepare`.
+    # Ranks stop checking once the first of these is loaded, so it is compiled last.
     for compilation in reversed([*compilations(ranks, [name])]):
         compilation(compiles=True)
 
 
 def compilations(ranks: int, dtypes: Sequence[str]) -> Iterator[Any]:
-    """Yield functions that load or compile the code for dtypes, among some ranks of a node."""
+    """Yield functions that load or compile the code for dtypes and a number of ranks of a node."""
     for name in dtypes:
         yield partial(compiled.code, "sum", name, ranks)
         if name in sums.DTYPES:

@@ -12,16 +12,16 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
-    """Ranks that run collectives among themselves; an argument of every collective.
+    """Set of ranks that run collectives among themselves; each collective accepts one.
 
-    Pass it to `init` or to `add_process_set` first, on every rank.
+    Before its first use, pass it to `init` or to `add_process_set` on every rank.
 
     Args:
-        ranks_or_comm: Ranks, or an mpi4py communicator of them.
+        ranks_or_comm: Ranks, or an mpi4py communicator that contains them.
 
     Attributes:
         process_set_id: Number of the set, 0 for all ranks; None before `init`, and after the set
-            was removed.
+            has been removed.
         ranks: Ranks in ascending order.
         mpi_comm: The communicator, if one was passed.
 
@@ -85,10 +85,10 @@ class ProcessSet:
     def matcher(self) -> Matcher:
         """Matcher of the set's operations.
 
-        Raises the errors of `comm`.
+        Raises the same errors as `comm`.
         """
         if self._matcher is None:
-            raise ValueError(f"rank {self.comm.rank}: {self} has no operations any more")
+            raise ValueError(f"rank {self.comm.rank}: {self} no longer has operations")
         return self._matcher
 
     def root(self, rank: int) -> int:
@@ -137,10 +137,10 @@ def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> li
     Args:
         process_set: The set.
         world: Communicator over all ranks.
-        world_mpi: Their MPI communicator, which contains that of the set.
+        world_mpi: MPI communicator of all ranks, which includes all ranks of the set.
 
     Raises:
-        ValueError: There is no such rank, or sets differ between ranks; raised on all ranks.
+        ValueError: A rank does not exist, or sets differ between ranks; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -155,7 +155,7 @@ def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> li
                 same["ranks"] = ranks
             if not ranks or len(set(ranks)) < len(ranks) or not (
                     0 <= ranks[0] and ranks[-1] < world.size):
-                raise ValueError(f"rank {world.rank}: {process_set}: expected different ranks from "
+                raise ValueError(f"rank {world.rank}: {process_set}: expected distinct ranks from "
                                  f"0 to {world.size - 1}")
     except MpiringError as error:
         raise ValueError(str(error)) from error

@@ -1,8 +1,8 @@
 """Runs a communicator's operations on vectors in GPU memory.
 
-Their schedules are the same as on the host. Their messages go through pinned host memory, unless
-MPI accepts GPU pointers. Their sums are queued on the GPU. A rank arrives at a barrier when all of
-its queued work is done. Staging slots are pinned memory.
+The schedules are the same as on the host. Messages go through pinned host memory, unless MPI
+accepts GPU pointers. Reductions are queued on the GPU. A rank arrives at a barrier when all of its
+queued work is done. Staging slots are in pinned memory.
 """
 
 import functools
@@ -29,8 +29,8 @@ from .exports import Exports
 from .operation import Collectives
 from .windows import Windows, mapped
 
-# Each copy costs about ten microseconds of Python and CUDA, and the first and the last copy overlap
-# nothing. In each turn a rank fills this much of a slot for the others.
+# Each copy costs about ten microseconds of Python and CUDA, and nothing overlaps the first and the
+# last copy. A turn is the part of its slot that a rank fills for the other ranks at a time.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
@@ -43,15 +43,15 @@ Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
 
 class GpuContext(NamedTuple):
-    """A GPU and the resources by which one communicator's operations use it.
+    """A GPU and the resources that a communicator's operations need to use it.
 
     Attributes:
         device: GPU of this rank.
-        exports: Memory on it that is open to other ranks.
-        direct: If true, MPI accepts its pointers.
-        segments: Pinned memory for each rank of the node, which all of them share, for the staging
-            slots of a few operations; None to use the slots of the node memory.
-        tuning: Lengths and counts for its vectors.
+        exports: GPU memory that other ranks can access.
+        direct: If true, MPI accepts pointers to GPU memory.
+        segments: Pinned memory of each rank, shared with the node, for the staging slots of a few
+            operations. If None, they use the slots of the node memory.
+        tuning: Lengths and counts for vectors on this GPU; see Tuning.
     """
 
     device: Device
@@ -77,7 +77,7 @@ class DeviceCombine(Reduction):
         self._device = device
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function that does `combine` on these vectors."""
+        """Return a function that combines these vectors."""
         return functools.partial(self.combine, sources)
 
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
@@ -99,7 +99,7 @@ class DeviceNode:
     Args:
         node: Node of the operation on the host.
         device: GPU of this rank.
-        slots: Bytes of the staging slot of each rank of the node; by default those of `node`.
+        slots: Staging slot of each rank of the node, as bytes; by default, the slots of `node`.
     """
 
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
@@ -111,7 +111,7 @@ class DeviceNode:
 
     @property
     def met(self) -> bool:
-        """Whether the first barrier was begun."""
+        """Whether the first barrier has started."""
         return self._node.met
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
@@ -125,7 +125,7 @@ class DeviceNode:
         return _Arrival(self._device.event(), lambda: self._node.barrier(*numbers))
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Arrive likewise; return the numbers that each rank has passed, per rank."""
+        """Arrive as for `barrier`; return the numbers that each rank has passed."""
         yield (self._device.event(),)
         return (yield from self._node.share(*numbers))
 
@@ -202,7 +202,7 @@ class DeviceCollectives(Collectives):
         return self._host.bytes_sent
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
-        """Lend memory on the GPU for n elements within a block."""
+        """Lend GPU memory for n elements for the duration of a `with` block."""
         return self._context.device.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
@@ -210,7 +210,7 @@ class DeviceCollectives(Collectives):
         return DeviceCombine(op, dtype, size, self._context.device)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
-        """Return the schedule that returns a vector on the GPU, open to the node if possible."""
+        """Return a schedule that allocates a GPU vector, shared with the node if possible."""
         device, dtype = self._context.device, np.dtype(dtype)
         if self.node.size == 1:
             vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
@@ -263,7 +263,7 @@ class GpuOperations:
         self._known: dict[int, GpuContext] = {}
 
     def where(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` for a vector in host memory, or for one on a GPU; see `on`."""
+        """Return `build` if the vector is in host memory; if it is on a GPU, see `on`."""
         if not isinstance(vector, DeviceVector):
             return build
         return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
@@ -276,20 +276,20 @@ class GpuOperations:
             ready: Events after which the vectors may be used.
             build: Function that returns a schedule, given the collectives of its channel.
 
-        Collective: yes, the first time for each GPU. Blocking: yes, then.
+        Collective: yes, in the first call for each GPU. Blocking: yes, in that call.
         """
         context = self._of(device)
         return lambda collectives: in_context(collectives, context, ready, build)
 
     def _of(self, device: Device) -> GpuContext:
-        """Return a GPU and its resources; the first time, all ranks must call."""
+        """Return a GPU and its resources; all ranks must make the first call for each GPU."""
         context = self._known.get(id(device))
         if context is None:
             # The context keeps the device alive, so that no other device gets its id. All ranks
             # must use the same package, because the schedules differ.
             way = "CuPy" if device.gpu.programmable else "PyTorch alone"
             context = self._known[id(device)] = self._run(
-                Call("prepare", f"GPU number {len(self._known)} for operations by {way}"),
+                Call("prepare", f"GPU number {len(self._known)} for operations with {way}"),
                 lambda collectives: self._prepared(collectives, device))
         return context
 
@@ -299,12 +299,12 @@ class GpuOperations:
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
                 from ..launch.gpu_aware import takes_pointers
-                # The first time, this takes as long as a job's start.
+                # The first call takes as long as the start of a job.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),
                     device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
-        # The pieces that a rank stages at a time for the other ranks of its node fit one turn.
+        # All pieces that a rank stages at once for the other ranks of its node fit into one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
         return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
 
@@ -317,8 +317,8 @@ class GpuOperations:
         segments = yield from mapped(collectives.node, AREAS * SLOT_BYTES)
         if segments is None:
             raise TransportError(
-                f"rank {collectives.rank}: there are no {AREAS * SLOT_BYTES >> 20} MiB of memory "
-                f"to share with the node's other ranks, through which the data of GPUs has to go")
+                f"rank {collectives.rank}: cannot allocate {AREAS * SLOT_BYTES >> 20} MiB of "
+                f"shared memory, which the ranks of a node need to exchange GPU data")
         for segment in segments:
             device.gpu.pin(segment)
         return segments

@@ -39,12 +39,12 @@ class Resources:
         turns: Order of native collectives.
         scratch: Pool of receive buffers.
         windows: Arrays in node-shared memory.
-        order: All ranks, node after node, so that a ring leaves each node only once.
-        nodes: Ranks that share a memory, for each memory, in that order.
+        order: All ranks, grouped by node, so that a ring leaves each node only once.
+        nodes: Ranks of each node, in the same order as in `order`.
         algorithm: Algorithm that "auto" stands for, from the configuration.
         model: Measured costs of the algorithms, if there are any.
-        tuning: Lengths and counts that make the algorithms fast.
-        chosen: Cache of the algorithms, or halves, of earlier calls, with this model.
+        tuning: Lengths and counts for the algorithms; see Tuning.
+        chosen: Cache of the algorithms, or their halves, chosen for earlier calls with this model.
     """
 
     transport: Transport

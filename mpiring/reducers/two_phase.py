@@ -1,8 +1,7 @@
 """Averages vectors between nodes, either encoded or dense; each rank adds up one chunk in float32.
 
-For any number of ranks, an encoded number is rounded twice. The rank that contributes it rounds
-it, and so does the rank that adds up its chunk. A rank does not encode its contribution to its own
-chunk.
+For any number of ranks, an encoded number is rounded twice: by the rank that contributes it, and
+by the rank that adds up its chunk. A rank does not encode its contribution to its own chunk.
 """
 
 from collections.abc import Sequence
@@ -81,7 +80,7 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
             vectors.divide(chunk, p)
             codec.encode(chunk, payloads[r], loss, exchange.key(p))
             if loss is not None:
-                # The mean divides it by p again.
+                # The mean over ranks divides the loss by p again.
                 vectors.multiply(loss, p)
         yield from ring.allgather(exchange.net, payloads)
         finite = True
@@ -95,7 +94,7 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
 def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide],
                    payloads: Sequence[Array], inbox: Sequence[Array],
                    losses: Sequence[Wide] | None) -> Schedule[None]:
-    """Send every other rank its encoded chunk, and add up this rank's own chunk.
+    """Send the other ranks their encoded chunks, and add up this rank's own chunk.
 
     Args:
         payloads: Memory for each encoded chunk.
@@ -112,6 +111,6 @@ def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide]
         requests.append(net.isend(payloads[dest], dest))
     yield requests
     with exchange.decoding():
-        # In the order of ranks, starting after this one.
+        # In rank order, starting with the rank after this one.
         for payload in reversed(inbox):
             codec.decode(payload, chunks[r], adds=True)

@@ -1,8 +1,8 @@
 """The results of torch.distributed collectives: a Work, and its Future.
 
-DistributedDataParallel waits for futures in C++, without progress; the engine's thread completes
-them. Callbacks of futures may start collectives. Among other collectives, their order would differ
-between ranks. `in_callback` detects them, and they run in a separate group.
+DistributedDataParallel waits for futures in C++, which makes no progress, so the engine's thread
+completes them. Callbacks of futures may start collectives. Their order relative to other
+collectives would differ between ranks, so they run in a separate group; see `in_callback`.
 """
 
 import threading
@@ -37,7 +37,7 @@ _callback = _Callback()
 
 
 def in_callback() -> bool:
-    """Return whether this thread runs a callback of a future."""
+    """Return whether this thread is running a callback of a future."""
     return _callback.depth > 0
 
 
@@ -61,7 +61,7 @@ class _All:
         return all([work.handle.test() for work in self._works])
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Return when all are complete; the timeout applies to each, by default its own."""
+        """Wait until all are complete; the timeout applies to each Work, by default its own."""
         for work in self._works:
             work.handle.wait(timeout_s or work.timeout_s)
 
@@ -109,12 +109,12 @@ class Future(torch.futures.Future):
         if error is not None:
             self.set_exception(error)
             return
-        # The tensors are complete. On the user's stream, later work would delay the result.
+        # The tensors are complete. On the user's stream, the future would wait for later work.
         with on_idle_stream(self._gpus):
             self.set_result(self._value)
 
     def then(self, callback: Callable[[Any], Any]) -> "Future":
-        """Return a future of the result of `callback`, which gets this future when complete."""
+        """Return a future of the result of `callback`, which is called with this future."""
         following = Future(self._handle, None, self._gpus)
 
         def call(future: Any) -> None:
@@ -130,10 +130,10 @@ class Future(torch.futures.Future):
         return following
 
     def wait(self) -> Any:
-        """Return the result, and make progress meanwhile.
+        """Make progress until the result is available, and return it.
 
-        The result of an operation is also available inside a callback, whose thread may be the one
-        that would complete the future.
+        The future of an operation can also be waited for inside a callback, even in the thread that
+        would complete the future.
         """
         self._handle.wait()
         return super().wait() if self._value is None else self._value
@@ -147,8 +147,8 @@ class Work(dist.Work):
         value: The tensors with the result.
         timeout_s: Longest time that `wait` waits, in seconds; None for the timeout of the group.
         threaded: If true, operations advance in the background.
-        lanes: Lanes to pause if a backward pass asks for a future, for which it will wait at its
-            end; see `Lane.pause`.
+        lanes: Lanes to pause if `get_future` is called during a backward pass, which waits for the
+            operation at its end; see `Lane.pause`.
 
     Attributes: the arguments.
     """
@@ -159,19 +159,19 @@ class Work(dist.Work):
         super().__init__()
         self.handle, self.value, self.timeout_s = handle, value, timeout_s
         self.threaded, self.lanes = threaded, lanes
-        # Error of the last wait, and error of the operation if `is_completed` got it.
+        # Error of the last wait, and error of the operation that `is_completed` caught.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
         self._future: Future | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when the operation is complete.
+        """Wait until the operation is complete, and return True.
 
         Args:
             timeout: Longest time to wait; by default, that of the operation.
 
         Raises:
-            StallError: The operation is not complete in time.
+            StallError: The operation did not complete in time.
             MpiringError: The operation has failed.
         """
         if self._failure is not None:
@@ -186,8 +186,8 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         """Return whether the operation is complete, or has failed.
 
-        It raises nothing. After a failure `is_success` is False, `exception` returns the error, and
-        `wait` raises it.
+        It never raises an error. After a failure, `is_success` is False, `exception` returns the
+        error, and `wait` raises it.
         """
         try:
             return self.handle.test()
@@ -223,11 +223,11 @@ class Work(dist.Work):
         """Return a future of the tensors with the result."""
         if self._future is None:
             try:
-                # At its end, DistributedDataParallel would wait in C++, unknown to the engine's
-                # thread, which would sleep between its tests. This callback runs first.
+                # At the end of the pass, DistributedDataParallel would wait in C++. The engine's
+                # thread would not know and would sleep between tests. This callback runs first.
                 call_after_backward(self.handle.wait)
             except RuntimeError:
-                # No backward pass runs.
+                # No backward pass is running.
                 if not self.threaded:
                     self.wait()
             else:
@@ -239,7 +239,7 @@ class Work(dist.Work):
 
 
 def coalesced(works: Sequence[Work]) -> Work:
-    """Return several operations as one; a timeout of its `wait` applies to each."""
+    """Combine several Works into one; a timeout passed to its `wait` applies to each."""
     return Work(_All(works), [x for work in works for x in work.value],
                 threaded=all(work.threaded for work in works),
                 lanes={lane for work in works for lane in work.lanes})

@@ -1,4 +1,4 @@
-"""Checks averaged gradients and trained parameters, and measures the memory of steps."""
+"""Checks averaged gradients and trained parameters, and measures the memory that steps use."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,24 +12,24 @@ from .inputs import WrongAnswerError
 from .memory import Growth, NodeGrowth
 from .world import World
 
-# Sums of float32 depend on their order; and what was trained, on whether a ReLU whose input is
-# nearly zero lets its gradient pass.
+# The result of a float32 sum depends on its order. The trained parameters also depend on whether a
+# ReLU passes the gradient of an input near zero.
 _TOLERANCE, _TRAINED_TOLERANCE = 1e-4, 1e-2
 
 
 def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
           use: Callable[[Any], object] = lambda training: training.step(),
           ) -> tuple[Any, dict[str, list[float]]]:
-    """Make a training and check its first step.
+    """Create a training run, and check the gradients of its first step.
 
     Args:
-        make: Returns the training, with its `name` and functions `step` and `gradients`.
+        make: Returns the run, which has a `name` and methods `step` and `gradients`.
         right: Means over ranks of the first step's gradients; empty to check none.
-        use: Called twice with the training, to measure the peak of memory.
+        use: Called twice with the run, to measure its peak memory.
 
     Returns:
-        The training, and by how many bytes processes grow with it: at the peak, that of the ranks
-        that grows most, and at the end, the node that does.
+        The run, and the memory that it adds, in bytes: the largest peak of a rank, and the largest
+        total of a node at the end.
 
     Raises:
         WrongAnswerError: A gradient is not the mean.
@@ -38,11 +38,11 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     """
     of_node, growth = NodeGrowth(world), Growth(world.comm.local_size)
     training = make()
-    # The first step of all trainings starts from the same weights, so that it can be checked.
+    # All runs start from the same weights, so that the first step can be checked.
     training.step()
     if right and training.name != ALONE:
         check(world, training.name, training.gradients(), right)
-    # After the first step buckets may be built again, which is not counted.
+    # Buckets may be rebuilt after the first step; this does not count toward the peak.
     training.step()
     growth.forget_peak()
     use(training)
@@ -52,7 +52,7 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
 
 
 def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the means of all ranks' arrays, in float64, by MPI.
+    """Return the means of all ranks' arrays, computed by MPI in float64.
 
     Collective: yes. Blocking: yes.
     """
@@ -65,10 +65,10 @@ def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Arr
 
 def check(world: World, contender: str, gradients: Mapping[str, Array],
           right: Mapping[str, Array]) -> None:
-    """Raise on all ranks if on any of them a gradient is not the mean.
+    """Raise an error on all ranks if a gradient on any rank is not the mean.
 
     Raises:
-        WrongAnswerError: One differs by more than rounding does.
+        WrongAnswerError: A gradient differs from the mean by more than the tolerance.
 
     Collective: yes. Blocking: yes.
     """
@@ -80,8 +80,8 @@ def check(world: World, contender: str, gradients: Mapping[str, Array],
 
 def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, Array],
                  tolerance: float) -> tuple[int, list[str]]:
-    """Return the lowest rank on which arrays are wrong, and their names, if there are any."""
-    # Rounding is tolerated, at the size of the largest number.
+    """Return the lowest rank with wrong arrays and their names; (0, []) if there is none."""
+    # The tolerance for rounding is relative to the largest number.
     wrong = [name for name, value in right.items() if not np.allclose(
         arrays[name], value, rtol=tolerance, atol=tolerance * np.abs(value).max())]
     return next(((rank, names) for rank, names in enumerate(world.raw.allgather(wrong)) if names),
@@ -89,14 +89,15 @@ def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, 
 
 
 def check_parameters(world: World, trained: Mapping[str, Mapping[str, Array]]) -> None:
-    """Raise on all ranks if trained parameters differ between ranks or contenders.
+    """Raise an error on all ranks if trained parameters differ between ranks or contenders.
 
     Args:
-        trained: Parameters of each contender, after as many steps.
+        trained: Parameters of each contender, after the same number of steps.
 
     Raises:
-        WrongAnswerError: They differ between ranks in any bit, or by more than rounding causes
-            from those of DDP with Gloo, else of DataParallel, where either takes part.
+        WrongAnswerError: They are not bitwise identical on all ranks, or differ from the reference
+            by more than the tolerance. The reference is DDP with Gloo if it takes part, otherwise
+            DataParallel.
 
     Collective: yes. Blocking: yes.
     """

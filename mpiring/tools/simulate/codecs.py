@@ -1,4 +1,4 @@
-"""Measures what Reducers cost and send, by running them between a few simulated nodes."""
+"""Measures the cost and traffic of Reducers by running them on a few simulated nodes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,29 +18,29 @@ from ...transport.base import Channel, Schedule
 from .algorithms import SimulatedTransport
 from .profile import Profile
 
-# Reducers as programs write them, with their loss and how to make one that compresses from the
-# first step on. The loss is 1 if they round to 16 bits, 2 if they round to 8 bits, right on
-# average, and 3 if they approximate, with errors fed back.
+# Each Reducer as a program writes it, its loss, and a function that makes one without warm-up. The
+# loss is 1 for rounding to 16 bits, 2 for unbiased rounding to 8 bits, and 3 for an approximation
+# with error feedback.
 REDUCERS: Sequence[tuple[str, int, Callable[[], Compressor]]] = (
     ('Cast("bfloat16")', 1, lambda: Cast("bfloat16")),
     ("Int8()", 2, Int8),
     ("PowerSGD(rank=2)", 3, lambda: PowerSGD(rank=2, start_step=0)),
     ("OneBit()", 3, lambda: OneBit(warmup_steps=0)),
     ("TopK(0.001)", 3, lambda: TopK(0.001)))
-# Long enough that the cost of a call is a small part.
+# Large enough that the overhead of a call is negligible.
 _SAMPLE_BYTES = 4 << 20
-# The fastest of these calls counts; one before compiles, and touches memory.
+# Number of timed calls, of which the fastest counts. They follow a warm-up call.
 _CALLS = 3
 
 
 @dataclass(frozen=True)
 class CodecPrices:
-    """The costs and bytes of a Reducer, for each byte of a slice of gradients.
+    """The time and traffic of a Reducer per byte of a gradient slice.
 
     Attributes:
-        encode_s, decode_s: Seconds of computing before and after the messages.
-        reduced: Bytes of which each of N nodes sends 2(N-1)/N, as in an allreduce.
-        gathered: Bytes of which each node sends N-1 times as much, as in an allgather.
+        encode_s, decode_s: Seconds of computation before and after communication.
+        reduced: Bytes to allreduce; each of N nodes sends 2(N-1)/N times this number.
+        gathered: Bytes to allgather; each node sends N-1 times this number.
     """
 
     encode_s: float
@@ -53,14 +53,14 @@ def measured(profile: Profile) -> list[CodecPrices]:
     """Return the costs of each of REDUCERS on this machine.
 
     Args:
-        profile: Profile of the model whose tensors are compressed, in their shapes.
+        profile: Profile of the model, which gives the shapes of the tensors to compress.
     """
     tensors = list(_sample(profile))
     return [_measured(make, tensors) for _, _, make in REDUCERS]
 
 
 def _sample(profile: Profile) -> Iterator[TensorSpec]:
-    """Yield tensors of the model, the longest first and cut where they are too long."""
+    """Yield the largest tensors of the model, truncated to the length of the sample."""
     nbytes, dtype = 0, np.dtype(np.float32)
     for tensor in sorted(profile.tensors, key=lambda tensor: -tensor.size):
         if nbytes < _SAMPLE_BYTES:
@@ -75,14 +75,14 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
 def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> CodecPrices:
     two, three = (_Nodes(make, tensors, count) for count in (2, 3))
     encode_s, decode_s = two.seconds()
-    # A node sends `reduced + gathered` to one other, and 4/3 and 2 times as much to two.
+    # Each of 2 nodes sends reduced + gathered, and each of 3 sends 4/3 reduced + 2 gathered.
     sent = [nodes.sent() / two.nbytes for nodes in (two, three)]
     gathered = max(0.0, min(sent[0], 1.5 * sent[1] - 2 * sent[0]))
     return CodecPrices(encode_s / two.nbytes, decode_s / two.nbytes, sent[0] - gathered, gathered)
 
 
 class _Nodes:
-    """A few simulated nodes of a rank each, with random gradients in one bucket.
+    """A few simulated nodes with one rank each and random gradients in one bucket.
 
     Args:
         make: Returns a Reducer.
@@ -90,7 +90,7 @@ class _Nodes:
         count: Number of nodes.
 
     Attributes:
-        nbytes: Length of the bucket.
+        nbytes: Length of the bucket in bytes.
     """
 
     def __init__(self, make: Callable[[], Compressor], tensors: Sequence[TensorSpec],
@@ -106,7 +106,7 @@ class _Nodes:
         self._reduce()
 
     def seconds(self) -> tuple[float, float]:
-        """Return the least seconds of encoding and of decoding in a rank's reduction."""
+        """Return the shortest encoding and decoding times of rank 0 in a reduction, in seconds."""
         costs = []
         for _ in range(_CALLS):
             self._reduce()

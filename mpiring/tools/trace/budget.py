@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 from ...record.trace_file import OPERATIONS
 from ..traces import JobTrace, RankTrace
 
-# A step of so many times the median length contains other work, as a validation.
+# A step longer than this multiple of the median contains other work, such as a validation.
 _LONG = 2.0
 
-# A communicator's name, and the number of an operation there.
+# Name of a communicator, and sequence number of one of its operations.
 Key = tuple[str, int]
 Span = tuple[float, float]
 
 
 class LastCall(NamedTuple):
-    """When the last rank called an operation, in microseconds, and which it was."""
+    """The last rank that called an operation, and the time of its call in microseconds."""
 
     at: float
     rank: int
 
 
 class Wait(NamedTuple):
-    """A time in which the program waits for an operation."""
+    """An interval in which the program waits for an operation."""
 
     began: float
     ended: float
@@ -38,7 +38,7 @@ class TracedOperation(NamedTuple):
 
     Attributes:
         began, ended: Times in microseconds.
-        lane: Number that differs between operations that are in flight at once.
+        lane: Number of the trace row; operations in flight at once have different numbers.
     """
 
     began: float
@@ -51,11 +51,11 @@ class TracedOperation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A training step, or all of a trace that has none.
+    """A training step, or the complete trace if it has no steps.
 
     Attributes:
         began, ended: Times in microseconds.
-        tokens: How many the rank had in it; NaN if that is unknown.
+        tokens: Number of tokens of the rank in this step; NaN if unknown.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Its microseconds."""
+        """Length of the step in microseconds."""
         return self.ended - self.began
 
 
@@ -74,8 +74,8 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
-        ready: Times from the first to the last ready gradient of a step.
-        data: Times in which the program waits for its next batch.
+        ready: Intervals from the first to the last ready gradient of a step.
+        data: Intervals in which the program waits for its next batch.
     """
 
     rank: int
@@ -92,12 +92,12 @@ class StepBudget:
 
     Attributes:
         step: Sum of compute, data, exposed and idle.
-        compute: The program does not wait.
-        data: It waits for its next batch.
-        exposed: It waits for communication.
-        idle: It waits for a rank that has not called the operation yet.
+        compute: Time in which the program does not wait.
+        data: Time in which it waits for its next batch.
+        exposed: Time in which it waits for communication.
+        idle: Time in which it waits for a rank that has not called the operation yet.
         hidden: The part of compute with operations in flight.
-        tokens: Number of tokens of the rank in a step; NaN if that is unknown.
+        tokens: Number of tokens of the rank in a step; NaN if unknown.
     """
 
     step: float
@@ -110,13 +110,13 @@ class StepBudget:
 
     @property
     def hidden_percent(self) -> float:
-        """The part of the time with operations in flight in which the program computes."""
+        """Percentage of the time with operations in flight in which the program computes."""
         in_flight = self.hidden + self.exposed + self.idle
         return 100 * self.hidden / in_flight if in_flight else float("nan")
 
 
 def activity_of(trace: RankTrace) -> Activity:
-    """Read what a rank did."""
+    """Return the activity of a rank, read from its trace."""
     activity = Activity(trace.rank)
     incomplete: set[Key] = set()
     for event in trace.events():
@@ -161,21 +161,21 @@ def last_calls(job: JobTrace) -> dict[Key, LastCall]:
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps without the first one, which warms up, and without very long ones."""
+    """Return the steps except the first one, which is a warm-up, and very long ones."""
     warm = steps[1:] or steps
     limit = _LONG * median(step.length for step in warm)
     return [step for step in warm if step.length <= limit]
 
 
 def step_at(steps: Sequence[Step], at: float) -> Step | None:
-    """Return the step, of these that are in order, in which a time in microseconds is."""
+    """Return the step that contains a time in microseconds; the steps are in order."""
     i = bisect.bisect(steps, at, key=lambda step: step.began) - 1
     return steps[i] if i >= 0 and at < steps[i].ended else None
 
 
 def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, LastCall],
                ) -> dict[int, StepBudget]:
-    """Return the budget of each of these steps of a rank, by the step's number."""
+    """Return the budget of each step of a rank, by step number."""
     data = union(activity.data)
     waiting = union(wait[:2] for wait in activity.waits)
     idle = union(idle_part(wait, last_called) for wait in activity.waits)
@@ -193,7 +193,7 @@ def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[K
 
 
 def idle_part(wait: Wait, last_called: Mapping[Key, LastCall]) -> Span:
-    """Return the beginning of a wait, until the last rank has called the operation."""
+    """Return the part of a wait before the last rank called the operation."""
     last = last_called.get(wait.key)
     return wait.began, max(wait.began, min(wait.ended, last.at if last else wait.began))
 
@@ -204,7 +204,7 @@ def mean(budgets: Sequence[StepBudget]) -> StepBudget:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Return the same times, as spans in order that do not touch."""
+    """Merge spans that overlap or touch, and return them in order."""
     separate: list[Span] = []
     for began, ended in sorted(spans):
         if separate and began <= separate[-1][1]:
@@ -215,7 +215,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _within(spans: Sequence[Span], step: Step) -> float:
-    """Return how much of a step is in spans that do not overlap."""
+    """Return the time that spans cover within a step; they are in order and do not overlap."""
     total = 0.0
     first = max(0, bisect.bisect(spans, (step.began,)) - 1)
     for began, ended in spans[first:]:
