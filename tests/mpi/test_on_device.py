@@ -142,7 +142,7 @@ def test_ranks_with_and_without_cupy_are_refused(comm, breakable, monkeypatch):
     monkeypatch.setattr(gpu.gpu, "programmable", comm.rank > 0)
     with pytest.raises(mpiring.BufferMismatchError) as error:
         breakable().allreduce(gpu.put(np.ones(3)))
-    assert "by CuPy" in str(error.value) and "by PyTorch alone" in str(error.value)
+    assert "with CuPy" in str(error.value) and "with PyTorch alone" in str(error.value)
 
 
 def test_a_nan_is_told_of(comm, gpu):
