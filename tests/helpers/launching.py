@@ -63,7 +63,9 @@ def mpiexec():
 def installed(module):
     """Skip, or fail in CI, where an optional module is not installed."""
     package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is not None:
+    found = importlib.util.find_spec(package)
+    # A folder called like the package, such as pip's `build`, is a module, too, but has no file.
+    if found is not None and found.origin is not None:
         return
     missing = f"no {package}: pip install {package}"
     if os.environ.get("CI") == "true":
