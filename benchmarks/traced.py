@@ -5,10 +5,10 @@ import time
 from argparse import ArgumentParser, Namespace
 from statistics import median
 
-from mpiring.communicator import init
 from mpiring.tools.arguments import positive
 from mpiring.tools.bench.benchmark import MODELS
 from mpiring.tools.units import parse_count
+from mpiring.world import init
 
 from . import main
 

@@ -16,7 +16,7 @@ Start a program with MPI: `mpirun -n 4 python train.py`. There are five entry po
 Call `help` with one of the first four for details.
 """
 
-from .communicator import Communicator, init
+from .communicator import Communicator
 from .config import Config
 from .engine.handle import Handle
 from .errors import (
@@ -35,6 +35,7 @@ from .errors import (
 )
 from .names import AlgorithmName, OpName, publish
 from .record.statistics import Statistics
+from .world import init
 
 __version__ = "0.1.0"
 

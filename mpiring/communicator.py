@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .arguments import MAX_INT32, whole_number
-from .config import Config
+from .config import Config, config_or_default
 from .engine import objects
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
 from .engine.fast_calls import BARRIER, NOTHING
@@ -24,7 +24,6 @@ from .engine.tuning import Tunable
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
-from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor
@@ -61,61 +60,6 @@ class Prepared(NamedTuple):
     vector: Any
 
 
-# The communicator that is used if none is given. A strong reference: a garbage collector would drop
-# it at a different time on each rank.
-_world: "Communicator | None" = None
-
-
-@explaining(INIT)
-def init(*, config: Config | None = None) -> "Communicator":
-    """Start MPI if necessary, and return a new Communicator of all ranks.
-
-    The first communicator that this returns is the default for every argument `comm` in mpiring,
-    until it is closed. A program that needs no communicator itself does not have to call `init`:
-    the first object that is created without `comm` does.
-
-    Args:
-        config: Settings; by default the values of the MPIRING_* variables.
-
-    Raises:
-        LaunchError: The launcher started several ranks, but this process is alone in its MPI
-            world; or this process is a fork of a rank.
-        MissingDependencyError: No MPI library is installed.
-        ClosedError: MPI is finalized already.
-
-    Collective: yes. Blocking: yes.
-    """
-    config = _settings(config)
-    comm = Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
-    if _world is None or _world.closed:
-        make_default(comm)
-    return comm
-
-
-def make_default(comm: "Communicator") -> None:
-    """Use this communicator from now on wherever none is given."""
-    global _world
-    _world = comm
-
-
-def or_world(comm: "Communicator | None") -> "Communicator":
-    """Return the communicator that an argument stands for.
-
-    Args:
-        comm: The argument. If it is None, the result is the communicator that `init` returned
-            first; if there is none, or it is closed, this calls `init`.
-
-    Raises:
-        ConfigError: The argument is something else; the message says how to make a communicator.
-
-    Collective: yes. Blocking: yes.
-    """
-    if comm is None:
-        return init() if _world is None or _world.closed else _world
-    refuse_other_than_communicators(comm)
-    return comm
-
-
 class Communicator:
     """The ranks of one MPI communicator, and the collectives among them.
 
@@ -148,7 +92,7 @@ class Communicator:
 
     @explaining(INIT)
     def __init__(self, mpi_comm: "MPI.Intracomm", *, config: Config | None = None) -> None:
-        self._join(Group(mpi_comm, _settings(config)))
+        self._join(Group(mpi_comm, config_or_default(config)))
 
     def _join(self, group: Group) -> None:
         self._group, self._fast_calls = group, group.fast_calls
@@ -752,23 +696,6 @@ class Communicator:
         # After an exception the other ranks do not close: let it end the job.
         if error is None:
             self.close()
-
-
-def refuse_other_than_communicators(comm: object) -> None:
-    """Raise ConfigError unless an argument is a Communicator; the message says how to make one."""
-    # Anything with its methods will do; an mpi4py communicator does not have them.
-    if not hasattr(comm, "allgather_object"):
-        raise ConfigError(
-            f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
-            f"mpiring.Communicator(comm) for a communicator of mpi4py's")
-
-
-def _settings(config: Config | None) -> Config:
-    if config is None:
-        return Config()
-    if not isinstance(config, Config):
-        raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
-    return config
 
 
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:

@@ -168,3 +168,12 @@ def _check_range(name: str, value: Any, source: str, allowed: tuple[str, ...]) -
         expected = "0 or more"
     if expected:
         raise ConfigError(f"{source}={value!r}: expected {expected}")
+
+
+def config_or_default(config: Config | None) -> Config:
+    """Return the settings that an argument stands for; None stands for the default settings."""
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
+    return config

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator, or_world
+from .communicator import Communicator
+from .world import or_world
 
 _log = logging.getLogger("mpiring")
 

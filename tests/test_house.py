@@ -30,6 +30,7 @@ LAYERS = [
     ["record"],
     ["engine"],
     ["communicator"],
+    ["world"],
     ["gpus", "reducers", "resilience", "data"],
     ["training"],
     ["optim"],

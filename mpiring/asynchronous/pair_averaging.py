@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError
 from ..memory.arrays import Array, is_finite
@@ -15,6 +15,7 @@ from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..transport.base import Channel, Request, Schedule
+from ..world import or_world
 from .base import AsynchronousTraining
 from .layout import FlatModel, ModelArrays
 

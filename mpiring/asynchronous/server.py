@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..arguments import truth, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError, StallError
@@ -18,6 +18,7 @@ from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
+from ..world import or_world
 from .base import AsynchronousTraining
 from .clocks import Condition, SliceOwner, SliceWorker
 from .layout import FlatModel, ModelArrays, arrays_of

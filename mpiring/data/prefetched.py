@@ -15,13 +15,14 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from ..arguments import whole_number
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator
 from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import gpu_named
 from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier
 from ..memory.arrays import dtype_name
 from ..memory.pytrees import mapped
 from ..memory.tensors import is_tensor
+from ..world import refuse_other_than_communicators
 
 T = TypeVar("T")
 # Returns a batch on its device.

@@ -7,11 +7,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arguments import refuse_other_state, truth, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.digest import digest
 from ..operations.consistency import same_on_all
+from ..world import or_world
 from .packing import EpochPlan, TokenBudget, plan
 
 # Keys of a state that identify the samples and their order.

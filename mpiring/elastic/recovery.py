@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Generic
 
 from ..arguments import whole_number
-from ..communicator import Communicator, make_default
+from ..communicator import Communicator
 from ..errors import ConfigError, MpiringError, ProcessFailedError, TransportError
 from ..launch import forks
 from ..launch.environment import survives_deaths
 from ..operations.agreement import Call
 from ..transport.base import T
+from ..world import make_default
 from . import joining
 from .state import Commits, NewRanksJoin, State
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError, TransportError
+from ..world import or_world
 
 # Types of immutable values, which need no copy.
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)

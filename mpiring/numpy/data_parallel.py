@@ -10,7 +10,7 @@ import numpy as np
 from ..arguments import refuse_other_state, truth
 from ..asynchronous import ParameterServer
 from ..buckets.bucket import TensorSpec
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
@@ -25,6 +25,7 @@ from ..reducers.reducer import ReducerSpec
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.replicas import Replicas, Replicated, replicated_in
+from ..world import or_world
 
 SAME_STATE = "load the same state on every rank"
 

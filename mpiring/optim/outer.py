@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arguments import number, refuse_other_state, truth, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..names import LOCAL_TRAINING, OF_TORCHFT, explaining
@@ -23,6 +23,7 @@ from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec, reducers_of
+from ..world import or_world
 from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of

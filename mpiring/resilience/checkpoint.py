@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arguments import path, refuse_other_state, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
+from ..world import or_world
 from .checkpoint_file import Copy
 from .folder import (Lock, await_files, delete_old, leave_note, open_folder, publish, rank_and_host,
                      remove)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arguments import number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
 from ..launch.environment import job_end
+from ..world import or_world
 
 _log = logging.getLogger("mpiring")
 

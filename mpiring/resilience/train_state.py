@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError, MpiringError
 from ..gpu.arrays import is_on_gpu
 from ..memory.pytrees import leaves
 from ..operations.consistency import same_on_all
 from ..reducers.compressor import Compressor
 from ..sharding.sliced import whole
+from ..world import or_world
 from .checkpoint import Checkpoints, random_state, set_random_state
 from .reader import Saved
 

@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..asynchronous import ParameterServer
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
+from ..world import or_world
 from .modules import Wrapper, trained_alike
 from .states import broadcast_parameters
 from .tensors import tensor_of

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook, register_optimizer_step_pre_hook)
 
 from ..arguments import truth
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.host import keep_freed_memory
 from ..names import DATA_PARALLEL, explaining
@@ -25,6 +25,7 @@ from ..reducers.reducer import ReducerSpec
 from ..text import ranks_text
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
+from ..world import or_world
 from .averaging import Averaging, GradientOwner, Settings
 from .weights import without_waiting
 from .modules import (

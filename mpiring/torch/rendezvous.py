@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import register_rendezvous_handler
 
-from ..communicator import Communicator, init, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
 from ..launch.host import ipv4_addresses
+from ..world import init, or_world
 from .private import rendezvous_handlers
 
 _log = logging.getLogger("mpiring")

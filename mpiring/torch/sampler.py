@@ -7,9 +7,10 @@ import torch
 from torch.utils.data import Sampler
 
 from ..arguments import refuse_other_state, truth, whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import ConfigError
 from ..operations.consistency import same_on_all
+from ..world import or_world
 
 
 class DistributedSampler(Sampler[int]):

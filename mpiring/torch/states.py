@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import whole_number
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
 from ..training.replicas import Replicated, replicated_in
+from ..world import or_world
 from .tensors import DEVICE_TYPES
 from .vectors import TensorBuffers
 

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..communicator import Communicator, or_world
+from ..communicator import Communicator
 from ..gpu import accelerator, arrays
 from ..gpu.device import Device, Event
 from ..gpus import take_turns
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES
+from ..world import or_world
 
 DEVICE_TYPES = ("cpu", *GPU_TYPES)
 

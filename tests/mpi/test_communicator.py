@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring import communicator
+from mpiring import world
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
 from mpiring.data import TokenBatches
@@ -378,7 +378,7 @@ def test_use_after_close():
 
 
 def test_the_default_is_what_init_returned_first_until_that_is_closed(monkeypatch):
-    monkeypatch.setattr(communicator, "_world", None)
+    monkeypatch.setattr(world, "_world", None)
     params = {"w": np.full(3, float(MPI.COMM_WORLD.rank))}
     with DataParallel(params).comm as first, mpiring.init() as second:
         assert TokenBatches([1, 2], tokens=4)._comm is first is not second
@@ -386,7 +386,7 @@ def test_the_default_is_what_init_returned_first_until_that_is_closed(monkeypatc
     with mpiring.init() as third:
         assert DataParallel(params).comm is third
     with DataParallel(params).comm as fourth, fourth.split(0) as part:
-        communicator.make_default(part)
+        world.make_default(part)
         assert DataParallel(params).comm is part
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...communicator import Communicator, init
+from ...communicator import Communicator
 from ...errors import ConfigError
 from ...operations.model import Curve, Model
 from ...text import ranks_on_nodes
+from ...world import init
 from .. import table
 from ..table import Column
 from ..units import size_text
