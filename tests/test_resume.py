@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from data_campaign import one_training
 from jobs import run
-from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
+from launching import (
+    PROGRAMS, ROOT, environment, finish, launch, missing, mpiexec, needed, start)
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -101,8 +102,7 @@ def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
 
 def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path):
     if os.geteuid() or not shutil.which("unshare"):
-        missing = "mounting a small disk needs root and util-linux"
-        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(reason=missing)
+        missing("mounting a small disk needs root and util-linux")
     job = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"',
          tmp_path, mpiexec(), "-n", "2", sys.executable, PROGRAMS / "saving.py",

@@ -36,7 +36,8 @@ _COMMON = (MpiringError, KeyboardInterrupt)
 _QUIET_S = 2.0
 # Of ranks that share no memory, those of rank 0's node report first, then one node after another.
 _TURN_S, _TURNS = 0.4, 8
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# Beginnings of the files whose frames do not belong to the program.
+_INTERNAL = f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__
 
 # Per rank, numbers that can be set.
 Words = Sequence[Any]
@@ -193,7 +194,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _leave_out_frames(summary: traceback.TracebackException) -> None:
-    """Remove the frames of mpiring, also of the causes, and the causes that have no others."""
+    """Remove the frames that are not the program's, and the causes that have no other frames."""
     summary.stack = _of_program(summary.stack)
     for name in ("__cause__", "__context__"):
         cause = getattr(summary, name)
@@ -205,7 +206,7 @@ def _leave_out_frames(summary: traceback.TracebackException) -> None:
 
 def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:
     return traceback.StackSummary.from_list(
-        [frame for frame in frames if not frame.filename.startswith(_PACKAGE)])
+        [frame for frame in frames if not frame.filename.startswith(_INTERNAL)])
 
 
 def _ignore_interrupts() -> None:

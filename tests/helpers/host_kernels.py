@@ -4,13 +4,12 @@ Nothing here needs a GPU. `HostStream` launches what it is given at once, on hos
 """
 
 import ctypes
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
-import pytest
+from launching import missing
 
 from mpiring.gpu.device import DeviceVector
 from mpiring.gpu.cuda import CudaStream
@@ -22,13 +21,7 @@ _BLOCKS, _THREADS = 3, 64
 
 def compiler():
     """Return where g++ is; skip, or fail in CI, where there is none."""
-    found = shutil.which("g++")
-    if found is None:
-        missing = "no g++: apt-get install g++"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(reason=missing)
-    return found
+    return shutil.which("g++") or missing("no g++: apt-get install g++")
 
 
 def compiled(needed, folder):

@@ -48,29 +48,26 @@ def default_signals():
             signal.signal(number, default)
 
 
+def missing(text):
+    """Skip, or fail in CI, because something is missing; the text says what."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(text)
+    pytest.skip(reason=text, allow_module_level=True)
+
+
 def mpiexec():
     """Return the mpiexec of this environment; skip, or fail in CI, where there is none."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    found = beside or shutil.which("mpiexec")
-    if found is None:
-        missing = "no mpiexec: pip install 'mpiring[mpich]'"
-        if os.environ.get("CI") == "true":
-            pytest.fail(missing)
-        pytest.skip(reason=missing)
-    return found
+    return beside or shutil.which("mpiexec") or missing("no mpiexec: pip install 'mpiring[mpich]'")
 
 
 def installed(module):
     """Skip, or fail in CI, where an optional module is not installed."""
     package = module.partition(".")[0]
     found = importlib.util.find_spec(package)
-    # A folder called like the package, such as pip's `build`, is a module, too, but has no file.
-    if found is not None and found.origin is not None:
-        return
-    missing = f"no {package}: pip install {package}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(missing)
-    pytest.skip(reason=missing, allow_module_level=True)
+    # A folder called like the package, such as pip's `build`, is also a module, but has no file.
+    if found is None or found.origin is None:
+        missing(f"no {package}: pip install {package}")
 
 
 def needed(module):

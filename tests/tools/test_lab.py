@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, installed
+from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, installed, missing
 
 from mpiring import ConfigError, LaunchError, MissingDependencyError
 from mpiring.tools.lab import lab
@@ -33,15 +33,14 @@ def no_other_tests_lab():
 @pytest.fixture
 def possible():
     """Skip, or fail in CI, where the lab cannot be."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    missing += ["root"] if os.geteuid() != 0 else []
+    needs = [tool for tool in TOOLS if shutil.which(tool) is None]
+    needs += ["root"] if os.geteuid() != 0 else []
     try:
         lab._mpiexec()
     except MissingDependencyError:
-        missing.append("MPICH's mpiexec")
-    assert not missing or os.environ.get("CI") != "true", missing
-    if missing:
-        pytest.skip(reason=f"the lab needs {missing}")
+        needs.append("MPICH's mpiexec")
+    if needs:
+        missing(f"the lab needs {needs}")
 
 
 def command(*words):
