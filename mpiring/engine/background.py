@@ -24,9 +24,9 @@ _log = logging.getLogger("mpiring")
 # Compiling pays off only in a program that has run for some time and made many calls.
 _DELAY_S, _OPERATIONS = 2.0, 100
 # Maximum number of characters of an error in the log.
-_MOST = 1000
+_MAX_CHARS = 1000
 # Interval at which ranks check for saved code, and time after which they stop.
-_LOOK_S, _LIMIT_S = 0.5, 600.0
+_INTERVAL_S, _LIMIT_S = 0.5, 600.0
 # The priority is set before the imports, because they also take CPU time. The scheduling policy is
 # set because the child inherits the rank's, which may be real-time. PR_SET_PDEATHSIG (1) makes
 # Linux kill the child (9) when the rank ends.
@@ -54,8 +54,7 @@ class BackgroundCompiler:
     """Starts a process that compiles sums, and loads their code once it is saved.
 
     The lowest rank of the node starts the process, for one dtype at a time. Each rank loads the
-    code in a thread, which then ends. Until then, the thread wakes up periodically and checks
-    whether the folder has changed.
+    code in a thread, which checks the folder at intervals, and then ends.
     """
 
     def __init__(self) -> None:
@@ -103,24 +102,20 @@ class BackgroundCompiler:
             return
         with self._turn:
             child: subprocess.Popen[str] | None = None
-            seen_ns, began, operations = -1, time.monotonic(), self._operations()
+            operations = self._operations()
             try:
-                while (not self._stopping.wait(_LOOK_S) and self._alive()
-                       and time.monotonic() - began < _LIMIT_S):
-                    is_over = child is not None and child.poll() is not None
-                    if (changed_ns := _changed_ns(folder)) != seen_ns:
-                        seen_ns = changed_ns
-                        cache.load_missing()
+                for passed_s in self._checks():
+                    has_ended = child is not None and child.poll() is not None
+                    cache.load_missing()
                     if compiled.code("sum", name, ranks) is not None:
                         for fast_calls in self._alive():
                             fast_calls.forget()
                         return
-                    if child is not None and is_over:
-                        _log.info("sums of %s were not compiled in the background: status %s %s",
-                                  name, child.returncode, child.communicate()[1][-_MOST:].strip())
+                    if child is not None and has_ended:
+                        status, output = child.returncode, child.communicate()[1]
                         child = None
-                        return
-                    if (starts and child is None and time.monotonic() - began >= _DELAY_S
+                        raise OSError(status, output[-_MAX_CHARS:].strip())
+                    if (starts and child is None and passed_s >= _DELAY_S
                             and self._operations() - operations >= _OPERATIONS):
                         child = _started(name, ranks, folder)
             except OSError as error:
@@ -130,19 +125,19 @@ class BackgroundCompiler:
                     child.kill()
                     child.communicate()
 
+    def _checks(self) -> Iterator[float]:
+        """Yield the seconds that have passed, at intervals, while a check makes sense."""
+        began, passed_s = time.monotonic(), 0.0
+        while passed_s < _LIMIT_S and not self._stopping.wait(_INTERVAL_S) and self._alive():
+            passed_s = time.monotonic() - began
+            yield passed_s
+
     def _alive(self) -> list[NotedCalls]:
         return [calls for user in tuple(self._users) if (calls := user()) is not None]
 
     def _operations(self) -> int:
         return sum(int(fast_calls.group.sharing.counter.words[COUNTER_SEQUENCE])
                    for fast_calls in self._alive())
-
-
-def _changed_ns(folder: Path) -> int:
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _started(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":

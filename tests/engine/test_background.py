@@ -44,7 +44,7 @@ def want(tmp_path, monkeypatch):
     """Return a function that lets a program compile, and returns the compiler and its processes."""
     installed("numba")
     monkeypatch.setattr(background, "_DELAY_S", 0.0)
-    monkeypatch.setattr(background, "_LOOK_S", 0.01)
+    monkeypatch.setattr(background, "_INTERVAL_S", 0.01)
     for name, value in (("_folder", tmp_path), ("_codes", {}), ("_missing", set())):
         monkeypatch.setattr(cache, name, value)
     started, compiler = [], BackgroundCompiler()
