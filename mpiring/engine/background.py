@@ -8,9 +8,11 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..config import Config
 from ..jit import cache, copies, sums
 from ..launch.cache import folder_of
 from ..launch.environment import variables_for_another_job
@@ -38,6 +40,12 @@ ctypes.CDLL(None).prctl(1, 9)
 from mpiring.engine import background
 background.compile_and_save(sys.argv[1], int(sys.argv[2]), sys.argv[3])
 """
+
+
+def may_compile(config: Config) -> bool:
+    """Return whether this rank is allowed to compile code and to save it, and has numba."""
+    return (config.rounds == "auto" and config.machine_code
+            and folder_of(config.tuning_folder) is not None and find_spec("numba") is not None)
 
 
 class NotedCalls(Protocol):
@@ -82,10 +90,10 @@ class BackgroundCompiler:
         if name in self._names or self._stopping.is_set():
             return
         self._names.add(name)
-        folder = folder_of(config.tuning_folder)
-        if folder is not None and config.rounds == "auto" and config.machine_code:
+        if may_compile(config):
             self._threads.append(threading.Thread(
-                target=self._run, args=(name, folder, len(memory.ranks), memory.rank == 0),
+                target=self._run,
+                args=(name, folder_of(config.tuning_folder), len(memory.ranks), memory.rank == 0),
                 name=f"mpiring compiles {name}", daemon=True))
             self._threads[-1].start()
 
@@ -97,9 +105,6 @@ class BackgroundCompiler:
 
     def _run(self, name: str, folder: Path, ranks: int, starts: bool) -> None:
         """Load the code of sums once it is saved, and forget calls that do not use it."""
-        from importlib.util import find_spec
-        if find_spec("numba") is None:
-            return
         with self._turn:
             child: subprocess.Popen[str] | None = None
             operations = self._operations()

@@ -23,7 +23,7 @@ from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
     DISAGREE, DONE, GATED, GATE_STARTED, RESUME, HELD, IDLE, IN_SLOT, LATE, POLL, NOWHERE, FALLBACK,
-    PUBLISH, WINDOWS)
+    PUBLISH, SLOT_BYTES, WINDOWS)
 from ..transport.node_call import NodeCall, piece_call, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
@@ -126,16 +126,22 @@ class FastCalls:
             The handle, or None.
         """
         key = "allreduce", op, x.dtype, x.shape
-        call = first = self._noted(key, x)
-        if first is None or first.__class__ is Call:
+        noted = self._noted(key, x)
+        if noted is None or x.nbytes > SLOT_BYTES:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
-        for number in range(1, _MAX_STARTED):
-            if call[CALL_STAGE]:
-                another = *key, number
-                call = self._calls.get(another) or self._keep(
-                    another, self.prepare(first.call, vector, "allreduce", op) or first)
-        return self.start(first if call[CALL_STAGE] else call, vector, x)
+        for number in range(_MAX_STARTED):
+            another = *key, number
+            call: Any = self._calls.get(another)
+            if call is None:
+                description = noted if noted.__class__ is Call else noted.call
+                call = self.prepare(description, vector, "allreduce", op, started=True)
+                if call is None:
+                    return None
+                self._keep(another, call)
+            if not call[CALL_STAGE]:
+                break
+        return self.start(call, vector, x)
 
     def _noted(self, key: _Key, x: Any) -> Any:
         try:
@@ -172,7 +178,7 @@ class FastCalls:
         prepared = self.prepare(call, vector, kind, op_or_root)
         if prepared is not None:
             self._keep(key, prepared)
-        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, BY_SLICES):
+        elif kind == "allreduce" and self.is_compiled(vector, op_or_root):
             self._keep(key, call)
         if kind in ("allreduce", "reduce_scatter"):
             self.group.engine.compiler.want(self, op_or_root, dtype_name(x.dtype))
@@ -188,24 +194,30 @@ class FastCalls:
         self._calls.clear()
 
     def prepare(self, call: Call, x: Array, kind: str, op_or_root: Any = None, *,
-                instead: bool = False) -> NodeCall | None:
+                started: bool = False) -> NodeCall | None:
         """Return a call that runs a collective on short vectors through slots; None if impossible.
 
         Args:
             call: Description of the collective.
             x: Vector with the length and dtype of those to be combined or copied.
             kind, op_or_root: Arguments of `note`.
-            instead: If true, other ranks may combine the same allreduce by `by_slices`.
+            started: If true, the call will be started. An allreduce may then use slots even if
+                other ranks combine slices.
         """
         op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
         memory = self.memory
-        if memory is None or not self.group.collectives().is_eager(kind, x, op):
+        if memory is None:
             return None
+        collectives, settings = self.group.collectives(), dict[str, Any]()
+        if not collectives.is_eager(kind, x, op):
+            if not (started and kind == "allreduce" and collectives.fits_slots(x)
+                    and collectives.algorithm_of(x, op).name == BY_SLICES):
+                return None
+            settings = {"note": IN_SLOT, "barriers": _BARRIERS}
         combine = reduction(op, x.dtype, len(memory.ranks)) if op else None
         root = op_or_root if kind == "broadcast" else 0
         plan = slot_plan(kind, x.size, memory.rank, len(memory.ranks), root)
         node_call = slot_call(memory, x.dtype, x.size, plan, combine)
-        settings = {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}
         self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
         return node_call
 
@@ -234,10 +246,10 @@ class FastCalls:
         node_call.whole(call, self._counter.identity_of(call, algorithm), op,
                         code if self.group.config.rounds == "auto" else None, **settings)
 
-    def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
-        """Return whether an allreduce would be fast and compiled with this algorithm."""
+    def is_compiled(self, x: Array, op: str) -> bool:
+        """Return whether an allreduce combines slices, and compiled code for it exists."""
         return (self.memory is not None and self.group.config.rounds == "auto"
-                and self.group.collectives().algorithm_of(x, op).name == algorithm
+                and self.group.collectives().algorithm_of(x, op).name == BY_SLICES
                 and compiled.code(op, dtype_name(x.dtype), len(self.memory.ranks)) is not None)
 
     def run(self, call: NodeCall, x: Array, status: int = GATED) -> bool:

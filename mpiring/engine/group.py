@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..collectives.native import Turns
+from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
 from ..jit import cache
@@ -105,7 +106,8 @@ class Group:
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
-            self.sharing.order, self.sharing.memory_groups, self.config.algorithm)
+            self.sharing.order, self.sharing.memory_groups, self.config.algorithm,
+            tuning=Tuning(compiles=self.sharing.compiles))
 
     def tune(self, *, fresh: bool = False) -> Model:
         """Measure the cost of each algorithm; from then on "auto" uses the fastest.

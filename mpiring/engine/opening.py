@@ -26,6 +26,7 @@ from ..transport import waiting
 from ..transport.base import run_to_end
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
+from .background import may_compile
 from .engine import Engine
 from .stalls import print_at_once
 
@@ -49,6 +50,7 @@ class Sharing(NamedTuple):
         neighbors: Result of `launch.topology.neighbors`.
         first_ranks: Ranks as numbered by the first group.
         patience: Policy by which this rank waits for other ranks of its node.
+        compiles: True if every rank may compile code.
     """
 
     topology: Topology
@@ -59,6 +61,7 @@ class Sharing(NamedTuple):
     neighbors: tuple[int, int] | None
     first_ranks: Sequence[int]
     patience: waiting.Patience
+    compiles: bool
 
 
 class GroupParts(NamedTuple):
@@ -214,8 +217,9 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
     memory_leader = comm.rank if segments is None else node.ranks[0]
     processors = frozenset(usable_processors())
-    leaders, memory_leaders, first_ranks, places = gathered(comm, (
-        node.ranks[0], memory_leader, first_rank, hash(processors))).T.tolist()
+    leaders, memory_leaders, first_ranks, places, compiles = gathered(comm, (
+        node.ranks[0], memory_leader, first_rank, hash(processors), may_compile(config),
+    )).T.tolist()
     node.free()
     # Ranks that are bound to other processors do not compete with this one.
     rivals = [*zip(leaders, places)].count((leaders[comm.rank], places[comm.rank]))
@@ -226,7 +230,7 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
     groups = ranks_of_nodes(memory_leaders, order)
     return Sharing(
         topology(comm.rank, leaders), order, groups, memory, counter,
-        neighbors(comm.rank, groups), compact(first_ranks), patience)
+        neighbors(comm.rank, groups), compact(first_ranks), patience, all(compiles))
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:

@@ -5,23 +5,18 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from ..collectives import shared
 from ..errors import ConfigError
-from ..memory.arrays import Array, data_address, dtype_name
+from ..memory.arrays import data_address, dtype_name
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
 from ..transport import compiled
-from ..transport.base import Schedule, T
+from ..transport.base import T
 from ..transport.layout import DONE, GATED
 from .compiling import compile_fast_calls
-from .fast_calls import BY_SLICES, COPYING, FastCalls
+from .fast_calls import COPYING
 from .handle import Handle
 
 if TYPE_CHECKING:
     from .group import Build, Group
-
-# From this length on, a second barrier costs less than copying all vectors. Measured.
-_IN_PLACE_BYTES = 4 << 10
 
 
 class Persistent(Generic[T]):
@@ -61,18 +56,10 @@ class Persistent(Generic[T]):
             return
         name = compiled.COPIES if kind in COPYING else dtype_name(vector.dtype)
         compile_fast_calls(group, [name])
-        in_windows = False
-        if kind == "allreduce" and op_or_root in compiled.OPS:
-            in_windows = group.run(
-                Call("persistent", "(whether vectors are in windows)"),
-                lambda collectives: _are_in_windows(collectives, vector, op_or_root, fast_calls))
-        if in_windows:
-            self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
-        self._started = fast_calls.prepare(call, vector, kind, op_or_root, instead=in_windows)
-        self._called = self._started
-        # Each rank combines a slice of long vectors, wherever those of the other ranks are.
-        if in_windows or kind == "allreduce" and fast_calls.is_compiled(
-                vector, op_or_root, BY_SLICES):
+        self._called = fast_calls.prepare(call, vector, kind, op_or_root)
+        self._started = self._called or fast_calls.prepare(
+            call, vector, kind, op_or_root, started=True)
+        if kind == "allreduce" and fast_calls.is_compiled(vector, op_or_root):
             self._called = fast_calls.by_slices(call, vector, op_or_root)
         # Only the memory of a NumPy array is known not to move; other memory is checked each time.
         if self._called is not None and self._called.is_short and type(result) is np.ndarray:
@@ -142,23 +129,3 @@ class Persistent(Generic[T]):
     def _refuse_started(self) -> None:
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-
-
-def _are_in_windows(collectives: Collectives, x: Array, op: str,
-                    fast_calls: FastCalls) -> Schedule[bool]:
-    """Return whether all ranks must combine short vectors in place, which needs compiled code.
-
-    Shorter vectors are faster copied; longer ones are always combined in place.
-    """
-    if len(collectives.nodes) > 1 or collectives.size == 1:
-        yield from collectives.barrier()
-        return False
-    is_able = fast_calls.is_compiled(x, op) and x.nbytes >= _IN_PLACE_BYTES
-    window, _ = collectives.windows.position_of(x)
-    answers = yield from collectives.node.share(window, int(is_able))
-    return answers == [(answers[0][0], 1)] * len(answers) and window >= 0
-
-
-def _in_place(x: Array, op: str) -> "Build[None]":
-    return lambda collectives: shared.allreduce(
-        collectives, x, op, collectives.combiner(op, x.dtype, collectives.size))

@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..memory.arrays import Array, cut, dtype_name
 from ..memory.reduction import Combine, widens
 from ..names import AlgorithmName
+from ..transport import compiled
 from ..transport.base import Schedule
 from .model import Model
 
@@ -187,6 +188,15 @@ def _unless_mpi_can(case: Case) -> str:
         f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
 
 
+def _is_short_on_node(case: Case) -> bool:
+    """Return whether each rank of a node combines all vectors, with one barrier less."""
+    tuning = case.tuning
+    compiles = tuning.compiles and compiled.is_compilable(
+        case.op, dtype_name(case.dtype), case.ranks)
+    return shared.is_short(case.nbytes, case.dtype, case.ranks,
+                           tuning.compiled_eager_bytes if compiles else tuning.eager_bytes)
+
+
 def _is_short_for_many(case: Case) -> bool:
     """Return whether many nodes of one rank need log2 p messages, not p - 1, for a few bytes."""
     return (case.nodes > case.tuning.direct_nodes and case.nbytes <= case.tuning.short_bytes
@@ -208,8 +218,7 @@ TABLE = (
                      lambda case: case.nbytes <= case.tuning.moved_bytes),
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
               on_gpus=_shared_on_gpus, short=EAGER,
-              is_short=lambda case: shared.is_short(
-                  case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
+              is_short=_is_short_on_node),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
     Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _allgather, DOUBLING.halves,
                                     _is_short_for_many),

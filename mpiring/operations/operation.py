@@ -280,8 +280,7 @@ class Collectives:
             ConfigError: The op does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
-        if self._whole is not None and shared.is_short(
-                x.nbytes, x.dtype, self.size, self.tuning.eager_bytes):
+        if self._whole is not None and self.fits_slots(x):
             return shared.eager(self, x, op, combine, root)
         return self.confirmed(self._reduce(x, root, combine))
 
@@ -300,6 +299,10 @@ class Collectives:
             # As in `reduce_scatter` and `allgather`.
             return self._chosen(choose_halves, x, op or "sum") is EAGER_HALVES
         return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
+
+    def fits_slots(self, x: Array) -> bool:
+        """Return whether a vector is short enough to be combined from the staging slots."""
+        return shared.is_short(x.nbytes, x.dtype, self.size, self.tuning.eager_bytes)
 
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
         chunks = chunks_of(x, self.size)

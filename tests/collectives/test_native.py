@@ -18,9 +18,10 @@ def test_mpi_is_not_asked_for_what_it_gets_wrong():
     assert not native.supports(ml_dtypes.bfloat16, "sum")
 
 
-def chosen(n, op="sum", requested="auto", dtype="float64", ranks=8, nodes=8):
+def chosen(n, op="sum", requested="auto", dtype="float64", ranks=8, nodes=8, **tuning):
     dtype = np.dtype(dtype)
-    return choose(Case(n * dtype.itemsize, dtype, op, ranks, nodes, Tuning()), requested).name
+    case = Case(n * dtype.itemsize, dtype, op, ranks, nodes, Tuning(**tuning))
+    return choose(case, requested).name
 
 
 def test_choice_by_size():
@@ -44,6 +45,10 @@ def test_direct_is_taken_where_a_ring_would_round_at_every_hop():
 def test_choice_by_nodes():
     assert chosen(8, nodes=1) == chosen(8, nodes=1, requested="shared") == "eager"
     assert chosen(Tuning.eager_bytes // 8, nodes=1) == "shared"
+    n = Tuning.compiled_eager_bytes // 64
+    for op, more, algorithm in (("sum", 0, "eager"), ("sum", 1, "shared"), ("max", 1, "eager")):
+        assert chosen(n + more, op, nodes=1, compiles=True) == algorithm
+    assert chosen(n + 1, nodes=1) == "eager"
     assert chosen(8, nodes=1, dtype="longdouble") == "shared", "no rank may leave its own padding"
     for nodes in (2, 4, 7):
         assert chosen(8, nodes=nodes) == "native"

@@ -1,6 +1,8 @@
 """Tests who compiles what ahead of use."""
 
+import numpy as np
 import pytest
+from launching import installed
 from mpi4py import MPI
 
 import mpiring
@@ -36,3 +38,29 @@ def test_ranks_share_the_work_and_who_keeps_nothing_does_none(compiled, rounds, 
     everything = sorted(set(compiled))
     mine = compiled[:-len(everything)]
     assert sorted(compiled[len(mine):]) == everything and set(mine) < set(everything)
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_slices_are_combined_from_fewer_bytes_on_if_every_rank_may_compile(on_all):
+    installed("numba")
+    world = MPI.COMM_WORLD
+    config = mpiring.Config(machine_code=on_all or world.rank > 0)
+    with mpiring.Communicator(world, config=config) as comm:
+        if len(comm.memory_groups) > 1 or comm.size == 1:
+            return
+        for op, n, algorithm in (
+                ("sum", 256, "eager"), ("max", 4096, "eager"), ("mean", 32768, "shared"),
+                ("sum", 4096, "shared" if on_all else "eager")):
+            expected = {"sum": sum(range(comm.size)), "max": comm.size - 1,
+                        "mean": (comm.size - 1) / 2}[op]
+            total = comm.persistent_allreduce(y := np.empty(n, np.float32), op=op)
+            for _ in range(3):
+                x = np.full(n, comm.rank, np.float32)
+                comm.allreduce(x, op=op)
+                assert f", {algorithm}: " in comm.recorder.lines(1)[-1]
+                assert (x == expected).all()
+                x[:] = y[:] = comm.rank
+                # Calls that are started always use slots if they fit.
+                handle = comm.iallreduce(x, op=op)
+                total()
+                assert (handle.wait() == expected).all() and (y == expected).all()

@@ -24,8 +24,10 @@ def processors():
 
 def test_ranks_that_share_a_processor_do_not_spin(processors):
     os.sched_setaffinity(0, processors[:1])
+    # A launcher may have bound each rank to other processors.
+    sharing = MPI.COMM_WORLD.allgather(processors[0]).count(processors[0])
     with mpiring.Communicator(MPI.COMM_WORLD) as comm:
-        expected = waiting.patience(comm.local_size, 1)
+        expected = waiting.patience(sharing, 1)
         assert comm._group.engine.patience == expected
         # The ranks of another group still share the processor.
         with comm.split(comm.rank // 2) as pair:
