@@ -4,7 +4,7 @@ import re
 
 import pages
 import pytest
-from launching import ROOT, launch
+from launching import ROOT, launch, python
 
 README = ROOT / "README.md"
 COMMANDS = [line for example in pages.examples(README) if example.language == "sh"
@@ -28,6 +28,15 @@ def test_the_first_command_trains():
     assert ended.status == 0, ended.output
     accuracy = float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1])
     assert accuracy >= 97
+
+
+def test_the_second_command_finds_all_tests_without_pytorch():
+    """Files that need PyTorch are skipped as a whole; anything else they import must be found."""
+    found = python("-c", 'import sys; sys.modules["torch"] = None; import pytest\n'
+                   'sys.exit(pytest.main(["--collect-only", "-q", "tests"]))',
+                   CI="", PYTEST_ADDOPTS="")
+    assert found.returncode == 0 and " tests collected" in found.stdout, found.stdout[-5000:]
+    assert "tests/test_real_mpi.py::" in found.stdout
 
 
 def test_the_loop_changes_by_at_most_four_lines():
