@@ -15,6 +15,8 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
+from ..transport.layout import COPIES, ROWS
+from ..transport.node_call import parts_call
 
 # The pieces of two ranks stay in a core's cache. Measured.
 _ROUND_BYTES = 128 << 10
@@ -73,7 +75,7 @@ class _Slots:
 
         Args:
             longest: Length of the longest vector that this rank writes or reads.
-            lay, copy_out: Functions that write to the slot and read from slots, given the round.
+            copy_in, copy_out: Functions that write to the slot and read from slots, given the round.
             check: Function that is called before anything is read.
         """
         node = self._node
@@ -101,10 +103,7 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, is_root = _Slots(node, x.dtype, 1), node.rank == root
-    writes, reads = ({0: x}, {}) if is_root else ({}, {root: x})
-    return slots.rounds(
-        x.size, lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
+    return _by_parts(node, COPIES, [x if rank == root else x[:0] for rank in range(node.size)])
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
@@ -117,10 +116,7 @@ def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, writes = _Slots(node, parts[0].dtype, 1), {0: parts[node.rank]}
-    reads = _of_others(node, enumerate(parts))
-    return slots.rounds(
-        _longest(parts), lambda j: slots.copy_in(writes, j), lambda j: slots.copy_out(reads, j))
+    return _by_parts(node, COPIES, parts)
 
 
 def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
@@ -134,16 +130,15 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, rank = _Slots(node, chunks[0].dtype, node.size), node.rank
-    writes = _of_others(node, enumerate(chunks))
+    return _by_parts(node, ROWS, chunks, combine)
 
-    def copy_out(j: int) -> None:
-        piece = slots.piece(chunks[rank], j)
-        sources = [slots.position(source, rank, j, piece.size) for source in range(node.size)]
-        sources[rank] = piece
-        combine.combine(sources, piece)
 
-    return slots.rounds(_longest(chunks), lambda j: slots.copy_in(writes, j), copy_out)
+def _by_parts(node: Node, kind: int, parts: Sequence[Array],
+              combine: Combine | None = None) -> Schedule[None]:
+    if node.met:
+        # Ranks may still read what an earlier schedule of this operation has written.
+        yield (node.barrier(),)
+    yield from node.part(*parts_call(node.memory, kind, parts, _ROUND_BYTES, combine))
 
 
 def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Array],

@@ -79,7 +79,7 @@ CALL_BARRIERS: Final = 14
 # The first and the last phase; 1 if the call is a complete operation, 0 if it is a part of one.
 CALL_FIRST, CALL_LAST, CALL_WHOLE = 15, 16, 17
 # In elements: start and length of what is written, and of what is reduced. For PIECES, the length
-# of a slice of a piece, and of half a slot.
+# of a slice of a piece, for COPIES and ROWS of a piece; and the length of half a slot.
 CALL_WRITES, CALL_WRITTEN, CALL_REDUCES, CALL_REDUCED, CALL_WIDTH, CALL_HALF = range(18, 24)
 # Variable: the address of the vector, for compiled code.
 CALL_VECTOR: Final = 24
@@ -97,7 +97,8 @@ CALL_ADDRESS: Final = 34
 CALL_ITEMSIZE: Final = 35
 # For each rank of the node, the address of its segment of node memory. Then the addresses of the
 # vectors to reduce. Then, for each rank, two words: the known position of its vector (its note), or
-# the range (start, length) that is read from its slot.
+# the range (start, length) of this rank's vector that is read from its slot, or, for ROWS, written
+# for it.
 CALL_BASES: Final = 36
 
 # The note of a vector that is in no window ...
@@ -106,8 +107,9 @@ NOWHERE: Final = (-1, 0)
 IN_SLOT: Final = (-2, 0)
 
 # Kinds. A call reads parts of the slots, reduces all slots, reduces all windows in place, or
-# reduces all private vectors piece by piece.
-READS, SLOTS, WINDOWS, PIECES = range(4)
+# reduces all private vectors piece by piece. Or it copies parts of private vectors piece by piece,
+# or reduces this rank's part of them.
+READS, SLOTS, WINDOWS, PIECES, COPIES, ROWS = range(6)
 
 # Stages: not begun, waiting for a free area, about to write, and waiting for the other ranks.
 IDLE, BEGUN, WRITING, WAITING = range(4)

@@ -1,6 +1,8 @@
 """Calls of the ranks of a node, and the protocol in Python: the dialect of NumPy vectors."""
 
+import bisect
 import functools
+import itertools
 import math
 import operator
 import time
@@ -20,11 +22,11 @@ from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
-    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE,
-    CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE,
-    CALL_VECTOR, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
-    WRITING, call_words)
+    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK,
+    CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_VECTOR,
+    CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS, COPIES,
+    COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, ROWS, SLOTS,
+    WINDOWS, WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
 
@@ -153,7 +155,7 @@ class NodeCall:
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR] = divisor
         self[CALL_SPINS] = self.memory.patience.compiled_spins
-        if self[CALL_KIND] == PIECES:
+        if self[CALL_KIND] >= PIECES:
             self[CALL_POLLS] = waiting.PIECE_POLLS
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
@@ -375,6 +377,62 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
     return call
 
 
+class _Parts:
+    """Vectors of one dtype that Python uses as one vector, in which each follows the last.
+
+    Args:
+        parts: Vectors in any memory.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self.starts = [0, *itertools.accumulate(map(len, parts))]
+        self.size = self.starts[-1]
+
+    def __getitem__(self, piece: slice) -> Any:
+        part = bisect.bisect_right(self.starts, piece.start) - 1
+        start = self.starts[part]
+        return self.parts[part][piece.start - start:piece.stop - start]
+
+
+def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes: int,
+               combine: Combine | None = None) -> tuple[NodeCall, Any]:
+    """Return a part of an operation on a vector per rank, and its vector; compiled if possible.
+
+    Args:
+        memory: Memory of the node.
+        kind: COPIES, to copy part r from rank r to all ranks, or ROWS, to reduce it on rank r.
+        parts: Contiguous vectors of one dtype in any memory, one per rank of the node, of lengths
+            that all ranks agree on. For COPIES, the part of a rank that writes nothing is empty.
+        piece_bytes: Number of bytes that a rank writes in a phase.
+        combine: Implementation of the op, for ROWS.
+    """
+    p, dtype, vector = len(memory.ranks), parts[0].dtype, _Parts(parts)
+    half = memory.slots(0, dtype, None)[0].size // 2
+    width = min(half, piece_bytes // dtype.itemsize) // (p if kind == ROWS else 1)
+    call = NodeCall(memory, dtype, vector.size, kind, combine)
+    call[CALL_WIDTH], call[CALL_HALF] = width, half
+    call[CALL_LAST] = max(0, -(-max(map(len, parts)) // width) - 1)
+    code, starts, divisor = None, vector.starts, 1 if combine is None else combine.divisor
+    if (p > 1 and memory.segments and all(type(part) is np.ndarray for part in parts)
+            and (combine is None or combine.adds) and divisor == int(divisor)):
+        addresses = [data_address(part) for part in parts]
+        if not any(address % dtype.itemsize for address in addresses):
+            code = compiled.code("sum" if combine else "", dtype.name, p)
+            starts = [(address - addresses[0]) // dtype.itemsize for address in addresses]
+    if code is None:
+        starts = vector.starts
+    first = CALL_BASES + 2 * p
+    for rank, part in enumerate(parts):
+        call[first + 2 * rank], call[first + 2 * rank + 1] = starts[rank], len(part)
+    if kind == COPIES:
+        # This rank writes its part, and does not read it.
+        own = first + 2 * memory.rank
+        call[CALL_WRITES], call[CALL_WRITTEN], call[own + 1] = call[own], call[own + 1], 0
+    call.compile(code, int(divisor))
+    return call, vector if code is None else parts[0]
+
+
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
     """Return a call that reduces slices of vectors in windows, whose positions all ranks know."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
@@ -453,6 +511,12 @@ def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
         copy_to(operands.x[start:start + n], operands.slots[rank][at:at + n])
 
 
+def _write_back(words: Any, rank: int, at: int, start: int, n: int) -> None:
+    if n > 0:
+        operands = words[CALL_ADDRESS]
+        copy_to(operands.slots[rank][at:at + n], operands.x[start:start + n])
+
+
 def _reduce(words: Any, at: int, start: int, n: int) -> None:
     operands, kind = words[CALL_ADDRESS], words[CALL_KIND]
     x = operands.x
@@ -464,7 +528,8 @@ def _reduce(words: Any, at: int, start: int, n: int) -> None:
     elif n > 0:
         sources = [slot[at:at + n] for slot in operands.slots]
         sources[words[CALL_RANK]] = x[start:start + n]
-        operands.combine.combine(sources, *sources)
+        # Only slots of PIECES are read again.
+        operands.combine.combine(sources, *(sources if kind == PIECES else [x[start:start + n]]))
 
 
 def _count(words: Any, ns: int) -> int:
@@ -479,5 +544,5 @@ run_plain = protocol(SimpleNamespace(
     form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
     bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
-    write_header=_write_header, write=_write, read=_read, reduce=_reduce, relax=_nothing,
-    give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))
+    write_header=_write_header, write=_write, read=_read, write_back=_write_back, reduce=_reduce,
+    relax=_nothing, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -11,7 +11,7 @@ segment, and publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier numb
 all flags have reached this value, and then sees what the other ranks have written. After the last
 phase it publishes ENDED, because it no longer reads other segments. Publishing stores with release
 semantics, waiting loads with acquire semantics. A rank writes to another rank's segment only in
-PIECES.
+PIECES, COPIES and ROWS.
 
 With the first flag, a rank publishes the digest of its call, and the header. A rank compares all
 digests before it uses any data. The phases are:
@@ -25,10 +25,15 @@ PIECES  j: write piece j except this rank's slice, and reduce this slice of piec
         pieces use the halves of the slots in turn. In phase 0, write a note that the vector is in
         no window.
 
+COPIES  j: write piece j of a part, then read piece j of others' parts.
+ROWS    j: write piece j of each other rank's part, and reduce this rank's piece j - 1 from all
+        slots and the vector. In both, pieces use the halves of the slots in turn.
+
 In PIECES, results overwrite the contributions that they were reduced from. So a cache line moves
 from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy of it.
 With the results in the slots of the ranks that reduced them, 1 MiB took three times as long on two
-cores. Measured.
+cores. Measured. For the same reason ROWS also reduces into the slots, and in COPIES between two
+ranks the reader writes the data back to the slot.
 
 In an allreduce in windows, a rank that may return late for phase 1 writes its vector to its slot.
 It notes this, and arrives at three barriers at once. All other ranks then also write their vectors
@@ -43,10 +48,10 @@ from .layout import (
     CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
     CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
     CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
-    CALL_WRITTEN, CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
-    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME,
-    HELD, IDLE, IN_SLOT, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH,
-    READS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
+    CALL_WRITTEN, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
+    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME, HELD,
+    IDLE, IN_SLOT, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
+    ROWS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
     WRITING)
 
 # Number of phases that run at a time; they take a few milliseconds.
@@ -82,9 +87,10 @@ def protocol(d: Any) -> Callable[..., Any]:
         write_header: Function that copies the call's header to this rank's segment.
         write: Function of at, start, n that copies n elements of the vector to this rank's slot.
         read: Function of rank, at, start, n that copies n elements of a rank's slot to the vector.
+        write_back: Function of rank, at, start, n that copies what was read to the slot again.
         reduce: Function of at, start, n. For SLOTS it reduces n elements of all slots into the
             vector. For WINDOWS it reduces n elements of all vectors into all of them. For PIECES it
-            reduces the other ranks' slots and this rank's vector into all of them.
+            and ROWS it reduces the other ranks' slots and this rank's vector into all of them.
         relax, give_way: Functions to call between two checks, to keep the core or to give it away.
         now: Function of a clock that returns the time in ns.
         count: Function of a call and ns that counts a fast call, and returns the previous count.
@@ -263,13 +269,36 @@ def _pieces(d: Any) -> Any:
     return bounds
 
 
+def _parts(d: Any) -> Any:
+    """Return a function that returns where piece j of a part begins in the vector, and its length.
+
+    The part begins at `start`, and has `n` elements.
+    """
+    @d.inlined
+    def piece(call, j, start, n):  # type: ignore[no-untyped-def]
+        done = min(j * call[CALL_WIDTH], n)
+        return start + done, min(call[CALL_WIDTH], n - done)
+
+    return piece
+
+
 def _writing(d: Any) -> Any:
     """Return a function that writes the data of a phase."""
-    copy, bounds = d.write, _pieces(d)
+    copy, bounds, piece_of = d.write, _pieces(d), _parts(d)
 
     @d.inlined
     def write(call, j):  # type: ignore[no-untyped-def]
-        if call[CALL_KIND] == PIECES:
+        half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
+        if call[CALL_KIND] == COPIES:
+            start, n = piece_of(call, j, call[CALL_WRITES], call[CALL_WRITTEN])
+            copy(call, half, start, n)
+        elif call[CALL_KIND] == ROWS:
+            for r in range(p):
+                part = CALL_BASES + 2 * (p + r)
+                start, n = piece_of(call, j, call[part], call[part + 1])
+                if r != call[CALL_RANK]:
+                    copy(call, half + r * call[CALL_WIDTH], start, n)
+        elif call[CALL_KIND] == PIECES:
             if 0 < j < call[CALL_LAST]:
                 at, start, n, before, after = bounds(call, j)
                 copy(call, at - before, start - before, before)
@@ -282,12 +311,13 @@ def _writing(d: Any) -> Any:
 
 def _reducing(d: Any) -> Any:
     """Return a function that reduces the data of the previous phase."""
-    reduce_part, bounds = d.reduce, _pieces(d)
+    reduce_part, bounds, piece_of = d.reduce, _pieces(d), _parts(d)
 
     @d.inlined
     def reduce(call, j):  # type: ignore[no-untyped-def]
         kind, rank, p = call[CALL_KIND], call[CALL_RANK], call[CALL_RANKS]
-        if kind == READS or j > 1 and j > call[CALL_LAST] or kind == PIECES and j == 1:
+        if kind == READS or kind == COPIES or kind == PIECES and j == 1 or (
+                kind != ROWS and j > 1 and j > call[CALL_LAST]):
             return
         at = start = call[CALL_REDUCES]
         n = call[CALL_REDUCED]
@@ -297,6 +327,10 @@ def _reducing(d: Any) -> Any:
             n = (rank + 1) * call[CALL_LENGTH] // p - start
         if kind == PIECES:
             at, start, n, before, after = bounds(call, j - 1)
+        if kind == ROWS:
+            part = CALL_BASES + 2 * (p + rank)
+            at = (j - 1 & 1) * call[CALL_HALF] + rank * call[CALL_WIDTH]
+            start, n = piece_of(call, j - 1, call[part], call[part + 1])
         reduce_part(call, at, start, n)
 
     return reduce
@@ -304,7 +338,7 @@ def _reducing(d: Any) -> Any:
 
 def _reading(d: Any) -> Any:
     """Return a function that reads the slots' data for this rank."""
-    copy, bounds = d.read, _pieces(d)
+    copy, write_back, bounds, piece_of = d.read, d.write_back, _pieces(d), _parts(d)
 
     @d.inlined
     def read(call, j):  # type: ignore[no-untyped-def]
@@ -313,6 +347,13 @@ def _reading(d: Any) -> Any:
             for r in range(p):
                 part = CALL_BASES + 2 * (p + r)
                 copy(call, r, call[part], call[part], call[part + 1])
+        elif call[CALL_KIND] == COPIES:
+            for r in range(p):
+                part = CALL_BASES + 2 * (p + r)
+                start, n = piece_of(call, j, call[part], call[part + 1])
+                copy(call, r, (j & 1) * call[CALL_HALF], start, n)
+                if p == 2:
+                    write_back(call, r, (j & 1) * call[CALL_HALF], start, n)
         elif call[CALL_KIND] == PIECES and j > 1:
             at, start, n, before, after = bounds(call, j - 1)
             copy(call, call[CALL_RANK], at - before, start - before, before)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from node_calls import COMBINE, KINDS, check, plan_of
 
-from mpiring.collectives import shared
+from mpiring.collectives import node_copies, shared
 from mpiring.collectives.operation import Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.jit import cache
@@ -258,6 +258,52 @@ def combined(size, dtype, op, compiled):
         steps.append(rank.by_round(x, op))
     together(steps)
     return xs
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_long_parts_are_copied_and_reduced_wherever_they_are(node, size):
+    """Ranks in Python and compiled ones mix; lengths differ, and no part is next to another."""
+    chance, dice = random.Random(size), np.random.default_rng(size)
+    ranks = node(size)
+    for step in range(24):
+        dtype = np.dtype(chance.choice(["float32", "float64", "int8"]))
+        lengths = [chance.choice([0, 1, 1000, 131_072 // dtype.itemsize, 200_000]) for _ in ranks]
+        # NumPy alone can add numbers at odd addresses, so such ranks use Python.
+        rooms = [[np.zeros(1 + n * dtype.itemsize + 8, np.uint8) for n in lengths] for _ in ranks]
+        starts = [chance.choice([0, 0, 1]) for _ in ranks]
+        parts = [[room[start:start + n * dtype.itemsize].view(dtype)
+                  for room, n in zip(row, lengths)] for row, start in zip(rooms, starts)]
+        values = [[dice.integers(0, 9, n).astype(dtype) for n in lengths] for _ in ranks]
+        for row, value in zip(parts, values):
+            for x, y in zip(row, value):
+                x[:] = y
+        kind, root = chance.choice(["allgather", "broadcast", "reduce_scatter"]), step % size
+        call = Call(kind, f"step {step}")
+
+        def program(position):
+            rank, row = ranks[position], parts[position]
+            node = rank.memory.node(rank.counter.sequence, call.header, call.digest)
+            rank.counter.words[COUNTER_SEQUENCE] += 1
+            schedule = {
+                "allgather": lambda: node_copies.allgather(node, row),
+                "broadcast": lambda: node_copies.broadcast(node, row[0], root),
+                "reduce_scatter": lambda: node_copies.reduce_scatter(
+                    node, row, reduction("sum", dtype, size))}[kind]()
+            return stepped(agreed(None, node, None, call, schedule))
+
+        in_any_order(chance, [program(position) for position in range(size)])
+        for position, row in enumerate(parts):
+            if kind == "allgather":
+                assert all(np.array_equal(x, values[r][r]) for r, x in enumerate(row))
+            elif kind == "broadcast":
+                assert np.array_equal(row[0], values[root][0])
+            else:
+                assert np.array_equal(
+                    row[position], sum(value[position] for value in values).astype(dtype))
+            # Nothing is written around a part.
+            start = starts[position]
+            assert not any(room[:start].any() or room[start + x.nbytes:].any()
+                           for room, x in zip(rooms[position], row))
 
 
 @pytest.mark.usefixtures("machine_code")
