@@ -14,10 +14,10 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
     """Multiply a vector, in place, and divide it; integers are rounded toward zero."""
     if factor == 1 and divisor == 1:
         return
-    if x.dtype.kind in "iub" and factor == 1:
+    if x.dtype.kind in "iu" and factor == 1:
         # Exact, even beyond 2**53.
-        quotient = np.abs(x) // divisor if x.dtype.kind == "i" else x // divisor
-        x[...] = quotient * np.sign(x) if x.dtype.kind == "i" else quotient
+        x -= np.fmod(x, divisor)
+        x //= divisor
     elif x.dtype.kind in "iub":
         x[...] = np.trunc(x.astype(np.float64) * factor / divisor)
     elif x.itemsize == 2:
@@ -56,6 +56,7 @@ class NumPyArrays:
 
     lend = ArrayBuffers
     dtype_name = staticmethod(dtype_name)
+    scale = staticmethod(scale)
 
     def array(self, x: Any) -> Array:
         """Return an argument as an array."""
@@ -76,10 +77,6 @@ class NumPyArrays:
     def zeros(self, dtype: str, shape: Sequence[int], device: str) -> Array:
         """Return zeros."""
         return np.zeros(shape, dtype)
-
-    def scale(self, x: Array, factor: float, divisor: int = 1) -> None:
-        """Multiply an array, in place, and divide it."""
-        scale(x, factor, divisor)
 
     def to_bytes(self, x: Array) -> Array:
         """Return an array's bytes."""

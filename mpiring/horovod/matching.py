@@ -355,25 +355,20 @@ class Matcher:
         Collective: yes. Blocking: yes.
         """
         if request.results is None:
-            self._complete(request)
+            try:
+                if not request.started:
+                    self.start(request)
+                request.complete()
+            except MpiringError as error:
+                request.error = error
+                if isinstance(error, HorovodInternalError):
+                    raise
+                raise HorovodInternalError(f"{request.name}: {error}") from error
         if self._names.get(request.name) is request:
             del self._names[request.name]
         if self._comm.recorder.trace is not None:
             self._trace(self._comm.recorder.trace, request)
         return request.results[0] if request.single else request.results
-
-    def _complete(self, request: NamedRequest) -> None:
-        """Block until an operation has its results."""
-        try:
-            if not request.started:
-                self.start(request)
-            request.complete()
-        except MpiringError as error:
-            if self._names.get(request.name) is request:
-                del self._names[request.name]
-            if isinstance(error, HorovodInternalError):
-                raise
-            raise HorovodInternalError(f"{request.name}: {error}") from error
 
     def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
         """Record the time until all ranks had submitted, and the duration, as Horovod does."""

@@ -31,17 +31,13 @@ class Operations:
                 op: str = "", factors: tuple[float, float] = (1.0, 1.0), root: int = -1,
                 in_place: bool = False, single: bool = False, splits: Any = None) -> NamedRequest:
         matcher, arrays = process_set.matcher, self._arrays
-        if len(tensors) == 1:
-            (x,) = tensors
-            terms = terms_of(arrays, kind, (x.dtype,), (x.shape,), op, root, factors,
-                             arrays.device(x))
-        else:
-            devices = sorted({arrays.device(x) for x in tensors})
-            if len(devices) != 1:
-                raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at "
-                                 f"least one, all in host memory or all on GPUs")
-            terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
-                             tuple([x.shape for x in tensors]), op, root, factors, devices[0])
+        tensors = [*map(arrays.array, tensors)]
+        devices = sorted({*map(arrays.device, tensors)})
+        if len(devices) != 1:
+            raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at least "
+                             f"one, all in host memory or all on GPUs")
+        terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
+                         tuple([x.shape for x in tensors]), op, root, factors, devices[0])
         return matcher.submit(
             NamedRequest(arrays, name or "", terms, tensors, in_place, single, splits))
 
@@ -103,9 +99,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor), -1, False,
-                            True)
+        return self._submit("allreduce", [tensor], name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), single=True)
 
     def allreduce_async_(self, tensor: Any, average: bool | None = None, name: str | None = None,
                          op: int | None = None, prescale_factor: float = 1.0,
@@ -120,9 +115,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor), -1, True,
-                            True)
+        return self._submit("allreduce", [tensor], name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), in_place=True, single=True)
 
     def allreduce(self, tensor: Any, average: bool | None = None, name: str | None = None,
                   compression: Any = Compression.none, op: int | None = None,
@@ -170,8 +164,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor))
+        return self._submit("allreduce", tensors, name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor))
 
     def grouped_allreduce_async_(
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
@@ -186,9 +180,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor),
-                            in_place=True)
+        return self._submit("allreduce", tensors, name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), in_place=True)
 
     def grouped_allreduce(self, tensors: Arrays, average: bool | None = None,
                           name: str | None = None, compression: Any = Compression.none,
@@ -245,8 +238,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
-                            single=True)
+        return self._submit("allgather", [tensor], name, process_set, single=True)
 
     def allgather(self, tensor: Any, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
@@ -274,7 +266,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allgather", [*map(self._arrays.array, tensors)], name, process_set)
+        return self._submit("allgather", tensors, name, process_set)
 
     def grouped_allgather(self, tensors: Arrays, name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -303,12 +295,6 @@ class Operations:
 
     # Broadcast
 
-    def _broadcast(self, tensor: Any, root_rank: int, name: str | None,
-                   process_set: ProcessSet, *, in_place: bool) -> NamedRequest:
-        process_set.root(root_rank)
-        return self._submit("broadcast", [self._arrays.array(tensor)], name, process_set,
-                            root=root_rank, in_place=in_place, single=True)
-
     def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
         """Start to copy an array of one rank, and return a handle of the copy.
@@ -321,7 +307,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
+        process_set.root(root_rank)
+        return self._submit("broadcast", [tensor], name, process_set, root=root_rank, single=True)
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
@@ -332,7 +319,9 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
+        process_set.root(root_rank)
+        return self._submit("broadcast", [tensor], name, process_set, root=root_rank,
+                            in_place=True, single=True)
 
     def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
@@ -438,8 +427,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, None), (prescale_factor, postscale_factor), single=True)
+        return self._submit("reducescatter", [tensor], name, process_set, op_named(op, None),
+                            (prescale_factor, postscale_factor), single=True)
 
     def reducescatter(self, tensor: Any, name: str | None = None,
                       compression: Any = Compression.none, op: int = Average,
@@ -475,8 +464,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("reducescatter", [*map(self._arrays.array, tensors)], name,
-                            process_set, op_named(op, None),
+        return self._submit("reducescatter", tensors, name, process_set, op_named(op, None),
                             (prescale_factor, postscale_factor))
 
     def grouped_reducescatter(self, tensors: Arrays, name: str | None = None,

@@ -75,7 +75,7 @@ class ProcessSet:
             ValueError: `init` was not called, or this rank is not in the set.
         """
         if self.process_set_id is None:
-            raise ValueError(NOT_INITIALIZED if self.ranks is None or not self.ranks else
+            raise ValueError(NOT_INITIALIZED if not self.ranks else
                              f"{self}: Process set does not exist or has not been registered.")
         if self._comm is None:
             raise ValueError(f"{self}: Process is not part of provided process set.")
@@ -110,25 +110,18 @@ class ProcessSet:
         self.process_set_id, self.ranks = number, list(ranks)
         self._comm, self._matcher = comm, matcher
 
-    def mark_rounds(self, marks: bool) -> None:
-        """Set whether traces record when ranks begin to compare their operations."""
-        if self._matcher is not None:
-            self._matcher.marks_rounds = marks
-
     def close(self) -> None:
         """Wait for the set's operations and ranks, and forget its number.
 
         Collective: yes, among the set's ranks. Blocking: yes.
         """
-        if self._matcher is not None:
-            self._matcher.close()
-        if self._comm is not None:
-            self._comm.close()
-        self.invalidate()
-
-    def invalidate(self) -> None:
-        """Forget the number and the communicators without closing them."""
-        self.process_set_id = self._comm = self._matcher = None
+        try:
+            if self._matcher is not None:
+                self._matcher.close()
+            if self._comm is not None:
+                self._comm.close()
+        finally:
+            self.process_set_id = self._comm = self._matcher = None
 
 
 def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> list[int]:

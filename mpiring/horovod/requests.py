@@ -126,12 +126,8 @@ class Terms:
     @functools.cached_property
     def text(self) -> str:
         """Text with all terms on which ranks must agree."""
-        return repr((self.kind, *self.common))
-
-    @property
-    def common(self) -> tuple[Any, ...]:
-        """All terms on which ranks must agree, except the kind."""
-        return self.dtypes, self.shapes, self.op, self.root, self.factors, self.device
+        return repr((self.kind, self.dtypes, self.shapes, self.op, self.root, self.factors,
+                     self.device))
 
     @functools.cached_property
     def fused(self) -> tuple[Any, ...] | None:
@@ -275,24 +271,21 @@ class NamedRequest:
     # the results.
 
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
-        outs, terms = self._outputs(), self.terms
+        outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
         vectors = [buffers.numbers(out, written=True) for out in outs]
-        op, divisor = combined(terms, comm.size)
-        if terms.op == ADASUM:
-            return lambda collectives: _in_turn(
-                [adasum(collectives, x, [0, x.size]) for x in vectors]), self._after(outs, divisor)
         return lambda collectives: _in_turn(
-            [collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
+            [adasum(collectives, x, [0, x.size]) if op == ADASUM else
+             collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
     def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
-        outs, root = self._outputs(), ranks.index(self.terms.root)
+        outs, root = self._scaled(copy=not self.in_place), ranks.index(self.terms.root)
         vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
         return lambda collectives: _in_turn(
             [collectives.broadcast(x, root) for x in vectors]), lambda: outs
 
     def _reducescatter(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, rows = [], []
-        for x in self._scaled(self.tensors):
+        for x in self._scaled(copy=self.terms.factors[0] != 1):
             least, more = divmod(x.shape[0], comm.size)
             counts = [least + (rank < more) for rank in range(comm.size)]
             out = self.arrays.empty((counts[comm.rank], *x.shape[1:]), x)
@@ -349,27 +342,18 @@ class NamedRequest:
     def _barrier(self, *_: Any) -> Any:
         return lambda collectives: collectives.barrier(), lambda: [None]
 
-    def _outputs(self) -> Sequence[Any]:
-        """Return the arrays for the results, or copies, multiplied by the first factor."""
-        if not self.in_place:
-            return self._scaled(map(self.arrays.copy, self.tensors), copied=True)
-        return self._scaled(self.tensors, copied=True)
-
-    def _scaled(self, arrays: Iterable[Any], *, copied: bool = False) -> Sequence[Any]:
-        """Return arrays multiplied by the first factor, in place if they are copies."""
-        results = list(arrays)
-        if self.terms.factors[0] != 1:
-            results = results if copied else [*map(self.arrays.copy, results)]
-            for x in results:
-                self.arrays.scale(x, self.terms.factors[0])
+    def _scaled(self, *, copy: bool) -> Sequence[Any]:
+        """Return the arrays, or copies of them, multiplied by the prescale factor in place."""
+        results = [*map(self.arrays.copy, self.tensors)] if copy else self.tensors
+        for x in results:
+            self.arrays.scale(x, self.terms.factors[0])
         return results
 
     def _after(self, outs: Sequence[Any], divisor: int) -> Callable[[], Sequence[Any]]:
-        """Return a function that scales results by the second factor and returns them."""
+        """Return a function that scales results by the postscale factor and returns them."""
         def results() -> Sequence[Any]:
             for out in outs:
-                if self.terms.factors[1] != 1 or divisor != 1:
-                    self.arrays.scale(out, self.terms.factors[1], divisor)
+                self.arrays.scale(out, self.terms.factors[1], divisor)
             return outs
 
         return results

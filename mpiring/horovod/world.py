@@ -93,7 +93,8 @@ class HorovodWorld:
         self._timeline = os.path.abspath(path)
         self.comm.start_trace(f"{self._timeline}.ranks")
         for process_set in self._sets:
-            process_set.mark_rounds(mark_cycles)
+            if process_set.included():
+                process_set.matcher.marks_rounds = mark_cycles
 
     def stop_timeline(self) -> None:
         """End a trace; see the function."""
@@ -118,7 +119,6 @@ class HorovodWorld:
             # Ends the matcher's thread. The communicators raise errors, as a rank is missing.
             with contextlib.suppress(MpiringError):
                 process_set.close()
-            process_set.invalidate()
 
 
 global_process_set = ProcessSet([])

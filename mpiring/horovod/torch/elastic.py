@@ -39,9 +39,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 class _Ranks(elastic.State):
     """The surviving ranks; a TorchState keeps the state from which training continues."""
 
-    @property
-    def _place(self) -> str:
-        return "the last commit"
+    _place = "the last commit"
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:

@@ -256,7 +256,7 @@ class StepGradients:
             averaging = StepAveraging(
                 part, {p for name, p in part.items() if name in sparse}, private_comm,
                 (SumWeighing if how.op == Sum else Weighing)(private_comm),
-                Settings(bucket_bytes, reducers), completed=_nothing, steps=0)
+                Settings(bucket_bytes, reducers), completed=lambda: None, steps=0)
             self._averagings.append(averaging)
             self._home.update(dict.fromkeys(part.values(), averaging))
 
@@ -266,10 +266,6 @@ def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]
     for name, p in parameters.items():
         parts.setdefault(p.device, {})[name] = p
     return list(parts.values())
-
-
-def _nothing() -> None:
-    """Do nothing at the end of a step."""
 
 
 def noname(group: int, index: int) -> str:

@@ -218,7 +218,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
                                            backward_passes_per_step)
     distributed.op, distributed.process_set = op, process_set
     distributed.gradient_predivide_factor = gradient_predivide_factor
-    distributed.sparse_as_dense, distributed._parameter_names = sparse_as_dense, names
+    distributed.sparse_as_dense = sparse_as_dense
     return distributed
 
 
