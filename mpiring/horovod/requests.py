@@ -221,7 +221,8 @@ class NamedRequest:
     @property
     def ended(self) -> bool:
         """Whether it is complete, or has failed."""
-        return self.started and (self.handle is None or self.handle.done)
+        return self.error is not None or self.started and (
+            self.handle is None or self.handle.done)
 
     def complete(self) -> None:
         """Return when an operation that has started has its results.
