@@ -71,7 +71,7 @@ class Matcher:
         self._retry_s = self._pause_s = 0.0
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
-        self._work, self._is_awake, self._closed = threading.Event(), False, False
+        self._work, self._closed = threading.Event(), False
         self._failure: BaseException | None = None
         self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
@@ -107,8 +107,7 @@ class Matcher:
             self._open_bytes += terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
-        if not self._is_awake:
-            self._is_awake = True
+        if not self._work.is_set():
             self._work.set()
         return request
 
@@ -167,7 +166,6 @@ class Matcher:
                     # The program gets the error when it waits.
                     break
             self._work.clear()
-            self._is_awake = False
             if self._open or self._batches:
                 self._work.set()
 

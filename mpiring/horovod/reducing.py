@@ -6,6 +6,7 @@ from ..buckets.bucket import Bucket
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..operations.operation import Collectives
+from ..reducers import Adasum as AdasumReducer
 from ..reducers import Cast, Mean, Reducer
 from ..transport.base import Schedule
 from .compression import Compression
@@ -61,7 +62,6 @@ def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
             f"by one; pass Compression.none, Compression.fp16, or a Reducer such as "
             f"mpiring.reducers.PowerSGD(rank=2)")
     if op == Adasum:
-        from ..reducers import Adasum as AdasumReducer
         return AdasumReducer()
     if op not in OP_NAMES:
         raise ConfigError(f"op={op!r}: expected one of Average, Sum, Adasum, Min, Max, Product")

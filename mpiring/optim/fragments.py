@@ -110,7 +110,6 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
         while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
-        stop = stop if remaining > 1 else len(left)
         fragments.append(left[:stop])
         left = left[stop:]
     return fragments

@@ -223,7 +223,9 @@ class Optimizer:
             self._sent.pop(index).wait()
             self._slices.receive(index)
         self.statistics = self._slices.tally.take()
-        self._before_users_work()
+        if self._device is not None:
+            # Later CuPy calls wait for the updated weights.
+            self._device.gpu.follow(self._device.event())
 
     @property
     def elementwise(self) -> bool:
@@ -368,8 +370,9 @@ class Optimizer:
             steps, names, contents = self._checked(state_dict, parts)
             same["steps"] = steps
             same["tensors"] = {
-                name: {vector: _comparable(x) for vector, x in vectors.items()}
-                for name, vectors in state_dict["tensors"].items()} if self.sharded else {
+                name: {vector: x if isinstance(x, Sliced) else np.asarray(x)
+                       for vector, x in its.items()}
+                for name, its in state_dict["tensors"].items()} if self.sharded else {
                 part.name: vectors for part, vectors in contents}
         self._take(steps, names, contents)
 
@@ -382,6 +385,16 @@ class Optimizer:
         Collective: only if buckets were rebuilt since the last step. Blocking: yes.
         """
         self._take(*self._checked(state_dict, self._all_parts()))
+
+    def refuse_state(self, state_dict: Any) -> None:
+        """Raise ConfigError if a state is of another model or optimizer.
+
+        Args:
+            state_dict: State to load later.
+
+        Collective: no.
+        """
+        self._checked(state_dict, ())
 
     def _checked(self, state_dict: Any, parts: Sequence[Part]) -> tuple[
             int, list[str], list[tuple[Part, dict[str, Array]]]]:
@@ -474,11 +487,6 @@ class Optimizer:
         if self._device is not None:
             await_event(self._device.gpu.mark())
 
-    def _before_users_work(self) -> None:
-        """Make later CuPy calls wait for the updated weights."""
-        if self._device is not None:
-            self._device.gpu.follow(self._device.event())
-
     def _refuse_other_tensors(self) -> None:
         for tensor in self._gradients.tensors.values():
             if dtype_name(tensor.dtype) not in _DTYPES:
@@ -493,7 +501,3 @@ def _refuse_other_than_models(dp: object) -> None:
     if missing:
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy "
                           f"(for a model of PyTorch, see mpiring.torch.Sharded)")
-
-
-def _comparable(x: Any) -> Any:
-    return x if isinstance(x, Sliced) else np.asarray(x)

@@ -7,7 +7,7 @@ Douillard et al., DiLoCo, 2023 (2311.08105).
 Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -267,9 +267,7 @@ class Outer:
 
         Collective: yes. Blocking: yes.
         """
-        self._complete()
-        saved: dict[str, Any] = whole(self._saved(
-            [fragment.optimizer.state_dict() for fragment in self._fragments], 0, 1))
+        saved: dict[str, Any] = whole(self._saved(complete=True))
         return saved
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -279,22 +277,23 @@ class Outer:
 
         Collective: yes. Blocking: yes.
         """
-        self._complete()
-        return self._saved(
-            [fragment.optimizer.sharded_state_dict() for fragment in self._fragments],
-            self.comm.rank, self.comm.size)
+        return self._saved(complete=False)
 
-    def _saved(self, optimizers: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        parameters = {}
+    def _saved(self, *, complete: bool) -> dict[str, Any]:
+        self._complete()
+        rank, size = (0, 1) if complete else (self.comm.rank, self.comm.size)
+        parameters, fragments = {}, []
         for fragment in self._fragments:
             for name, tensor in fragment.gradients.tensors.items():
                 first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
                 x = vectors.on_host(fragment.vector(name)[first:last])
                 parameters[name] = Sliced(tensor.shape, {(first, last): x}, tensor.dtype)
-        return {"outer": type(self).__name__, "steps": self.steps,
-                "parameters": parameters,
-                "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}
-                              for fragment, its in zip(self._fragments, optimizers)]}
+            outer = fragment.optimizer
+            fragments.append({
+                "since": fragment.since, "due": fragment.due,
+                "optimizer": outer.state_dict() if complete else outer.sharded_state_dict()})
+        return {"outer": type(self).__name__, "steps": self.steps, "parameters": parameters,
+                "fragments": fragments}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, which any number of ranks has saved; the model gets its parameters.
@@ -311,11 +310,9 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        # This may move state to new buckets, which is collective.
-        present = [fragment.optimizer.sharded_state_dict() for fragment in self._fragments]
         with same_on_all(self.comm, f"the state of {type(self).__name__}",
                          remedy="load the same state on every rank") as same:
-            state_dict = self._checked(whole(state_dict), present)
+            state_dict = self._checked(whole(state_dict))
             same.update(state_dict)
         with self._weights.selected():
             for fragment, saved in zip(self._fragments, state_dict["fragments"]):
@@ -329,11 +326,8 @@ class Outer:
         self.steps = state_dict["steps"]
         self._plan()
 
-    def _checked(self, state_dict: Any, present: Sequence[Any]) -> dict[str, Any]:
+    def _checked(self, state_dict: Any) -> dict[str, Any]:
         """Return a copy of a state with complete, checked parameters.
-
-        Args:
-            present: The current states of the outer optimizers.
 
         Raises:
             ConfigError: The state does not fit; names the difference.
@@ -350,15 +344,13 @@ class Outer:
         parameters = {name: state.leaf_of(
             state_dict["parameters"][name], f"{name!r}", tensor.shape, tensor.dtype).whole()
             for name, tensor in tensors.items()}
-        for fragment, saved, its in zip(self._fragments, state_dict["fragments"], present):
+        for fragment, saved in zip(self._fragments, state_dict["fragments"]):
             refuse_other_state(saved, ("since", "due", "optimizer"),
                                f"of {whose}, in fragment {fragment.index},")
             whole_number("since", saved["since"], 0)
             if saved["due"] is not None:
                 whole_number("due", saved["due"], 0)
-            state.checked(saved["optimizer"], its["optimizer"], fragment.gradients.tensors, {
-                name: {vector: leaf.dtype for vector, leaf in leaves.items()}
-                for name, leaves in its["tensors"].items()})
+            fragment.optimizer.refuse_state(saved["optimizer"])
         return {**state_dict, "steps": steps, "parameters": parameters}
 
     def own_state_dict(self) -> dict[str, Any]:

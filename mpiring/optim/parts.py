@@ -125,7 +125,7 @@ class Part:
             share: Range of elements.
         """
         vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
-        lent = [*["g"] * ("g" in names and self.is_sixteen), *[DIRECTION] * (DIRECTION in names)]
+        lent = [name for name in names if name == DIRECTION or name == "g" and self.is_sixteen]
         if not lent:
             yield vectors_of
             return

@@ -76,7 +76,7 @@ class Update:
         return _made([*self.vectors, *self.numbers],
                      [*self._lines, f"return [{', '.join(self.stored)}]"])
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  # updates are constants of modules
+    @functools.cache  # noqa: B019  # updates are constants of modules
     def _of_pointers(self, dtype: str) -> Callable[..., None]:
         """Return a function of pointers, a length and numbers, which numba compiles.
 
