@@ -27,7 +27,7 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
 
 
 class ArrayBuffers:
-    """Lends NumPy arrays to one operation as vectors.
+    """Views NumPy arrays as vectors for one operation.
 
     Args:
         staged: Argument of the protocol; ignored, as NumPy arrays are in host memory.
@@ -47,7 +47,7 @@ class ArrayBuffers:
         return flat(x, writeable=written).view(np.uint8)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Return the schedule, because results are in the user's arrays already."""
+        """Return the schedule unchanged, because results are already in the user's arrays."""
         return schedule
 
 

@@ -1,4 +1,4 @@
-"""Fuses named reductions into vectors in the memory of their node."""
+"""Fuses named reductions into vectors in node-shared memory."""
 
 import itertools
 import operator
@@ -40,7 +40,7 @@ class _Run:
     views: Sequence[Any]
 
     def finish(self) -> None:
-        """Give the operations their results, which are in the vector."""
+        """Copy the results from the vector to the operations."""
         results: Sequence[Any] = self.tensors
         first = self.requests[0]
         if first.in_place:
@@ -56,11 +56,11 @@ class _Run:
 
 
 class FusedVector:
-    """Operations whose arrays are consecutive in a vector, which is combined.
+    """Operations whose arrays are combined as consecutive parts of one vector.
 
     Args:
         comm: The ranks.
-        runs: Operations with one dtype, op and pair of factors, in runs.
+        runs: Runs of operations with the same dtype, op and factors.
         flat: Their vector.
         blocking: If true, return when the vector is combined.
 
@@ -85,7 +85,7 @@ class FusedVector:
                 request.handle, request.settle = self._handle, self.settle
 
     def settle(self) -> None:
-        """Wait until the vector is combined, and give the requests their results."""
+        """Wait until the vector is combined, and set the results of the operations."""
         if self._handle is not None:
             self._handle.wait()
         with self._lock:
@@ -97,7 +97,7 @@ class FusedVector:
 
 
 class FusedVectors:
-    """The vectors of a matcher.
+    """The fused vectors of a Matcher.
 
     Args:
         comm: The ranks.
@@ -115,16 +115,16 @@ class FusedVectors:
         return terms.fused is not None and terms.nbytes <= self._max_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
-        """Start operations that can be fused, the same in the same order on all ranks.
+        """Start those of the operations that can be fused.
 
         Args:
-            requests: The operations.
-            blocking: If true, and all are in one vector, return when it is combined.
+            requests: Operations, the same in the same order on all ranks.
+            blocking: If true, and one vector holds all operations, return when it is combined.
 
         Returns:
             The operations that were not fused.
 
-        Collective: yes. Blocking: if `blocking`, or if there are more vectors than memory for them.
+        Collective: yes. Blocking: if `blocking`, or if there are more vectors than buffers.
         """
         alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others
@@ -135,7 +135,7 @@ class FusedVectors:
             group.append(request)
         vectors = [vector for group in alike.values() for vector in self._cut(group)]
         for number, vector in enumerate(vectors):
-            # Each batch starts with the first memory, which is still in the cache.
+            # Each batch starts with the first buffer, which is still in the cache.
             self._combine(number % _VECTORS, vector,
                           blocking=blocking and len(vectors) == 1 and not others)
         return others

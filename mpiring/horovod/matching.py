@@ -1,11 +1,11 @@
 """Starts operations that ranks submit by name, fused and in the same order on all ranks.
 
-Horovod's users submit named operations in any order on each rank. A rank's operations are cut into
-batches. A batch ends when the rank waits for an operation, when it has enough bytes, or after a
-short time without new operations. For each batch, ranks compare a digest of names and terms, in one
-short allreduce. If all digests are equal, which is the usual case, the batch starts in this order.
-Otherwise ranks gather their lists. Operations that all ranks have submitted start, in the order of
-the lowest rank, and the others wait for the next batch.
+Each rank may submit named operations in any order. The operations of a rank are divided into
+batches. A batch ends when the rank waits for an operation, when the batch has enough bytes, or
+after a short time without new operations. For each batch, ranks compare a digest of names and terms
+in one short allreduce. Usually all digests are equal; all operations then start in the order of
+submission. Otherwise ranks gather their lists of names. The operations that all ranks have
+submitted start in the order of the lowest rank; the other operations join the next batch.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
-# Name of the last operation.
+# Name of the last operation of each process set.
 _LAST = "barrier.shutdown"
-# A batch ends after this time without new operations; a thread checks at a fifth of it.
+# A batch ends after this time without new operations; a thread checks five times as often.
 _QUIET_S = 5e-3
-# Limits of the pause before operations that some ranks have not submitted are compared again.
+# Limits of the pause between two comparisons of operations that some ranks have not submitted.
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
@@ -40,7 +40,7 @@ class Matcher:
     """Operations of a process set, by name.
 
     Args:
-        comm: Communicator of the process set, for this object only.
+        comm: Communicator of the process set, used only by this object.
         ranks: Global ranks of the process set.
         fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
 
@@ -56,7 +56,7 @@ class Matcher:
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
         # The open batch, ended batches, and operations that some ranks have not submitted.
-        # `_lock` protects them; `_driving` is held to compare and to start.
+        # `_lock` protects them; `_driving` is held while operations are compared and started.
         self._open: list[NamedRequest] = []
         self._open_bytes = 0
         self._batches: deque[list[NamedRequest]] = deque()
@@ -81,7 +81,7 @@ class Matcher:
         """Submit an operation, which starts once all ranks have submitted its name; return at once.
 
         Raises:
-            ConfigError: An operation of that name is in flight, or an array cannot be sent.
+            ConfigError: An operation of this name is in flight, or an array cannot be sent.
         """
         terms, name = request.terms, request.name
         kind = terms.kind
@@ -92,7 +92,7 @@ class Matcher:
         request.matcher = self
         if not self._fusion.takes(terms) and kind != JOIN:
             request.prepare(self._comm, self._ranks)
-        # Set before the operation is added: the thread ends batches without recent operations.
+        # Set before the operation is added, as the thread ends batches without recent operations.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
             before = self._names.get(name)
@@ -117,7 +117,7 @@ class Matcher:
         self._open, self._open_bytes = [], 0
 
     def start(self, request: NamedRequest) -> None:
-        """Block until an operation has started, which all ranks must have submitted.
+        """Block until an operation has started; all ranks must submit it.
 
         Collective: yes. Blocking: yes.
         """
@@ -142,7 +142,7 @@ class Matcher:
                 self._end_batch()
 
     def _try_to_advance(self) -> None:
-        """Make progress, unless another thread does so."""
+        """Make progress, unless another thread is doing so."""
         if self._driving.acquire(blocking=False):
             try:
                 self._advance(blocking=False)
@@ -227,7 +227,7 @@ class Matcher:
         return True
 
     def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
-        """Start the operations of a batch that all ranks have; keep the others.
+        """Start the operations that all ranks have submitted; keep the rest of the batch.
 
         Collective: yes. Blocking: if batches differ.
         """
@@ -264,7 +264,7 @@ class Matcher:
         return rest
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
-        """Return the operations that all ranks have, in the order of the lowest; keep others."""
+        """Return the operations of all ranks in the order of the lowest rank; keep the rest."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())

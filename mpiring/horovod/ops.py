@@ -10,7 +10,7 @@ def op_named(op: int | None, average: bool | None) -> str:
 
     Args:
         op: Number of a Horovod reduction; None for a mean.
-        average: Former argument of Horovod, instead of `op`.
+        average: Deprecated argument of Horovod, instead of `op`.
 
     Raises:
         ValueError: Both were passed, or there is no such op.

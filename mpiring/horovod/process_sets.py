@@ -69,7 +69,7 @@ class ProcessSet:
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of the set's ranks, for calls in the same order on all of them.
+        """Communicator of the set's ranks, which must all make its calls in the same order.
 
         Raises:
             ValueError: `init` was not called, or this rank is not in the set.
@@ -106,12 +106,12 @@ class ProcessSet:
 
     def open(self, number: int, ranks: Sequence[int], comm: Communicator | None,
              matcher: Matcher | None) -> None:
-        """Give the set its number and its ranks; `comm` is None on ranks outside of it."""
+        """Set the number and the ranks; `comm` and `matcher` are None on ranks outside the set."""
         self.process_set_id, self.ranks = number, list(ranks)
         self._comm, self._matcher = comm, matcher
 
     def close(self) -> None:
-        """Wait for the set's operations and ranks, and forget its number.
+        """Wait for the set's operations and ranks, then reset its number.
 
         Collective: yes, among the set's ranks. Blocking: yes.
         """

@@ -18,8 +18,8 @@ class Combined:
 
     Args:
         op: Reduction, as in `Communicator.allreduce`.
-        predivide: Divisor of all gradients before the sum. The sum is divided by the rest of the
-            number of ranks.
+        predivide: Divisor of all gradients before the sum. The sum is divided by the number of
+            ranks over `predivide`.
     """
 
     def __init__(self, op: str, predivide: float = 1.0) -> None:
@@ -44,7 +44,8 @@ class Combined:
 def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
     """Return the Reducer for an optimizer's arguments.
 
-    For Sum it also returns the mean; see SumWeighing. Only means and sums are compressed.
+    For Sum, the Reducer computes a mean, as for Average; see SumWeighing. Only means and sums are
+    compressed.
 
     Args:
         op: Number of a Horovod reduction.

@@ -1,4 +1,4 @@
-"""Operations that ranks submit by name: the terms on which ranks must agree, and execution."""
+"""Operations that ranks submit by name: their terms, on which ranks must agree, and execution."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ class HorovodInternalError(MpiringError, RuntimeError):
 
 
 class RequestBuffers(Protocol):
-    """Lends arrays to one operation as vectors; see torch.vectors.TensorBuffers.
+    """Views arrays as vectors for one operation; see torch.vectors.TensorBuffers.
 
     Attributes:
         stream: The user's stream on a GPU; None in host memory.
@@ -105,10 +105,10 @@ class Terms:
 
     Attributes:
         kind: "allreduce", "allgather", ...
-        dtypes, shapes: Dtypes and shapes of its arrays; without first dimensions if these may
-            differ.
+        dtypes, shapes: Dtypes and shapes of its arrays. Shapes omit first dimensions that may
+            differ between ranks.
         op: Name of the reduction in mpiring.
-        root: Rank that broadcasts, among all ranks; otherwise -1.
+        root: Global rank that broadcasts; -1 for other operations.
         factors: Prescale and postscale factor.
         device: Type of the device; "" for host memory.
         nbytes: Number of bytes of its arrays, on which ranks need not agree.
@@ -157,7 +157,7 @@ class Terms:
 @functools.lru_cache(maxsize=4096)
 def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
              op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
-    """Return the terms of an operation, from a cache, because programs repeat operations."""
+    """Return the terms of an operation; cached, because programs repeat operations."""
     names = tuple(map(arrays.dtype_name, dtypes))
     for name in names if op else ():
         # This raises an error if the op is undefined for the dtype.
@@ -195,7 +195,7 @@ class NamedRequest:
         settle: Function that sets the results once the operation is complete.
         results: Results of the operation.
         rows: Number of rows from each rank, for each array of an allgather.
-        submitted_s, started_s: Times in `time.monotonic`; the second one only for traces.
+        submitted_s, started_s: Times of `time.monotonic()`; `started_s` is set only for traces.
         matcher: Matcher to which it was submitted.
     """
 
@@ -225,7 +225,7 @@ class NamedRequest:
             self.handle is None or self.handle.done)
 
     def complete(self) -> None:
-        """Return when an operation that has started has its results.
+        """Wait for the results of an operation that has started.
 
         Raises:
             HorovodInternalError: It has failed.
@@ -239,11 +239,13 @@ class NamedRequest:
         self.tensors = ()
 
     def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Lend the arrays in their state on the user's stream; for operations without fusion.
+        """Set `start`, for an operation that is not fused.
+
+        The operation reads the arrays as they are now on the user's stream.
 
         Args:
             comm: The ranks.
-            ranks: Their numbers among all ranks.
+            ranks: Their global ranks.
 
         Raises:
             ConfigError: An array cannot be sent.
@@ -380,7 +382,7 @@ def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
 
 def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
                op: str) -> Schedule[None]:
-    """Combine chunk r on rank r into `out`."""
+    """Combine the chunks of all ranks; rank r writes chunk r of the result to `out`."""
     rank = collectives.rank
     copy_to(out, chunks[rank])
     yield from collectives.reduce_scatter_chunks(
@@ -388,14 +390,14 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
 
 
 def _bounds(rows: Any, like: Any) -> list[int]:
-    """Return the offsets that divide bytes into parts with a number of rows for each rank."""
+    """Return the byte offsets of the rows of each rank, given the numbers of rows."""
     bounds: list[int] = (np.cumsum([0, *rows]) * math.prod(like.shape[1:])
                          * like.dtype.itemsize).tolist()
     return bounds
 
 
 def _in_chunks(rows: Any, like: Any) -> tuple[Array, list[Array]]:
-    """Return memory for a number of rows of each rank, undivided and divided."""
+    """Return memory for the rows of all ranks, as one vector and as one chunk for each rank."""
     bounds = _bounds(rows, like)
     raw = np.empty(bounds[-1], np.uint8)
     return raw, cut(raw, bounds)

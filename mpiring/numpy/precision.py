@@ -1,4 +1,4 @@
-"""Trains in 16 bits: scales the loss so that gradients do not vanish, keeps masters in 32 bits."""
+"""Trains in 16 bits: scales the loss to keep small gradients, and has masters in 32 bits."""
 
 import math
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from .data_parallel import SAME_STATE, DataParallel, load_arrays
 class LossScaler:
     """Scales the loss so that small gradients do not vanish in 16 bits, and adapts the scale.
 
-    Multiply the gradient of the loss by `scale` in float32, since float16 ends at 65504. After
-    `dp.wait()`, call `step()` once, and update the parameters only if it returns True:
+    Multiply the gradient of the loss by `scale` in float32, because float16 overflows above 65504.
+    After `dp.wait()`, call `step()` once, and update the parameters only if it returns True:
 
         scaler, masters = LossScaler(dp), MasterWeights(dp)
         ...
@@ -41,10 +41,10 @@ class LossScaler:
 
     Args:
         dp: DataParallel whose gradients are scaled.
-        initial_scale: Scale of the first step; this and the next two are powers of two.
+        initial_scale: Scale of the first step; this and the next two arguments are powers of two.
         growth: Factor by which the scale grows, above 1.
         backoff: Factor by which the scale shrinks, below 1.
-        growth_interval: Number of steps in a row, none of them skipped, after which the scale
+        growth_interval: Number of consecutive steps without a skipped step after which the scale
             grows.
         smallest, largest: Limits of the scale, powers of two.
 
@@ -73,7 +73,7 @@ class LossScaler:
             same["growth_interval"] = self._interval = whole_number(
                 "growth_interval", growth_interval, 1)
         self._taken_in_row = self._skipped_at_smallest = 0
-        # The last step of dp that step() was called for; 1 / scale of its gradients if finite.
+        # The last step of dp for which step() was called; 1 / scale of its gradients if finite.
         self._seen = dp.steps
         self._unscale: float | None = None
 
@@ -198,13 +198,13 @@ class MasterWeights(Views):
 
     A mapping from names to arrays, to be updated in place. The arrays of 16-bit parameters are
     masters in float32; all other arrays are the parameters themselves. `round_off` copies the
-    masters to the parameters. LossScaler shows a complete step.
+    masters to the parameters. See LossScaler for a complete step.
 
     Args:
         dp: DataParallel with the parameters.
 
     Raises:
-        ConfigError: `dp` is no DataParallel of mpiring.numpy.
+        ConfigError: `dp` is not a DataParallel of mpiring.numpy.
 
     Collective: no. Blocking: no.
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -234,7 +234,7 @@ class MasterWeights(Views):
         return {name: array.copy() for name, array in self._views.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Set all arrays to those of a state, and round them to the parameters.
+        """Copy a state into all arrays, and round the masters to the parameters.
 
         Args:
             state: Arrays that `state_dict` returned.
@@ -249,11 +249,11 @@ class MasterWeights(Views):
         self.round_off()
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the own state of this rank's DataParallel."""
+        """Return the DataParallel's own state on this rank."""
         return self._dp.own_state_dict()
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the own state of this rank's DataParallel.
+        """Load the DataParallel's own state on this rank.
 
         Args:
             state_dict: Result of `own_state_dict`.

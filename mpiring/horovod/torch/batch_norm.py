@@ -14,8 +14,8 @@ from ..world import global_process_set
 class SyncBatchNorm(AnyBatchNorm):
     """Normalizes each channel by the mean and variance over the batches of all ranks.
 
-    It replaces `BatchNorm1d`, `2d` and `3d` of PyTorch if one rank's batch is too short for
-    statistics. Batches may differ in length. In evaluation it behaves as the PyTorch classes.
+    Use it instead of PyTorch's `BatchNorm1d`, `2d` and `3d` if one rank's batch is too short for
+    statistics. Batches may differ in length. In evaluation it behaves like the PyTorch classes.
 
     Args:
         num_features: Number of channels C of inputs of shape (N, C, ...).
@@ -46,8 +46,8 @@ class SyncBatchNorm(AnyBatchNorm):
             input: Floating-point tensor of shape (N, C, ...).
 
         Raises:
-            ValueError: The shape or dtype is another one, or all ranks together have at most one
-                value per channel.
+            ValueError: The shape or dtype is wrong, or all ranks together have at most one value
+                per channel.
 
         Collective: yes, in training. Blocking: yes, in training.
         """

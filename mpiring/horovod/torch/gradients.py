@@ -33,8 +33,9 @@ class Combination:
     Attributes:
         op, compression, predivide: Arguments of `reducer_for`.
         groups: Parameters that are sent together, or the number of such groups, or None.
-        sparse_as_dense: Whether sparse gradients are sent as dense ones.
-        eager: Whether gradients are sent when they are complete; otherwise, at the end of the step.
+        sparse_as_dense: If true, sparse gradients are sent as dense gradients.
+        eager: If true, gradients are sent when they are complete; otherwise, at the end of the
+            step.
     """
 
     op: int
@@ -49,7 +50,7 @@ class Combination:
         return reducer_for(self.op, self.compression, self.predivide)
 
     def gathers(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether a gradient is sent as a sparse one."""
+        """Return whether a gradient is sent in sparse form."""
         return (gradient is not None and gradient.layout is torch.sparse_coo
                 and self.op in (Average, Sum) and not self.sparse_as_dense)
 
@@ -86,7 +87,7 @@ class StepAveraging(Averaging):
         self._sparse_dims: dict[str, int] = {}
 
     def _begun(self) -> None:
-        """Wait for nothing, because a step may have several passes."""
+        """Do nothing, because a step may have several passes."""
 
     def add(self, name: str, *, complete: bool) -> None:
         """Put a gradient into its bucket, after a pass has added to it.
@@ -101,10 +102,10 @@ class StepAveraging(Averaging):
             self._versions[name] = version_of(p.grad)
 
     def finish(self, names: Iterable[str]) -> None:
-        """Contribute the gradients that were not sent, and return when all have arrived.
+        """Send the remaining gradients, and return when all averages have arrived.
 
         Args:
-            names: Names in the order in which these are sent; others follow.
+            names: Names in the order in which to send their gradients; other gradients follow.
 
         Raises:
             GradientError: A gradient was written to after it was sent.
@@ -140,7 +141,7 @@ class StepAveraging(Averaging):
 class StepGradients:
     """The gradients of an optimizer, counted and averaged.
 
-    The average of a parameter's gradients begins with the first step in which all ranks have the
+    The gradients of a parameter are averaged from the first step in which all ranks have the
     parameter.
 
     Args:
@@ -151,7 +152,7 @@ class StepGradients:
 
     Attributes:
         passes: The same.
-        counts: Number of passes that have added to a gradient in this step, for each with any.
+        counts: Number of passes of this step that have added to each gradient, if there are any.
     """
 
     def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
@@ -170,7 +171,7 @@ class StepGradients:
 
     @property
     def comm(self) -> Communicator | None:
-        """Communicator of the ranks, or None if there are no others to average with."""
+        """Communicator of the ranks, or None if this rank does not average with other ranks."""
         if self._process_set.included() is False:
             return None
         comm = self._process_set.comm
@@ -200,7 +201,7 @@ class StepGradients:
             self._home[p].add(self._names[p], complete=count == self.passes)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when the gradients of all ranks have arrived.
+        """Return when the gradients are averaged over all ranks.
 
         Args:
             groups: Parameter groups of the optimizer.
@@ -229,7 +230,7 @@ class StepGradients:
         self.counts.clear()
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
-        """Begin to average more parameters; all on one device are averaged together.
+        """Begin to average the gradients of more parameters, with an averaging for each device.
 
         Collective: yes. Blocking: yes.
         """

@@ -63,7 +63,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Synchronize, and take a step of the plain optimizer.
+        """Synchronize, then run a step of the plain optimizer.
 
         Args:
             closure: Function that evaluates the model and runs backward; gradients are synchronized
@@ -126,7 +126,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
                              "optimizer.")
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Take a step of the plain optimizer, and combine the changes of all ranks by Adasum.
+        """Run a step of the plain optimizer, and combine the changes of all ranks by Adasum.
 
         Args:
             closure: Function that evaluates the model and runs backward.
@@ -181,10 +181,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             before they are sent.
         op: Reduction: Average, Sum, Min, Max, Product or Adasum.
         gradient_predivide_factor: Divisor of gradients before their sum; for Average only.
-        num_groups: Former name of `groups`.
+        num_groups: Deprecated name of `groups`.
         groups: Lists of parameters, or a number of such lists. Gradients of different lists are not
             fused. A long list is sent in several messages.
-        sparse_as_dense: If true, sparse gradients are sent as dense ones.
+        sparse_as_dense: If true, sparse gradients are sent as dense gradients.
         process_set: Ranks to average over; other ranks use their own gradients.
 
     Raises:
