@@ -1,4 +1,4 @@
-"""Adam and AdamW: a learning rate that adapts to each element.
+"""Adam and AdamW: adaptive learning rates for each element.
 
 Sources: Kingma and Ba, ICLR 2015, arXiv 1412.6980. Loshchilov and Hutter, Decoupled weight decay
 regularization, ICLR 2019, arXiv 1711.05101.

@@ -43,9 +43,9 @@ class LocalWeights(Protocol):
     Attributes:
         tensors: The trained tensors, in the order of the model.
         device: The GPU that holds them; None for host memory.
-        mark: Returns an event after which a tensor that is ready on that GPU has been written;
-            None for CuPy's stream.
-        selected: Returns a context in which that GPU is this thread's current one.
+        mark: Returns the event after which the GPU has written a ready tensor; None to mark CuPy's
+            stream.
+        selected: Returns a context in which this GPU is the thread's current device.
     """
 
     tensors: Sequence[TensorSpec]
@@ -57,7 +57,7 @@ class LocalWeights(Protocol):
         """Return global weights as a vector that shares their memory."""
 
     def local(self, name: str) -> Any:
-        """Return local weights: an array, or a tensor without a graph."""
+        """Return local weights: an array, or a detached tensor."""
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local) into a NumPy or CuPy array in C order."""
@@ -72,7 +72,7 @@ class LocalWeights(Protocol):
         """Raise ConfigError if the trained tensors have changed."""
 
     def complete(self) -> None:
-        """Synchronize the rest of the model, after all weights were synchronized.
+        """Synchronize the rest of the model, after all weights have been synchronized.
 
         Collective: yes. Blocking: yes.
         """
@@ -106,7 +106,8 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     for remaining in range(count, 0, -1):
         nbytes = [tensor.padded_bytes for tensor in left]
         share, stop, size = sum(nbytes) / remaining, 1, nbytes[0]
-        # A tensor that is at least half inside belongs to it; each later fragment needs a tensor.
+        # A tensor belongs to a fragment if at least half of it fits into the fragment's share. Each
+        # later fragment needs a tensor.
         while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
@@ -116,14 +117,14 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
 
 
 class Fragment:
-    """A part of a model that is synchronized in one go; the model of an outer optimizer.
+    """A part of a model that is synchronized at once; the model of an outer optimizer.
 
     A synchronization has four stages:
 
     1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps.
     2. `update` updates the global weights with their mean.
     3. `receive` receives the global weights that other ranks have updated.
-    4. `mix` mixes the global weights into the local ones.
+    4. `mix` mixes the global weights into the local weights.
 
     Args:
         index: Index of the fragment.
@@ -149,7 +150,7 @@ class Fragment:
                  reducers: Mapping[str, Reducer]) -> None:
         self.index, self.comm, self._weights, self._settings = index, comm, weights, settings
         self.names = [tensor.name for tensor in tensors]
-        # A Reducer serves one averager only, because it remembers what it sends.
+        # Each averager needs its own Reducers, because they keep state between steps.
         copied = copy.deepcopy({name: reducers[name] for name in self.names})
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
@@ -226,7 +227,7 @@ class Fragment:
             self.await_weights()
 
     def _label(self, step: int) -> None:
-        """Write the current step, and the rates of its update, to the label of the next calls."""
+        """Label the next calls with the current step and the rates of its update."""
         rates = at({"lr": self._settings.lr, "momentum": self._settings.momentum},
                    self.optimizer.steps)
         self.gradients.label = (

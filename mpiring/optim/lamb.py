@@ -30,9 +30,9 @@ APPLY = Update("lamb", "w m v", "part root eps decay rate", f"""
 class LAMB(Optimizer):
     """LAMB: w ← w − η (‖w‖ / ‖r + λ w‖) (r + λ w) for each tensor, with Adam's r = m̂ / (√v̂ + ε).
 
-    The paper uses β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01. Its authors' code and others first
-    clip the norm of all gradients to 1; `max_norm=1` does this. The ratio is 1 if a norm is zero,
-    and for tensors of `no_decay` (biases, normalization layers).
+    The paper uses β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01. The authors' code and other
+    implementations first clip the norm of all gradients to 1; `max_norm=1` does this. The ratio of
+    norms is 1 if a norm is zero, and for tensors of `no_decay` (biases, normalization layers).
 
     Args:
         dp: A mpiring.numpy.DataParallel.

@@ -28,7 +28,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TrainedModel(Protocol):
-    """The interface of a model that an optimizer needs; mpiring.numpy.DataParallel has it."""
+    """Interface that an optimizer needs of a model; mpiring.numpy.DataParallel implements it."""
 
     @property
     def comm(self) -> Communicator:
@@ -49,19 +49,19 @@ class TrainedModel(Protocol):
 
 
 class Scaler(Protocol):
-    """The interface of a mpiring.numpy.LossScaler that an optimizer needs."""
+    """Interface that an optimizer needs of a scaler; mpiring.numpy.LossScaler implements it."""
 
     @property
     def scale(self) -> float:
         """Factor of the gradients of the current step."""
 
     def step(self) -> bool:
-        """Return whether to update, the same on all ranks, and set the next step's scale."""
+        """Set the scale of the next step; return whether to update, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Layerwise:
-    """A factor of each tensor's learning rate, from the norms of its weights and its direction.
+    """A factor of each tensor's learning rate, computed from norms of the tensor.
 
     Attributes:
         ratio: Returns the factor, given a part, the norm of the weights, and the norm of the
@@ -83,11 +83,11 @@ class UpdateRule:
         settings: The settings of all tensors, by name.
         text: Returns the update of tensors with given settings.
         numbers: Returns the numbers of the updates, given a part.
-        vectors: Names of the vectors that the optimizer remembers.
-        optional: Names of vectors that it remembers from the first update that needs them.
+        vectors: Names of the state vectors.
+        optional: Names of state vectors that the first update that needs them adds.
         layerwise: Dependence of each tensor's learning rate on norms, or None.
-        more: Returns further arguments that ranks must share, given the settings of all tensors.
-            Raises ConfigError if one is wrong.
+        more: Returns further arguments that must be equal on all ranks, given the settings of all
+            tensors. Raises ConfigError if an argument is wrong.
     """
 
     settings: Settings
@@ -142,7 +142,7 @@ class Optimizer:
             same |= {**described(self.settings), **rule.more(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
-        # A list that slices share, so that they hold no reference to this object.
+        # Shared with the slices, so that they hold no reference to this object.
         self._vectors = names = list(rule.vectors)
         self._remember(self.settings)
         self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
@@ -150,7 +150,7 @@ class Optimizer:
         self._device = self._gradients.buckets[0].device
         # Number of the last step of the gradients that was applied or skipped.
         self._seen = self._gradients.steps
-        # Weights in flight to all ranks, by the index of the bucket.
+        # Handles of weights in flight, by the index of the bucket.
         self._sent: dict[int, Handle[None]] = {}
         self.statistics = Statistics()
 
@@ -214,7 +214,7 @@ class Optimizer:
         return True
 
     def end_step(self) -> None:
-        """Return when the weights that other ranks have updated have arrived.
+        """Return when the updated weights of other ranks have arrived.
 
         Collective: yes. Blocking: yes.
         """
@@ -234,9 +234,9 @@ class Optimizer:
 
     def update(self, scale: float, done: Callable[[int], None], *,
                last_first: bool = False, rate: float = 1.0) -> None:
-        """Update this rank's parts with the means that have arrived; they must be finite.
+        """Update this rank's parts with the averaged gradients, which must be finite.
 
-        `step` uses it, and so do adapters that send the weights themselves.
+        For adapters that send the weights themselves. The gradients must have arrived.
 
         Args:
             scale: Factor of the gradients.
@@ -275,7 +275,7 @@ class Optimizer:
         self._slices.end_step()
 
     def _remember(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Remember optional vectors from now on if an update of any tensor needs them.
+        """Add the optional state vectors that the update of any tensor needs.
 
         Args:
             settings: Settings of all tensors, so that all ranks add the same vectors.
@@ -350,7 +350,7 @@ class Optimizer:
         return self._saved(self._comm.rank, self._comm.size)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, complete or sharded, which any number of ranks has saved.
+        """Load a complete or sharded state; the number of ranks may have changed.
 
         Args:
             state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint. With the same
@@ -360,7 +360,7 @@ class Optimizer:
         Raises:
             ConfigError: The state is of another model or optimizer, or differs between ranks.
                 Nothing has changed on any rank. For ranges of tensors (`Sliced`), a sharded
-                optimizer compares shapes and dtypes only, because each rank reads other ranges.
+                optimizer compares only shapes and dtypes, because ranks read different ranges.
 
         Collective: yes. Blocking: yes.
         """
@@ -401,15 +401,15 @@ class Optimizer:
         """Return the content of a state for this rank's parts; change nothing.
 
         Returns:
-            The number of updates, the names of the vectors to remember, and copies of each part's
-            vectors by name.
+            The number of updates, the names of the state vectors, and copies of each part's vectors
+            by name.
         """
         known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
                                       self._dtypes(known), self._rule.optional)
         saved = {vector for its in leaves.values() for vector in its}
         names = [name for name in known if name in self._vectors or name in saved]
-        # Vectors that the optimizer did not remember when the state was saved were zero.
+        # A state vector that did not exist when the state was saved was zero.
         return steps, names, [(part, {
             vector: leaves[part.name][vector].read(part.offset, part.offset + part.size)
             if vector in saved else np.zeros(part.size, part.dtype)
@@ -440,8 +440,8 @@ class Optimizer:
         """Return the norms of complete tensors, by tensor and kind; the same bits on all ranks.
 
         One allreduce adds sums of squares in float64. If all ranks have all parts, each rank
-        computes its share of each part. This saves work and makes ranks with different processors
-        agree.
+        computes its share of each part. This saves work, and the result is the same on ranks with
+        different processors.
 
         Args:
             parts: This rank's parts.

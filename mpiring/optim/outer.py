@@ -27,7 +27,7 @@ from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of
 
-# Default with a delay.
+# Default of `alpha` with a delay.
 _ALPHA = 0.5
 
 
@@ -65,10 +65,10 @@ class Outer:
             self._fragments = [
                 Fragment(index, tensors, self._weights, comm, settings, reducers)
                 for index, tensors in enumerate(parts)]
-        # After half of the delay, the slices of the mean are averaged and the weights are sent.
+        # If sharded, ranks update their slices after half of the delay, then gather the weights.
         self._update_after = (self.delay - self.delay // 2 if settings.sharded else self.delay)
         self._is_joined = self._shows_global = False
-        # Number of steps that this rank had taken when it ended, in `join`.
+        # Number of steps that this rank had taken when it reached the end of `join`.
         self._trained = 0
         self._plan()
 
@@ -87,7 +87,7 @@ class Outer:
     # Steps
 
     def step(self) -> None:
-        """Count a step of the inner optimizer, and synchronize what is due.
+        """Count a step of the inner optimizer, and run the synchronizations that are due.
 
         Call it on all ranks after each step of the inner optimizer.
 
@@ -140,7 +140,7 @@ class Outer:
         self._plan()
 
     def _act(self, *, is_training: bool) -> bool:
-        """Do what is due at this step; return whether some rank still trains.
+        """Run the synchronizations that are due; return whether any rank still trains.
 
         Args:
             is_training: If true, this rank still trains.
@@ -178,7 +178,7 @@ class Outer:
         self.comm.allreduce(count)
         return int(count[0])
 
-    # When
+    # Schedule
 
     def _next_send(self, fragment: Fragment, after: int) -> int:
         """Return the first step after a given one at which a fragment is sent."""
@@ -207,7 +207,7 @@ class Outer:
                 accuracy = evaluate(model)
 
         Use it to evaluate or save the model during training. Afterwards the model has its local
-        parameters again: changes to parameters within the block are lost.
+        parameters again; changes to parameters within the block are lost.
 
         Raises:
             GradientError: The weights of some rank are not finite, or the block calls `step`.
@@ -225,15 +225,16 @@ class Outer:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Train for different numbers of steps per rank.
+        """Let ranks train for different numbers of steps.
 
             with outer.join():
                 for x, y in batches:
                     ...
                     outer.step()
 
-        A rank that has ended still takes part in synchronizations. The mean is over the ranks that
-        have taken steps since the last one. At the end all ranks `synchronize`.
+        A rank that has reached the end of the block still takes part in synchronizations. The mean
+        is over the ranks that have taken steps since the last synchronization. At the end all ranks
+        `synchronize`.
 
         Raises:
             ConfigError: The block is within another `join` block.
@@ -296,7 +297,7 @@ class Outer:
                 "fragments": fragments}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, which any number of ranks has saved; the model gets its parameters.
+        """Load a state, and copy its parameters to the model; the number of ranks may have changed.
 
         For a bitwise identical resume, then load this rank's local weights into the model.
 
@@ -371,8 +372,8 @@ class Outer:
             state_dict: The state of this rank.
 
         Raises:
-            ConfigError: The state is of other Reducers. The next step raises it if the state is
-                of other ranks.
+            ConfigError: The state belongs to other Reducers. The next step raises this error if
+                the state belongs to other ranks.
 
         Collective: no, but call it on all ranks.
         """
@@ -422,8 +423,9 @@ class PeriodicAveraging(Outer):
         model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two averages, from 1.
-        start: Number of first steps after each of which models are averaged ("post-local SGD").
+        every: Number of inner steps between two averages, at least 1.
+        start: Number of initial steps during which models are averaged after each step
+            ("post-local SGD").
         reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
             Each fragment has a copy of it.
         sharded: If true, each rank updates only its slices of the global parameters, and gathers
@@ -463,7 +465,7 @@ class StreamingDiLoCo(Outer):
         model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two synchronizations of a fragment, from 1.
+        every: Number of inner steps between two synchronizations of a fragment, at least 1.
         lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
         momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
         fragments: Number of parts of the model, of similar size in bytes, that are synchronized in

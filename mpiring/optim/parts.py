@@ -1,6 +1,6 @@
 """The part of a tensor that this rank updates: its weights, gradient and state.
 
-Weights of 16 bits have a master copy in float32, which keeps updates that are too small for them.
+16-bit weights have a master copy in float32, which keeps updates too small for 16 bits.
 Source: Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
@@ -21,9 +21,9 @@ from .settings import Settings
 from .update import BLOCK, Update
 
 MASTER = "master"
-# Name of a direction, which exists only during an update.
+# Name of the vector of a direction, which exists only during an update.
 DIRECTION = "r"
-# Numbers that a GPU squares at a time; each takes 8 bytes.
+# Number of elements that a GPU squares at a time, in 8 bytes each.
 _GPU_BLOCK = 1 << 22
 
 
@@ -41,8 +41,8 @@ def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.
     """Return the dtypes, by name, of the state vectors for weights of a dtype.
 
     Args:
-        names: Names of the vectors that the optimizer remembers.
-        dtype: Dtype of the weights; weights of 16 bits also have a master copy.
+        names: Names of the optimizer's state vectors.
+        dtype: Dtype of the weights; 16-bit weights also have a master copy.
     """
     return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
 
@@ -106,7 +106,7 @@ class Part:
             _follow_weights(self.vector("w"), self.weights)
 
     def end(self) -> None:
-        """Round the master copy into weights of 16 bits: to nearest, ties to even."""
+        """Round the master copy into 16-bit weights: to nearest, ties to even."""
         if self.is_sixteen:
             vectors.convert(self.weights, self.vector("w"))
 
@@ -118,7 +118,7 @@ class Part:
     def blocks(self, names: Sequence[str], share: slice = slice(None)) -> Iterator[dict[str, Any]]:
         """Yield vectors by name: complete, or in blocks if some need scratch memory.
 
-        Scratch memory holds widened gradients of 16 bits, and `r`, whose content is undefined.
+        Scratch memory holds 16-bit gradients in float32, and `r`, whose content is undefined.
 
         Args:
             names: Names of the vectors.
@@ -148,7 +148,7 @@ class Part:
 
 
 def _follow_weights(master: Any, weights: Any) -> None:
-    """Overwrite master values that do not round to the weights, which the user then has changed.
+    """Overwrite master values that do not round to the weights: the user changed these weights.
 
     Args:
         master: Shape (n,), float32.

@@ -59,7 +59,7 @@ class TensorSettings(MutableMapping[str, Any]):
         self.key = self._key()
 
     def _key(self) -> tuple[Any, ...]:
-        # An object that serves as a function may have no hash.
+        # A callable object may be unhashable.
         return tuple(id(x) if callable(x) else x for x in self._content.values())
 
     def __getitem__(self, name: str) -> Any:
@@ -165,10 +165,10 @@ def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
 
 
 def summarized(values: Mapping[str, Settings]) -> str:
-    """Return a short text of the result of `all_at`; different settings give different texts.
+    """Return a short string for a result of `all_at`, different for different settings.
 
-    The text has the settings of the first tensor, and those in which other tensors differ. A digest
-    of the assignment of settings to tensors follows.
+    The string has the settings of the first tensor, and settings in which other tensors differ. It
+    ends with a digest that tells which tensor has which settings.
     """
     distinct = {id(its): its for its in values.values()}
     first = next(iter(distinct.values()))

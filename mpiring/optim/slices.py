@@ -24,10 +24,10 @@ class ModelSlices:
     Args:
         averager: Averager of the gradients.
         comm: Communicator whose ranks train the model.
-        weights: Returns the vector of a tensor, given its name; called again when buckets are
-            rebuilt.
-        state_vectors: Returns the dtypes by name of the state vectors in a bucket with a given
-            plan, the same on all ranks. The vectors follow tensors to other buckets.
+        weights: Function that returns the vector of a tensor, given its name; called again when
+            buckets are rebuilt.
+        state_vectors: Function that returns the dtypes of a bucket's state vectors by name, given
+            its plan; the same on all ranks. The vectors follow tensors to other buckets.
 
     Attributes:
         states: The state, by bucket and slice.
@@ -70,7 +70,7 @@ class ModelSlices:
 
         Args:
             index: Index of the bucket; all ranks send buckets in the same order.
-            made_with: Description of the update that made the weights; compared across ranks.
+            made_with: Description of the update of the weights; compared across ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -110,7 +110,7 @@ class ModelSlices:
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
-            # With one slice only, all ranks have all of it.
+            # If there is only one slice, all ranks have the complete vector.
             if len(bounds) > 2:
                 yield from collectives.allgather(x, bounds=bounds)
 

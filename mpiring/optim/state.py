@@ -23,7 +23,7 @@ class Present(Mapping[str, Mapping[str, Any]]):
 
     Args:
         slices: This rank's parts.
-        names: Names of the vectors that the optimizer remembers.
+        names: Names of the optimizer's state vectors.
     """
 
     def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
         whose: Name of the optimizer.
         tensors: All tensors, by name.
         dtypes: Dtypes of each tensor's vectors, by name.
-        optional: Names of vectors that may be missing, but only for all tensors at once.
+        optional: Names of vectors that may be missing for all tensors, but not only for some.
 
     Raises:
         ConfigError: The state is of another model or optimizer; names the difference.

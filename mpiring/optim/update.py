@@ -1,4 +1,4 @@
-"""Elementwise updates of vectors: one text, which numba, NumPy or a GPU runs."""
+"""Elementwise updates of vectors: one source text for numba, NumPy and GPUs."""
 
 import functools
 import textwrap
@@ -12,8 +12,8 @@ from ..jit import loops
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 
-# Elements that NumPy updates at a time. With all intermediate results, they fit in the level-2
-# cache.
+# Number of elements that NumPy updates at a time. With all intermediate results, they fit in the
+# level-2 cache.
 BLOCK = 16 << 10
 
 

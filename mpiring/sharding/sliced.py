@@ -15,7 +15,7 @@ from ..transport.base import Schedule
 
 # Start and stop index.
 Range = tuple[int, int]
-# Vectors with one element per element of a tensor, by the names of the tensor and of the vector.
+# Vectors as long as their tensor, by the names of the tensor and of the vector.
 Leaves = dict[str, dict[str, Any]]
 
 

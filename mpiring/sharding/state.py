@@ -1,7 +1,7 @@
 """State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
 
-Examples are residuals of Reducers and momenta of optimizers: anything that a rank remembers of its
-slices of buckets from step to step.
+Examples are residuals of Reducers and momenta of optimizers: data about slices that a rank keeps
+from step to step.
 """
 
 import copy
@@ -24,8 +24,7 @@ Wide = NDArray[np.float32]
 # Function that returns the dtype of each vector that follows its tensors, by name; the same on all
 # ranks.
 Vectors = Callable[[BucketPlan], Mapping[str, DTypeLike]]
-# Function that completes a vector over a bucket, given its bounds, with the slices of other ranks,
-# in place.
+# Function that copies the slices of other ranks into a vector over a bucket, given the bounds.
 Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
 
@@ -35,7 +34,7 @@ class TensorRange:
 
     Attributes:
         name, shape: Name and shape of the tensor.
-        start, stop: Elements of the slice.
+        start, stop: Range of elements of the slice.
         offset: First element of the flattened tensor that is in the slice.
     """
 
@@ -66,9 +65,9 @@ class TensorState:
     """State of a tensor outside of buckets.
 
     Attributes:
-        steps: Number of steps that have counted.
-        pieces: Vectors by name, by the range of elements of the flattened tensor (its padding
-            follows it).
+        steps: Number of applied steps.
+        pieces: Vectors by name, for ranges of elements of the flattened tensor, which may include
+            the padding after the tensor.
         arrays: Arrays by name.
     """
 
@@ -80,8 +79,8 @@ class TensorState:
 class SliceState:
     """State of one slice of a bucket: arrays, and vectors with the length of the slice.
 
-    It is double-buffered. Data written to an array of `next` counts from `commit` on, and `drop`
-    leaves everything unchanged.
+    It is double-buffered. Data written to a result of `next` takes effect with `commit`; `drop`
+    discards the data.
 
     Args:
         plan: Plan of the bucket.
@@ -104,7 +103,7 @@ class SliceState:
         self._spare: dict[tuple[str, str], Any] = {}
 
     def vector(self, name: str, dtype: DTypeLike = np.float32) -> Any:
-        """Return a vector, zeros at first. Changes in place count at once."""
+        """Return a vector, zeros at first. Changes in place take effect at once."""
         key = name, ""
         if key not in self._now:
             self._now[key] = vectors.zeros(self.size, dtype, self._device)
@@ -116,7 +115,7 @@ class SliceState:
         Args:
             name: Name of the array.
             tensor: Name of the tensor.
-            first: Function that makes it; called again when the tensor is in another bucket.
+            first: Function that creates it; called again when the tensor is in another bucket.
         """
         key = name, tensor
         if key not in self._now:
@@ -125,7 +124,7 @@ class SliceState:
         return array
 
     def next(self, name: str, tensor: str = "") -> Any:
-        """Return the memory by which `commit` replaces a vector or array; undefined content."""
+        """Return the memory, of undefined content, that `commit` uses for a vector or array."""
         key = name, tensor
         if key not in self._next:
             now, spare = self._now[key], self._spare.pop(key, None)
@@ -136,7 +135,7 @@ class SliceState:
         return self._next[key]
 
     def commit(self) -> None:
-        """Make the results of `next` count."""
+        """Replace vectors and arrays by the results of `next`."""
         for key, array in self._next.items():
             self._spare[key], self._now[key] = self._now[key], array
         self._next.clear()
@@ -215,7 +214,7 @@ class BucketState:
 
     Attributes:
         slices: State of each slice, by number.
-        steps: Number of steps that have counted.
+        steps: Number of applied steps.
     """
 
     def __init__(self, bucket: Bucket, bounds: Sequence[int], slice_numbers: Iterable[int]) -> None:
@@ -282,7 +281,7 @@ class BucketStates:
                 to its size.
             slice_numbers: Numbers of this rank's slices.
             gather: Function that returns a schedule, given a vector over a bucket and the bounds.
-                The schedule completes the vector in place with the slices of other ranks.
+                The schedule copies the slices of other ranks into the vector.
 
         Raises:
             ConfigError: The loaded state lacks a part that belongs to this rank's slices.
