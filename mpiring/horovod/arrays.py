@@ -54,7 +54,7 @@ class ArrayBuffers:
 class NumPyArrays:
     """Functions that operations need from NumPy; see requests.ArrayPackage."""
 
-    lend = ArrayBuffers
+    buffers = ArrayBuffers
     dtype_name = staticmethod(dtype_name)
     scale = staticmethod(scale)
 

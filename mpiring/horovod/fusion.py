@@ -110,7 +110,7 @@ class FusedVectors:
         self._used: list[FusedVector | None] = [None] * _VECTORS
         self._views: dict[Any, Sequence[Any]] = {}
 
-    def takes(self, terms: Terms) -> bool:
+    def fuses(self, terms: Terms) -> bool:
         """Return whether an operation will be fused."""
         return terms.fused is not None and terms.nbytes <= self._max_bytes
 
@@ -126,21 +126,21 @@ class FusedVectors:
 
         Collective: yes. Blocking: if `blocking`, or if there are more vectors than buffers.
         """
-        alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
+        by_terms, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others
         for request in requests:
             if request.terms is not terms:
                 terms = request.terms
-                group = alike[terms.fused] if self.takes(terms) else others
+                group = by_terms[terms.fused] if self.fuses(terms) else others
             group.append(request)
-        vectors = [vector for group in alike.values() for vector in self._cut(group)]
+        vectors = [vector for group in by_terms.values() for vector in self._split(group)]
         for number, vector in enumerate(vectors):
             # Each batch starts with the first buffer, which is still in the cache.
             self._combine(number % _VECTORS, vector,
                           blocking=blocking and len(vectors) == 1 and not others)
         return others
 
-    def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
+    def _split(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
         if sum([request.terms.nbytes for request in requests]) <= self._max_bytes:
             return [requests]
@@ -156,9 +156,9 @@ class FusedVectors:
 
     def _combine(self, number: int, requests: list[NamedRequest], *, blocking: bool) -> None:
         nbytes = sum(request.terms.nbytes for request in requests)
-        before = self._used[number]
-        if before is not None:
-            before.settle()
+        previous = self._used[number]
+        if previous is not None:
+            previous.settle()
         if self._memory[number].size < nbytes:
             capacity = max(_SHORTEST_BYTES, 1 << (nbytes - 1).bit_length())
             self._memory[number] = self._comm.empty(capacity, np.uint8)

@@ -56,12 +56,12 @@ class Matcher:
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
         # The open batch, ended batches, and operations that some ranks have not submitted.
-        # `_lock` protects them; `_driving` is held while operations are compared and started.
+        # `_lock` protects them; `_progress_lock` is held while operations are compared and started.
         self._open: list[NamedRequest] = []
         self._open_bytes = 0
         self._batches: deque[list[NamedRequest]] = deque()
-        self._left: list[NamedRequest] = []
-        self._lock, self._driving = threading.Lock(), threading.RLock()
+        self._remaining: list[NamedRequest] = []
+        self._lock, self._progress_lock = threading.Lock(), threading.RLock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
         # The batch that ranks compare now, its digest, and the allreduce of the digest.
@@ -90,13 +90,13 @@ class Matcher:
             name = f"noname.{number}"
         name = request.name = f"{kind}.{name}"
         request.matcher = self
-        if not self._fusion.takes(terms) and kind != JOIN:
+        if not self._fusion.fuses(terms) and kind != JOIN:
             request.prepare(self._comm, self._ranks)
         # Set before the operation is added, as the thread ends batches without recent operations.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
-            before = self._names.get(name)
-            if before is not None and not before.ended:
+            previous = self._names.get(name)
+            if previous is not None and not previous.ended:
                 raise ConfigError(
                     f"rank {self._rank}: Requested to {kind} a tensor with the "
                     f"same name as another tensor that is currently being processed: {name!r}. If "
@@ -122,8 +122,8 @@ class Matcher:
         Collective: yes. Blocking: yes.
         """
         while not request.started:
-            self._end_open()
-            with self._driving:
+            self._end_open_batch()
+            with self._progress_lock:
                 moved = request.started or self._advance(blocking=True)
             if not moved:
                 time.sleep(_SHORTEST_S)
@@ -131,34 +131,34 @@ class Matcher:
     def poll(self, request: NamedRequest) -> bool:
         """Make progress, and return whether an operation is complete."""
         if not request.started:
-            self._end_open()
+            self._end_open_batch()
             self._try_to_advance()
             return False
         return request.ended or request.handle is not None and request.handle.test()
 
-    def _end_open(self) -> None:
+    def _end_open_batch(self) -> None:
         with self._lock:
             if self._open:
                 self._end_batch()
 
     def _try_to_advance(self) -> None:
         """Make progress, unless another thread is doing so."""
-        if self._driving.acquire(blocking=False):
+        if self._progress_lock.acquire(blocking=False):
             try:
                 self._advance(blocking=False)
             finally:
-                self._driving.release()
+                self._progress_lock.release()
 
     def _loop(self) -> None:
         """Advance operations while the program does not wait for them."""
         while not self._closed:
             self._work.wait()
-            while self._open or self._batches or self._left or self._compared:
+            while self._open or self._batches or self._remaining or self._compared:
                 time.sleep(_QUIET_S / 5)
                 if self._closed:
                     return
                 if time.monotonic() - self._last_s > _QUIET_S:
-                    self._end_open()
+                    self._end_open_batch()
                 self._warn(self._compared, "some ranks have not submitted operations since then")
                 try:
                     self._try_to_advance()
@@ -172,7 +172,7 @@ class Matcher:
     def _advance(self, *, blocking: bool) -> bool:
         """Compare the next batch, and start its common operations; return whether a batch ended.
 
-        The caller holds `_driving`.
+        The caller holds `_progress_lock`.
 
         Args:
             blocking: If true, wait for the other ranks.
@@ -186,7 +186,7 @@ class Matcher:
             ) from self._failure
         try:
             if not self._compared:
-                if not self._next():
+                if not self._select_batch():
                     return False
                 if blocking:
                     self._comm.allreduce(self._words, op="max")
@@ -208,14 +208,14 @@ class Matcher:
                 f"rank {self._rank} waits for {_listed(self._compared)}: {error}") from error
         return True
 
-    def _next(self) -> bool:
+    def _select_batch(self) -> bool:
         """Select the next batch, with the remaining operations; return whether there is one."""
         with self._lock:
-            is_early = not self._left or time.monotonic() < self._retry_s
+            is_early = not self._remaining or time.monotonic() < self._retry_s
             if self._closed or not self._batches and is_early:
                 return False
-            self._compared = self._left + (self._batches.popleft() if self._batches else [])
-            self._left = []
+            self._compared = self._remaining + (self._batches.popleft() if self._batches else [])
+            self._remaining = []
         text = "\0".join([request.name + request.terms.text for request in self._compared])
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         self._words[0] = int.from_bytes(digest, "little") >> 2
@@ -234,8 +234,8 @@ class Matcher:
         if same:
             ready, self._pause_s = batch, 0.0
             if any(request.terms.kind == JOIN for request in batch):
-                self._join(range(self._comm.size))
-                ready = self._without_join(batch)
+                self._record_joined(range(self._comm.size))
+                ready = self._complete_join(batch)
         else:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
@@ -250,18 +250,18 @@ class Matcher:
             if request.start is not None:
                 request.start()
 
-    def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
+    def _complete_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, which all ranks have called; return the other operations."""
-        last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
+        last, others = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
         for request in requests:
             if request.terms.kind == JOIN:
                 request.results = [self._ranks[last]]
             else:
-                rest.append(request)
+                others.append(request)
         self._joined.clear()
         # Ranks that joined early have submitted fewer operations without names.
         self._unnamed.clear()
-        return rest
+        return others
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
         """Return the operations of all ranks in the order of the lowest rank; keep the rest."""
@@ -269,10 +269,10 @@ class Matcher:
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
                      for terms_by_name in lists]
-        self._join(rank for rank, joined in enumerate(is_joined) if joined)
+        self._record_joined(rank for rank, joined in enumerate(is_joined) if joined)
         active = [rank for rank, joined in enumerate(is_joined) if not joined]
         if not active:
-            batch, active = self._without_join(batch), list(range(self._comm.size))
+            batch, active = self._complete_join(batch), list(range(self._comm.size))
         by_name = {request.name: request for request in batch}
         ready = []
         for name, terms in lists[active[0]].items():
@@ -283,7 +283,7 @@ class Matcher:
                     request.error = HorovodInternalError(problem)
                 elif not problem:
                     ready.append(request or self._zeros(name, terms, batch))
-        self._left = list(by_name.values())
+        self._remaining = list(by_name.values())
         self._report(lists)
         return ready
 
@@ -309,11 +309,11 @@ class Matcher:
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
         request = NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
-        if not self._fusion.takes(terms):
+        if not self._fusion.fuses(terms):
             request.prepare(self._comm, self._ranks)
         return request
 
-    def _join(self, ranks: Iterable[int]) -> None:
+    def _record_joined(self, ranks: Iterable[int]) -> None:
         """Record the ranks that have called `join`, and the round."""
         for rank in ranks:
             self._joined.setdefault(rank, self._rounds)
@@ -321,7 +321,7 @@ class Matcher:
     def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
         """Warn about operations that other ranks have not submitted, and time them out."""
         config, now_s = self._comm.config, time.monotonic()
-        for request in tuple(self._left):
+        for request in tuple(self._remaining):
             waited_s = now_s - request.submitted_s
             missing = [self._ranks[rank] for rank, names in enumerate(lists)
                        if request.name not in names]
@@ -331,7 +331,7 @@ class Matcher:
             if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
                 request.error = HorovodInternalError(
                     f"rank {self._rank} has waited {waited_s:.0f} s: {text}")
-                self._left.remove(request)
+                self._remaining.remove(request)
             elif missing:
                 self._warn([request], text)
 
@@ -386,7 +386,7 @@ class Matcher:
         finally:
             self._closed = True
             self._work.set()
-        with self._driving:
+        with self._progress_lock:
             self._comm.close()
 
 

@@ -32,10 +32,10 @@ class Combined:
         """Return the schedule of an allreduce of the bucket."""
         if self.predivide == 1:
             return collectives.allreduce(bucket.vector, op=self.op)
-        return self._between_divisions(collectives.allreduce(bucket.vector, op="sum"),
-                                       bucket.vector, collectives.size)
+        return self._predivided(collectives.allreduce(bucket.vector, op="sum"), bucket.vector,
+                                collectives.size)
 
-    def _between_divisions(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
+    def _predivided(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
         vectors.divide(x, self.predivide)
         yield from summing
         vectors.divide(x, size / self.predivide)

@@ -76,7 +76,7 @@ class ArrayPackage(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; integers are rounded toward zero."""
 
-    def lend(self, *, staged: bool) -> RequestBuffers:
+    def buffers(self, *, staged: bool) -> RequestBuffers:
         """Return buffers for the arrays of one operation; if `staged`, copies in host memory."""
 
     def to_bytes(self, x: Any) -> Array:
@@ -252,7 +252,7 @@ class NamedRequest:
         """
         # Adasum works in host memory.
         staged = self.terms.op == ADASUM
-        buffers = self.arrays.lend(staged=staged)
+        buffers = self.arrays.buffers(staged=staged)
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
         stream = None if staged else buffers.stream
@@ -276,14 +276,14 @@ class NamedRequest:
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
         vectors = [buffers.numbers(out, written=True) for out in outs]
-        return lambda collectives: _in_turn(
+        return lambda collectives: _sequence(
             [adasum(collectives, x, [0, x.size]) if op == ADASUM else
              collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
     def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
         outs, root = self._scaled(copy=not self.in_place), ranks.index(self.terms.root)
         vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
-        return lambda collectives: _in_turn(
+        return lambda collectives: _sequence(
             [collectives.broadcast(x, root) for x in vectors]), lambda: outs
 
     def _reducescatter(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
@@ -297,7 +297,7 @@ class NamedRequest:
                          cut(buffers.numbers(x), bounds.tolist())))
             outs.append(out)
         op, divisor = combined(self.terms, comm.size)
-        return lambda collectives: _in_turn(
+        return lambda collectives: _sequence(
             [_scattered(collectives, out, chunks, op) for out, chunks in rows]), self._after(
                 outs, divisor)
 
@@ -315,7 +315,7 @@ class NamedRequest:
                 rows = np.zeros(comm.size, np.int64)
                 rows[comm.rank] = x.shape[0]
                 yield from collectives.allgather_chunks(chunks_of(rows, comm.size))
-                raw, chunks = _in_chunks(rows, x)
+                raw, chunks = _memory_for(rows, x)
                 copy_to(chunks[comm.rank], part)
                 yield from collectives.allgather_chunks(chunks)
                 counts.append(rows.tolist())
@@ -337,7 +337,7 @@ class NamedRequest:
             nonlocal received
             yield from collectives.all_to_all(
                 chunks_of(np.array(splits, np.int64), comm.size), chunks_of(rows, comm.size))
-            received, chunks = _in_chunks(rows, x)
+            received, chunks = _memory_for(rows, x)
             yield from collectives.all_to_all(sends, chunks)
 
         return build, results
@@ -375,7 +375,7 @@ def combined(terms: Terms, size: int) -> tuple[OpName, int]:
     return cast(OpName, terms.op), 1
 
 
-def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
+def _sequence(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
     for schedule in schedules:
         yield from schedule
 
@@ -396,7 +396,7 @@ def _bounds(rows: Any, like: Any) -> list[int]:
     return bounds
 
 
-def _in_chunks(rows: Any, like: Any) -> tuple[Array, list[Array]]:
+def _memory_for(rows: Any, like: Any) -> tuple[Array, list[Array]]:
     """Return memory for the rows of all ranks, as one vector and as one chunk for each rank."""
     bounds = _bounds(rows, like)
     raw = np.empty(bounds[-1], np.uint8)

@@ -158,7 +158,11 @@ class DataParallel:
 
         Collective: yes. Blocking: yes.
         """
-        self._refuse_replaced()
+        for name, array in self._updated.items():
+            if self.params.get(name) is not array:
+                raise ConfigError(
+                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
+                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
         self.gradients.wait()
         self._replicas.end_step()
 
@@ -210,14 +214,6 @@ class DataParallel:
                 f"parameter {name!r} of shape {array.shape} is in Fortran order; give the "
                 f"model numpy.ascontiguousarray({name}), because its gradient is in C order")
         return vector_of(array)
-
-    def _refuse_replaced(self) -> None:
-        """Raise ConfigError if `params` has another array than an optimizer updates."""
-        for name, array in self._updated.items():
-            if self.params.get(name) is not array:
-                raise ConfigError(
-                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
-                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
 
     @property
     def steps(self) -> int:
@@ -408,14 +404,14 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
 
 
 def load_arrays(comm: Communicator, arrays: Mapping[str, Any], state: Mapping[str, Any],
-                whose: str) -> None:
+                owner: str) -> None:
     """Copy the arrays of a state into existing arrays, by name.
 
     Args:
         comm: The ranks, which must all load the same state.
         arrays: Arrays to write to.
         state: Arrays to read, with the same names, shapes and dtypes.
-        whose: End of "the state …" in messages.
+        owner: End of "the state …" in messages.
 
     Raises:
         ConfigError: The state does not fit, or differs between ranks. In this case nothing has
@@ -423,15 +419,15 @@ def load_arrays(comm: Communicator, arrays: Mapping[str, Any], state: Mapping[st
 
     Collective: yes. Blocking: yes.
     """
-    with same_on_all(comm, f"the state {whose}", remedy=SAME_STATE) as same:
-        refuse_other_state(state, arrays, whose, only=True)
+    with same_on_all(comm, f"the state {owner}", remedy=SAME_STATE) as same:
+        refuse_other_state(state, arrays, owner, only=True)
         # Each access to a file of numpy.load reads the array.
         same["arrays"] = saved = {name: state[name] for name in arrays}
         for name, array in arrays.items():
             expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
                                else f"a {type(x).__name__}" for x in (array, saved[name])]
             if given != expected:
-                raise ConfigError(f"rank {comm.rank}: {name!r} is {given} in the state {whose}, "
+                raise ConfigError(f"rank {comm.rank}: {name!r} is {given} in the state {owner}, "
                                   f"but {expected} in the model; build the model that was saved")
     for name, array in arrays.items():
         array[...] = saved[name]
@@ -461,18 +457,18 @@ def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
     Raises:
         ConfigError: The parameter cannot be trained.
     """
-    which = f"rank {rank}: parameter {name!r}"
+    label = f"rank {rank}: parameter {name!r}"
     if not isinstance(name, str):
-        raise ConfigError(f"{which}: names must be strings, as str({name!r})")
+        raise ConfigError(f"{label}: names must be strings, as str({name!r})")
     if is_tensor(array):
-        raise ConfigError(f"{which} is a tensor; use mpiring.torch.DataParallel")
+        raise ConfigError(f"{label} is a tensor; use mpiring.torch.DataParallel")
     try:
         kind = dtype_name(vector_of(array).dtype)
     except ConfigError as exc:
-        raise ConfigError(f"{which}: {exc}") from exc
+        raise ConfigError(f"{label}: {exc}") from exc
     if kind not in (*FLOATING, *COMPLEX):
         raise ConfigError(
-            f"{which} is {kind}, which has no gradient; leave it out of params")
+            f"{label} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
 
 
@@ -491,12 +487,12 @@ def _multiply(gradient: Array, factor: float) -> None:
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:
     """Yield everything that should be equal on all ranks; each array once, by its first name."""
-    seen: set[int] = set()
+    ids: set[int] = set()
 
     def leaf(name: str, x: Any) -> Replicated | None:
-        if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in seen:
+        if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in ids:
             return None
-        seen.add(id(x))
+        ids.add(id(x))
         if is_on_gpu(x):
             return Replicated(name, lambda: bytes_of(x.get()),
                               lambda raw: x.set(raw.view(x.dtype).reshape(x.shape)))

@@ -12,7 +12,7 @@ from ..gpu.device import await_event
 from ..memory.arrays import Array, is_finite
 from ..optim import outer
 from ..optim.fragments import LocalWeights
-from ..optim.parts import wide
+from ..optim.parts import wide_dtype
 from .data_parallel import DataParallel, share, spec_of
 
 
@@ -58,7 +58,7 @@ class ArrayWeights(LocalWeights):
         """Set local weights to alpha × local + (1 - alpha) × global."""
         local, target = self._arrays[name], self._global[name]
         if alpha:
-            target = target.astype(wide(local.dtype))
+            target = target.astype(wide_dtype(local.dtype))
             target += alpha * (local.astype(target.dtype) - target)
         local[...] = target
 

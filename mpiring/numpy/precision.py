@@ -10,7 +10,7 @@ from ..arguments import refuse_other_state, whole_number
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import Array
 from ..operations.consistency import same_on_all
-from ..optim.parts import has_master, wide
+from ..optim.parts import has_master, wide_dtype
 from ..training.averager import HOPELESS_STEPS
 from ..training.fused import Views
 from .data_parallel import SAME_STATE, DataParallel, load_arrays
@@ -72,9 +72,9 @@ class LossScaler:
             same["backoff"] = self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
             same["growth_interval"] = self._interval = whole_number(
                 "growth_interval", growth_interval, 1)
-        self._taken_in_row = self._skipped_at_smallest = 0
+        self._steps_in_row = self._skipped_at_smallest = 0
         # The last step of dp for which step() was called; 1 / scale of its gradients if finite.
-        self._seen = dp.steps
+        self._last_step = dp.steps
         self._unscale: float | None = None
 
     @property
@@ -95,19 +95,19 @@ class LossScaler:
 
         Collective: yes, but sends nothing. Blocking: no.
         """
-        if self._dp.steps == self._seen:
+        if self._dp.steps == self._last_step:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.step() without new gradients; call it once "
                 f"after each dp.wait()")
-        self._seen = self._dp.steps
+        self._last_step = self._dp.steps
         is_finite = self._dp.finite
         self._unscale = 1 / self._scale if is_finite else None
         if is_finite:
-            self._count_taken()
+            self._count_step()
         else:
             self._count_skipped()
         self._dp.gradients.compared["loss scaler"] = (
-            f"loss scale {self._scale:g} after step {self._seen - 1}")
+            f"loss scale {self._scale:g} after step {self._last_step - 1}")
         return is_finite
 
     def unscaled(self, name: str) -> Array:
@@ -126,18 +126,18 @@ class LossScaler:
 
         Collective: no. Blocking: no.
         """
-        if self._dp.steps != self._seen or self._unscale is None:
+        if self._dp.steps != self._last_step or self._unscale is None:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.unscaled({name!r}) of a step that was not "
                 f"accepted; call it after dp.wait(), and where scaler.step() returned True")
         gradient = self._dp.grads[name]
-        wide_gradient: Array = gradient.astype(wide(gradient.dtype))
+        wide_gradient: Array = gradient.astype(wide_dtype(gradient.dtype))
         wide_gradient *= self._unscale
         return wide_gradient
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state, the same on all ranks, for `load_state_dict`."""
-        return {"scale": self._scale, "taken_in_row": self._taken_in_row,
+        return {"scale": self._scale, "taken_in_row": self._steps_in_row,
                 "skipped_at_smallest": self._skipped_at_smallest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,18 +161,18 @@ class LossScaler:
             same["taken_in_row"] = taken = whole_number("taken_in_row", state["taken_in_row"], 0)
             same["skipped_at_smallest"] = skipped = whole_number(
                 "skipped_at_smallest", state["skipped_at_smallest"], 0)
-        self._scale, self._taken_in_row, self._skipped_at_smallest = scale, taken, skipped
-        self._seen, self._unscale = self._dp.steps, None
+        self._scale, self._steps_in_row, self._skipped_at_smallest = scale, taken, skipped
+        self._last_step, self._unscale = self._dp.steps, None
 
-    def _count_taken(self) -> None:
+    def _count_step(self) -> None:
         self._skipped_at_smallest = 0
-        self._taken_in_row += 1
-        if self._taken_in_row >= self._interval:
-            self._taken_in_row = 0
+        self._steps_in_row += 1
+        if self._steps_in_row >= self._interval:
+            self._steps_in_row = 0
             self._change(min(self._scale * self._growth, self._largest))
 
     def _count_skipped(self) -> None:
-        self._taken_in_row = 0
+        self._steps_in_row = 0
         if self._scale > self._smallest:
             self._change(max(self._scale * self._backoff, self._smallest))
             return

@@ -17,7 +17,7 @@ from ..text import first_few
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from .optimizer import Optimizer
-from .settings import Scheduled, at
+from .settings import Scheduled, values_at
 from .sgd import SGD
 
 
@@ -78,7 +78,7 @@ class LocalWeights(Protocol):
         """
 
     @contextmanager
-    def global_ones(self) -> Iterator[None]:
+    def with_global_weights(self) -> Iterator[None]:
         """Set all local weights to the global weights within a `with` block."""
         with self.selected():
             before = {tensor.name: copy.deepcopy(self.local(tensor.name))
@@ -102,17 +102,17 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     if count > len(tensors):
         raise ConfigError(f"fragments={count}, but the model has {len(tensors)} tensors, which "
                           f"are not cut; expected at most as many fragments")
-    fragments, left = [], list(tensors)
+    fragments, remaining_tensors = [], list(tensors)
     for remaining in range(count, 0, -1):
-        nbytes = [tensor.padded_bytes for tensor in left]
+        nbytes = [tensor.padded_bytes for tensor in remaining_tensors]
         share, stop, size = sum(nbytes) / remaining, 1, nbytes[0]
         # A tensor belongs to a fragment if at least half of it fits into the fragment's share. Each
         # later fragment needs a tensor.
-        while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
+        while stop <= len(remaining_tensors) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
-        fragments.append(left[:stop])
-        left = left[stop:]
+        fragments.append(remaining_tensors[:stop])
+        remaining_tensors = remaining_tensors[stop:]
     return fragments
 
 
@@ -228,8 +228,8 @@ class Fragment:
 
     def _label(self, step: int) -> None:
         """Label the next calls with the current step and the rates of its update."""
-        rates = at({"lr": self._settings.lr, "momentum": self._settings.momentum},
-                   self.optimizer.steps)
+        rates = values_at({"lr": self._settings.lr, "momentum": self._settings.momentum},
+                          self.optimizer.steps)
         self.gradients.label = (
             f"inner step {step} (every={self._settings.every}, fragment {self.index}, "
             f"lr={rates['lr']!r}, momentum={rates['momentum']!r})")
@@ -264,11 +264,11 @@ class Fragment:
         names = [name for name in self.names if not self._weights.is_finite(name)]
         by_rank = {rank: names for rank, names in enumerate(self.comm.allgather_object(names))
                    if names} or self.gradients.nonfinite.by_rank
-        whose = "; ".join(f"rank {rank} in {first_few(names, 5)}"
-                          for rank, names in by_rank.items())
+        places = "; ".join(f"rank {rank} in {first_few(names, 5)}"
+                           for rank, names in by_rank.items())
         raise GradientError(
             f"rank {self.comm.rank}: the model has diverged: what was sent at inner step "
             f"{self.since} holds NaN or Inf, of the weights of "
-            f"{whose or 'no rank: differences overflow'}; the global parameters stay as they were. "
-            f"Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronize "
+            f"{places or 'no rank: differences overflow'}; the global parameters stay as they were."
+            f" Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronize "
             f"more often")

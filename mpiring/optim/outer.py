@@ -25,7 +25,7 @@ from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec, reducers_of
 from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
-from .settings import Scheduled, at, settings_of
+from .settings import Scheduled, settings_of, values_at
 
 # Default of `alpha` with a delay.
 _ALPHA = 0.5
@@ -69,7 +69,7 @@ class Outer:
         self._update_after = (self.delay - self.delay // 2 if settings.sharded else self.delay)
         self._is_joined = self._shows_global = False
         # Number of steps that this rank had taken when it reached the end of `join`.
-        self._trained = 0
+        self._own_steps = 0
         self._plan()
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class Outer:
             if self._shows_global:
                 raise GradientError(f"rank {self.comm.rank}: step() within global_parameters(), "
                                     f"which would be lost; end that block first")
-            self._act(is_training=True)
+            self._run_due(is_training=True)
         elif self._has_pending:
             self.comm.poke()
 
@@ -139,7 +139,7 @@ class Outer:
             self._weights.complete()
         self._plan()
 
-    def _act(self, *, is_training: bool) -> bool:
+    def _run_due(self, *, is_training: bool) -> bool:
         """Run the synchronizations that are due; return whether any rank still trains.
 
         Args:
@@ -168,7 +168,7 @@ class Outer:
     def _send(self, fragment: Fragment, is_training: bool) -> None:
         factor = 1.0
         if self._is_joined:
-            took_steps = is_training or fragment.since < self._trained
+            took_steps = is_training or fragment.since < self._own_steps
             factor = took_steps * self.comm.size / self._count(took_steps)
         fragment.send(self.steps, factor)
 
@@ -215,7 +215,7 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        with self._weights.global_ones():
+        with self._weights.with_global_weights():
             self._shows_global, self._next = True, 0
             try:
                 yield
@@ -246,11 +246,11 @@ class Outer:
         self._is_joined = True
         try:
             yield
-            self._trained = self.steps
+            self._own_steps = self.steps
             self.steps = self._next
-            while self._act(is_training=False):
+            while self._run_due(is_training=False):
                 self.steps = self._next
-            self.steps = max(self.comm.allgather_object(self._trained))
+            self.steps = max(self.comm.allgather_object(self._own_steps))
             self._synchronize(is_training=False)
         finally:
             self._is_joined = False
@@ -333,21 +333,22 @@ class Outer:
         Raises:
             ConfigError: The state does not fit; names the difference.
         """
-        whose = type(self).__name__
-        refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"), f"of {whose}")
-        if (state_dict["outer"], len(state_dict["fragments"])) != (whose, len(self._fragments)):
+        method = type(self).__name__
+        refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"),
+                           f"of {method}")
+        if (state_dict["outer"], len(state_dict["fragments"])) != (method, len(self._fragments)):
             raise ConfigError(
                 f"the state is of {state_dict['outer']} with {len(state_dict['fragments'])} "
-                f"fragments, not of {whose} with {len(self._fragments)}; build what was saved")
+                f"fragments, not of {method} with {len(self._fragments)}; build what was saved")
         steps = whole_number("steps", state_dict["steps"], 0)
         tensors = {tensor.name: tensor for tensor in self._weights.tensors}
-        refuse_other_state(state_dict["parameters"], tensors, f"of {whose}")
+        refuse_other_state(state_dict["parameters"], tensors, f"of {method}")
         parameters = {name: state.leaf_of(
             state_dict["parameters"][name], f"{name!r}", tensor.shape, tensor.dtype).whole()
             for name, tensor in tensors.items()}
         for fragment, saved in zip(self._fragments, state_dict["fragments"]):
             refuse_other_state(saved, ("since", "due", "optimizer"),
-                               f"of {whose}, in fragment {fragment.index},")
+                               f"of {method}, in fragment {fragment.index},")
             whole_number("since", saved["since"], 0)
             if saved["due"] is not None:
                 whole_number("due", saved["due"], 0)
@@ -362,8 +363,9 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        return {"reducers": [[compressor.state_dict() for compressor in its.gradients.compressors]
-                             for its in self._fragments]}
+        return {"reducers": [
+            [compressor.state_dict() for compressor in fragment.gradients.compressors]
+            for fragment in self._fragments]}
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `own_state_dict` of this rank; call it on all ranks.
@@ -378,13 +380,13 @@ class Outer:
         Collective: no, but call it on all ranks.
         """
         refuse_other_state(state_dict, ("reducers",), f"of this rank of a {type(self).__name__}")
-        present = [its.gradients.compressors for its in self._fragments]
-        if [len(its) for its in state_dict["reducers"]] != [len(its) for its in present]:
+        present = [fragment.gradients.compressors for fragment in self._fragments]
+        if [*map(len, state_dict["reducers"])] != [*map(len, present)]:
             raise ConfigError(f"rank {self.comm.rank}: the state is of other fragments or "
                               f"reducers; build what was saved")
         for compressors, states in zip(present, state_dict["reducers"]):
-            for compressor, its in zip(compressors, states):
-                compressor.load_state_dict(its)
+            for compressor, saved in zip(compressors, states):
+                compressor.load_state_dict(saved)
 
 
 def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSettings:
@@ -402,7 +404,7 @@ def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSe
         (rates,) = settings_of(
             ["*"], {"lr": settings.lr, "momentum": settings.momentum}, None, ()).values()
         settings = replace(settings, **same, lr=rates["lr"], momentum=rates["momentum"])
-        same.update(at(rates, 0))
+        same.update(values_at(rates, 0))
     return settings
 
 

@@ -32,7 +32,7 @@ def has_master(dtype: "np.dtype[Any]") -> bool:
     return dtype_name(dtype) in SIXTEEN_BIT
 
 
-def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
+def wide_dtype(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     """Return the dtype of the state, and of arithmetic on weights of a dtype."""
     return np.dtype(np.float32) if has_master(dtype) else dtype
 
@@ -44,7 +44,7 @@ def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.
         names: Names of the optimizer's state vectors.
         dtype: Dtype of the weights; 16-bit weights also have a master copy.
     """
-    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
+    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide_dtype(dtype))
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Part:
     @property
     def dtype(self) -> "np.dtype[Any]":
         """Dtype of the arithmetic and of the state."""
-        return wide(self.weights.dtype)
+        return wide_dtype(self.weights.dtype)
 
     @property
     def is_sixteen(self) -> bool:
@@ -103,7 +103,7 @@ class Part:
         """Begin an update; new or manually changed weights overwrite their master copy."""
         self.settings, self.t, self.scale, self.ratio = settings, t, scale, 1.0
         if self.is_sixteen:
-            _follow_weights(self.vector("w"), self.weights)
+            _update_master(self.vector("w"), self.weights)
 
     def end(self) -> None:
         """Round the master copy into 16-bit weights: to nearest, ties to even."""
@@ -125,8 +125,8 @@ class Part:
             share: Range of elements.
         """
         vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
-        lent = [name for name in names if name == DIRECTION or name == "g" and self.is_sixteen]
-        if not lent:
+        scratched = [name for name in names if name == DIRECTION or name == "g" and self.is_sixteen]
+        if not scratched:
             yield vectors_of
             return
         first = next(iter(vectors_of.values()))
@@ -136,7 +136,7 @@ class Part:
         most = min(n, 2 * BLOCK) if device is None else n
         with ExitStack() as stack:
             scratch = {name: np.empty(most, dtype) if device is None else
-                       stack.enter_context(device.scratch.borrow(n, dtype)) for name in lent}
+                       stack.enter_context(device.scratch.borrow(n, dtype)) for name in scratched}
             for start in range(0, n, max(most, 1)):
                 block = {name: x[start:start + most] for name, x in vectors_of.items()}
                 for name, x in scratch.items():
@@ -147,7 +147,7 @@ class Part:
                 yield block
 
 
-def _follow_weights(master: Any, weights: Any) -> None:
+def _update_master(master: Any, weights: Any) -> None:
     """Overwrite master values that do not round to the weights: the user changed these weights.
 
     Args:
@@ -155,14 +155,14 @@ def _follow_weights(master: Any, weights: Any) -> None:
         weights: Shape (n,), float16 or bfloat16.
     """
     if isinstance(master, DeviceVector):
-        master.device.compute(_follow, master, vectors.bits_of(weights))
+        master.device.compute(_update_master_block, master, vectors.bits_of(weights))
         return
     for start in range(0, master.size, BLOCK):
         block = slice(start, start + BLOCK)
-        quietly(_follow, np, master[block], weights[block])
+        quietly(_update_master_block, np, master[block], weights[block])
 
 
-def _follow(xp: Any, master: Any, weights: Any) -> None:
+def _update_master_block(xp: Any, master: Any, weights: Any) -> None:
     rounded, widened = xp.empty_like(weights), xp.empty_like(master)
     sixteen.narrow(master, rounded, xp)
     changed = rounded.view(np.uint16) != weights.view(np.uint16)

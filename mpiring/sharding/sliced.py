@@ -149,9 +149,9 @@ class Sliced:
                 raise ConfigError(
                     f"cannot merge pieces of a {other.dtype} tensor of shape {other.shape} with "
                     f"pieces of a {self.dtype} tensor of shape {self.shape}")
-            twice = pieces.keys() & other.pieces.keys()
-            if twice:
-                self._refuse_twice(*min(twice))
+            duplicates = pieces.keys() & other.pieces.keys()
+            if duplicates:
+                self._refuse_twice(*min(duplicates))
             pieces.update(other.pieces)
         return Sliced(self.shape, pieces, self.dtype)
 

@@ -166,7 +166,7 @@ class SliceState:
             ConfigError: A part of a tensor's state that belongs to this slice is missing.
         """
         loaded: dict[str, Array] = {}
-        is_there = np.zeros(self.size, bool)
+        is_loaded = np.zeros(self.size, bool)
         for part in self._padded:
             origin = part.start - part.offset
             pieces = tensors[part.name].pieces if part.name in tensors else {}
@@ -174,12 +174,12 @@ class SliceState:
                 first, last = max(start, part.offset), min(stop, part.ends[1])
                 if first < last:
                     elements = slice(origin + first, origin + last)
-                    is_there[elements] = True
+                    is_loaded[elements] = True
                     for name, x in piece.items():
                         vector = loaded.setdefault(name, np.zeros(self.size, x.dtype))
                         vector[elements] = x[first - start:last - start]
         for part in self.ranges:
-            if part.name in tensors and not is_there[part.elements].all():
+            if part.name in tensors and not is_loaded[part.elements].all():
                 raise ConfigError(
                     f"the state that was loaded lacks some of the elements {part.offset} to "
                     f"{part.offset + part.size - 1} of {part.name}; resume with the same "
@@ -233,15 +233,15 @@ class BucketState:
                 state.drop()
         self.steps += applied
 
-    def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
+    def gathered(self, vectors_of: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the complete state of all its tensors, without arrays.
 
         Args:
-            known, gather: Arguments of BucketStates.rebuild.
+            vectors_of, gather: Arguments of BucketStates.rebuild.
         """
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
-        for name, dtype in known(self.plan).items():
+        for name, dtype in vectors_of(self.plan).items():
             x = np.zeros(self.plan.size, dtype)
             for j, state in self.slices.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(state.vector(name, dtype))
@@ -259,14 +259,14 @@ class BucketStates:
 
     def __init__(self) -> None:
         self._buckets: dict[BucketPlan, BucketState] = {}
-        # State of tensors that are in no bucket now.
-        self._aside: dict[str, TensorState] = {}
+        # State of tensors that are not in a bucket.
+        self._unplaced: dict[str, TensorState] = {}
 
     def of(self, bucket: Bucket) -> BucketState | None:
         """Return the state of a bucket; None unless it was passed to `rebuild`."""
         return self._buckets.get(bucket.plan)
 
-    def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
+    def rebuild(self, buckets: Sequence[Bucket], vectors_of: Vectors,
                 bounds: Callable[[Bucket], Sequence[int]], slice_numbers: Sequence[int],
                 gather: Gather) -> Schedule[None]:
         """Return the schedule that moves the state, or the loaded state, to other buckets.
@@ -276,7 +276,7 @@ class BucketStates:
 
         Args:
             buckets: All buckets from now on.
-            known: Function that returns the vectors that follow their tensors, given a plan.
+            vectors_of: Function that returns the dtypes of the vectors of a bucket, given its plan.
             bounds: Function that returns the offsets at which a bucket is cut into slices, from 0
                 to its size.
             slice_numbers: Numbers of this rank's slices.
@@ -288,16 +288,16 @@ class BucketStates:
         """
         for before in self._buckets.values():
             if before.steps:
-                self._aside.update((yield from before.gathered(known, gather)))
+                self._unplaced.update((yield from before.gathered(vectors_of, gather)))
         self._buckets = {}
         for bucket in buckets:
             new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), slice_numbers)
-            loaded = [self._aside[name] for name in bucket.views if name in self._aside]
+            loaded = [self._unplaced[name] for name in bucket.views if name in self._unplaced]
             new.steps = max((tensor.steps for tensor in loaded), default=0)
             for state in new.slices.values():
-                state.load(self._aside)
+                state.load(self._unplaced)
             for name in bucket.views:
-                self._aside.pop(name, None)
+                self._unplaced.pop(name, None)
 
     def commit_step(self, applied: bool) -> None:
         """End a step; a step that was not applied changes nothing."""
@@ -307,14 +307,14 @@ class BucketStates:
     def multiply(self, factor: float) -> None:
         """Multiply all vectors."""
         slices = [state for bucket in self._buckets.values() for state in bucket.slices.values()]
-        pieces = [piece for tensor in self._aside.values() for piece in tensor.pieces.values()]
+        pieces = [piece for tensor in self._unplaced.values() for piece in tensor.pieces.values()]
         for named in [*(state.vectors() for state in slices), *pieces]:
             for x in named.values():
                 vectors.multiply(x, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's state, by tensor: numbers and arrays."""
-        tensors = copy.deepcopy(self._aside)
+        tensors = copy.deepcopy(self._unplaced)
         for bucket in self._buckets.values():
             tensors |= {tensor.name: TensorState(bucket.steps) for tensor in bucket.plan.tensors}
             for state in bucket.slices.values():
@@ -331,7 +331,7 @@ class BucketStates:
         of ranks can then continue from it.
         """
         self._buckets = {}
-        self._aside = {name: TensorState(
+        self._unplaced = {name: TensorState(
             int(tensor["steps"]),
             {(int(piece["start"]), int(piece["stop"])): _arrays(piece["vectors"])
              for piece in tensor["pieces"]}, _arrays(tensor["arrays"]))

@@ -18,7 +18,7 @@ from ..arrays import scale
 class TensorArrays:
     """Functions that operations need from PyTorch; see requests.ArrayPackage."""
 
-    lend = TensorBuffers
+    buffers = TensorBuffers
     copy_all = staticmethod(copy_all)
 
     def array(self, x: Any) -> torch.Tensor:

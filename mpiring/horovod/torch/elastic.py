@@ -36,7 +36,7 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-class _Ranks(elastic.State):
+class _Survivors(elastic.State):
     """The surviving ranks; a TorchState keeps the state from which training continues."""
 
     _place = "the last commit"
@@ -85,7 +85,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                     skip_sync = interrupt.skip_sync
                 state.on_reset()
 
-        return elastic.run(train, _Ranks(world().comm))
+        return elastic.run(train, _Survivors(world().comm))
 
     return wrapper
 

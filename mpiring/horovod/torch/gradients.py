@@ -163,7 +163,7 @@ class StepGradients:
         self._combination = combination
         self._base: Communicator | None = None
         self._averagings: list[StepAveraging] = []
-        self._home: dict[Parameter, StepAveraging] = {}
+        self._averaging_of: dict[Parameter, StepAveraging] = {}
         self._hooked: set[Parameter] = set()
         self._hooks = contextlib.ExitStack()
         weakref.finalize(self, self._hooks.close).atexit = False
@@ -182,9 +182,9 @@ class StepGradients:
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 self._hooks.enter_context(
-                    p.register_post_accumulate_grad_hook(weakly(self._reached)))
+                    p.register_post_accumulate_grad_hook(weakly(self._count_pass)))
 
-    def _reached(self, p: Parameter) -> None:
+    def _count_pass(self, p: Parameter) -> None:
         """Count a backward pass; send the gradient after the last one."""
         comm = self.comm
         if comm is None:
@@ -197,8 +197,8 @@ class StepGradients:
                 f"backward_passes_per_step to accumulate gradients locally.")
         self.counts[p] = count
         # After an elastic restart, ranks have another communicator from the next step on.
-        if comm is self._base and p in self._home and self._combination.eager:
-            self._home[p].add(self._names[p], complete=count == self.passes)
+        if comm is self._base and p in self._averaging_of and self._combination.eager:
+            self._averaging_of[p].add(self._names[p], complete=count == self.passes)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Return when the gradients are averaged over all ranks.
@@ -215,10 +215,10 @@ class StepGradients:
         comm = self.comm
         if comm is not None:
             if comm is not self._base:
-                self._base, self._averagings, self._home = comm, [], {}
+                self._base, self._averagings, self._averaging_of = comm, [], {}
             trained = [(i, j, p) for i, group in enumerate(groups)
                        for j, p in enumerate(group["params"]) if p.requires_grad]
-            new = [p for *_, p in trained if p not in self._home]
+            new = [p for *_, p in trained if p not in self._averaging_of]
             if new:
                 for i, j, p in trained:
                     self._names.setdefault(p, noname(i, j))
@@ -236,7 +236,7 @@ class StepGradients:
         """
         share_cores(comm)
         keep_freed_memory()
-        how, bucket_bytes = self._combination, world().settings.bucket_bytes
+        combination, bucket_bytes = self._combination, world().settings.bucket_bytes
         order = comm.broadcast_object(list(parameters), root=0)
         with same_on_all(comm, "DistributedOptimizer", error=BufferMismatchError,
                          remedy="pass the same, and freeze the same parameters, on every rank",
@@ -244,22 +244,22 @@ class StepGradients:
             same["named_parameters"] = {
                 name: described(parameters[name]) for name in sorted(parameters)}
             parts = _by_device({name: parameters[name] for name in order if name in parameters})
-            same.update(op=how.op, reducer=repr(how.reducer()), bucket_bytes=bucket_bytes,
-                        sparse_as_dense=how.sparse_as_dense,
-                        groups=[how.grouped(part) for part in parts])
+            same.update(op=combination.op, reducer=repr(combination.reducer()),
+                        bucket_bytes=bucket_bytes, sparse_as_dense=combination.sparse_as_dense,
+                        groups=[combination.grouped(part) for part in parts])
         sparse: set[str] = set().union(*comm.allgather_object(
-            {name for name, p in parameters.items() if how.gathers(p.grad)}))
+            {name for name, p in parameters.items() if combination.gathers(p.grad)}))
         for part in parts:
             private_comm = comm.split(0)
-            reducers = {name: reducer for group in how.grouped(
+            reducers = {name: reducer for group in combination.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
-                for reducer in [how.reducer()] for name in group}
+                for reducer in [combination.reducer()] for name in group}
             averaging = StepAveraging(
                 part, {p for name, p in part.items() if name in sparse}, private_comm,
-                (SumWeighing if how.op == Sum else Weighing)(private_comm),
+                (SumWeighing if combination.op == Sum else Weighing)(private_comm),
                 Settings(bucket_bytes, reducers), completed=lambda: None, steps=0)
             self._averagings.append(averaging)
-            self._home.update(dict.fromkeys(part.values(), averaging))
+            self._averaging_of.update(dict.fromkeys(part.values(), averaging))
 
 
 def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:

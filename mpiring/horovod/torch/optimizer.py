@@ -200,7 +200,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    _refuse_other_groups(groups)
+    _check_groups(groups)
     names = _names_of(optimizer, named_parameters)
     by_adasum = op == Adasum and (process_set.size() or 1) > 1
     combination = Combination(op, compression, gradient_predivide_factor, groups, sparse_as_dense,
@@ -210,8 +210,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     methods = {**vars(_DistributedOptimizer), **(vars(_DistributedAdasumOptimizer) if by_adasum
                                                  else {})}
     # One derived class, as in Horovod. Programs call `super(type(optimizer), optimizer)`.
-    made: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
-    distributed = made.__new__(made)
+    result_class: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
+    distributed = result_class.__new__(result_class)
     # Schedulers of the plain optimizer wrap its `step`.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     distributed._gradients = StepGradients(names, process_set, combination,
@@ -252,7 +252,7 @@ def _names_of(optimizer: torch.optim.Optimizer,
     return {p: names[p] for p in parameters}
 
 
-def _refuse_other_groups(groups: object) -> None:
+def _check_groups(groups: object) -> None:
     """Raise ValueError unless these are groups of parameters, or a number of groups."""
     if groups is None:
         return
