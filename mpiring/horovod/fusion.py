@@ -176,7 +176,7 @@ class FusedVectors:
             row = list(group)
             tensors = [x for request in row for x in request.tensors]
             stop = start + sum([request.terms.nbytes for request in row]) // flat.itemsize
-            key = (number, len(runs), arrays, *[request.terms for request in row])
+            key = (number, start, arrays, *[request.terms for request in row])
             if key not in self._views:
                 if len(self._views) >= _MAX_VIEWS:
                     self._views.clear()
