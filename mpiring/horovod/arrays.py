@@ -14,8 +14,8 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
     """Multiply a vector, in place, and divide it; integers are rounded toward zero."""
     if factor == 1 and divisor == 1:
         return
-    if x.dtype.kind in "iu" and factor == 1:
-        # Exact, even beyond 2**53.
+    if x.dtype.kind in "iu" and x.itemsize == 8 and factor == 1:
+        # Exact, unlike float64 beyond 2**53.
         x -= np.fmod(x, divisor)
         x //= divisor
     elif x.dtype.kind in "iub":
