@@ -63,7 +63,8 @@ class TensorArrays:
         with torch.no_grad():
             if x.is_floating_point() or x.is_complex():
                 x.mul_(factor / divisor)
-            elif factor == 1:
+            elif factor == 1 and x.itemsize == 8:
+                # Exact, unlike float64 beyond 2**53.
                 x.copy_(x.div(divisor, rounding_mode="trunc"))
             else:
                 x.copy_(x.double().mul(factor).div(divisor).trunc())
