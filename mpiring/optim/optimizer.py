@@ -9,14 +9,14 @@ import numpy as np
 
 from ..arguments import number, truth
 from ..communicator import Communicator
+from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..engine.handle import Handle
 from ..gpu.device import await_event
 from ..memory.arrays import Array, dtype_name
-from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
+from ..sharding.sliced import Sliced, whole
 from ..training.averager import Averager
 from . import state
 from .parts import DIRECTION, Part, add_squares, state_dtypes
@@ -80,7 +80,7 @@ class UpdateRule:
     """The update of one tensor, as a published method defines it.
 
     Attributes:
-        settings: The settings of all tensors, by name.
+        settings: Default settings of all tensors, by name.
         update_of: Returns the update of a tensor, given the tensor's settings.
         numbers: Returns the numbers of the updates, given a part.
         vectors: Names of the state vectors.

@@ -109,7 +109,7 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
     names = list(names)
     checked_defaults = {name: _checked(name, value) for name, value in defaults.items()}
     known: dict[str, Settings] = {}
-    for pattern, changes in (_mapping("groups", groups) if groups is not None else {}).items():
+    for pattern, changes in _mapping("groups", {} if groups is None else groups).items():
         _refuse_unfit("groups", pattern, names)
         for name in _mapping(f"groups[{pattern!r}]", changes):
             if name not in checked_defaults:
@@ -148,14 +148,10 @@ def values_at(settings: Mapping[str, Any], step: int) -> Settings:
 
 
 def all_values_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
-    """Return the `values_at` a step of each tensor; tensors with equal settings share a dict."""
-    known: dict[Any, Settings] = {}
-    values: dict[str, Settings] = {}
-    for name, tensor in settings.items():
-        if tensor.key not in known:
-            known[tensor.key] = values_at(tensor, step)
-        values[name] = known[tensor.key]
-    return values
+    """Return `values_at` this step for each tensor; tensors with equal settings share a dict."""
+    distinct = {tensor.key: tensor for tensor in settings.values()}
+    values = {key: values_at(tensor, step) for key, tensor in distinct.items()}
+    return {name: values[tensor.key] for name, tensor in settings.items()}
 
 
 def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
