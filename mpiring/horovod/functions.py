@@ -64,7 +64,7 @@ def named(params: Any, kind: type) -> list[tuple[str, Any]]:
         kind: Class of the arrays.
 
     Raises:
-        ValueError: `params` has another type, or a value is not such an array.
+        ValueError: `params` has another type, or a value is not of class `kind`.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())

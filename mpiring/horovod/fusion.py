@@ -115,7 +115,7 @@ class FusedVectors:
         return terms.fused is not None and terms.nbytes <= self._max_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
-        """Start those of the operations that can be fused.
+        """Start the operations that can be fused.
 
         Args:
             requests: Operations, the same in the same order on all ranks.

@@ -95,7 +95,7 @@ class ProcessSet:
         """Return the number of a rank within the set.
 
         Args:
-            rank: Number of the rank among all ranks.
+            rank: Global rank.
 
         Raises:
             ValueError: The rank is not in the set.

@@ -150,8 +150,8 @@ class Terms:
                   (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
                   (f"{self.kind} CPU/GPU device selection", "specified device",
                    self.device or "CPU", other.device or "CPU")]
-        title, verb, one, two = next(each for each in pairs if each[2] != each[3])
-        return f"Mismatched {title}: One rank {verb} {one}, but another rank {verb} {two}."
+        title, verb, a, b = next(pair for pair in pairs if pair[2] != pair[3])
+        return f"Mismatched {title}: One rank {verb} {a}, but another rank {verb} {b}."
 
 
 @functools.lru_cache(maxsize=4096)
@@ -270,8 +270,8 @@ class NamedRequest:
 
         self.start = start
 
-    # Kinds of operations. Each returns a function that builds the schedule, and one that returns
-    # the results.
+    # Kinds of operations. Each returns two functions: the first one builds the schedule, the second
+    # one returns the results.
 
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)

@@ -54,7 +54,7 @@ class HorovodWorld:
 
         Args:
             process_set: The set.
-            ranks: Its ranks; by default, those of the set.
+            ranks: Its ranks; by default, `process_set.ranks`.
 
         Raises:
             ValueError: A set of these ranks exists, or `ranks_of` raises it.

@@ -136,7 +136,7 @@ class DataParallel:
                 have 0, the means are 0.
 
         Raises:
-            ConfigError: `tokens` is not such a number.
+            ConfigError: `tokens` is not a finite number of at least 0.
             GradientError: This is the second call in a step, or `ready` was called before.
             BufferMismatchError: Other ranks did not call this; raised here, in `ready` or in
                 `wait`.
@@ -176,7 +176,7 @@ class DataParallel:
                 names that are the same on all ranks. The contents may change and be replaced.
 
         Raises:
-            ConfigError: A value is neither an array nor such a pytree.
+            ConfigError: A value is neither an array nor a pytree of arrays and numbers.
 
         Collective: no. Blocking: no.
         """
@@ -229,7 +229,7 @@ class DataParallel:
     def statistics(self) -> Statistics:
         """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, such as those that compare replicas.
+        Other operations on the communicator, such as comparisons of replicas, are not counted.
         """
         return self.gradients.statistics
 
@@ -353,7 +353,7 @@ class AsyncDataParallel(ParameterServer):
         """Push the gradients, and pull the weights; return True if the gradients were finite.
 
         Args:
-            gradients: Gradients by name, to be used instead of those in `grads`.
+            gradients: Gradients by name, to use instead of `grads`.
 
         Raises:
             GradientError: Gradients were not marked as ready; names them.

@@ -26,7 +26,7 @@ class Adam(Optimizer):
     """Adam: w ← w − η m̂ / (√v̂ + ε).
 
     m ← β1 m + (1 − β1) g and v ← β2 v + (1 − β2) g². Bias correction turns m and v, which start
-    at zero, into m̂ and v̂. The defaults are those of the paper.
+    at zero, into m̂ and v̂. The defaults follow the paper.
 
     Args:
         dp: A mpiring.numpy.DataParallel.

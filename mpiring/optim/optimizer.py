@@ -114,7 +114,8 @@ class Optimizer:
     Attributes:
         settings: Settings of each tensor, by its name. They may be changed between steps, equally
             on all ranks; a write checks the value. If settings differ between ranks, a sharded
-            optimizer raises BufferMismatchError in this step, any other with the next gradients.
+            optimizer raises BufferMismatchError in this step; other optimizers raise it with the
+            next gradients.
         steps: Number of updates so far.
         sharded: As given.
         statistics: Cost of sending the updated weights to all ranks in the last complete step.
@@ -172,7 +173,7 @@ class Optimizer:
                 `dp.wait()` and `scaler.step()` are also raised.
             ConfigError: A parameter was replaced by another array.
             BufferMismatchError: Ranks have updated with different settings or scales. A sharded
-                optimizer raises it here, any other with the next gradients.
+                optimizer raises it here, others raise it with the next gradients.
 
         Collective: yes. Blocking: yes.
         """

@@ -112,7 +112,7 @@ class Outer:
         """Synchronize the complete model now; all ranks then have the global parameters.
 
         Call it at the end of training. It completes the synchronizations in flight, then takes an
-        outer step for all changes since the last one, without delay and without mixing.
+        outer step for all changes since the last synchronization, without delay and without mixing.
 
         Raises the errors of `step`.
 
@@ -181,7 +181,7 @@ class Outer:
     # Schedule
 
     def _next_send(self, fragment: Fragment, after: int) -> int:
-        """Return the first step after a given one at which a fragment is sent."""
+        """Return the first step after step `after` at which a fragment is sent."""
         step = after + 1
         if step <= self._start:
             return step

@@ -20,7 +20,7 @@ BLOCK = 16 << 10
 class Update:
     """An update of vectors in one pass over memory.
 
-    All backends give the same bits, because each operation of the text is rounded separately.
+    All backends produce the same bits, because each operation of the text is rounded separately.
     The only exception is CuPy, whose kernels flush subnormal numbers to zero.
 
     Args:

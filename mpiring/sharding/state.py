@@ -271,8 +271,8 @@ class BucketStates:
                 gather: Gather) -> Schedule[None]:
         """Return the schedule that moves the state, or the loaded state, to other buckets.
 
-        The state of tensors in none of these buckets is kept until they are in one again. Arrays
-        are not moved.
+        The state of a tensor outside of these buckets is kept until a later call includes the
+        tensor. Arrays are not moved.
 
         Args:
             buckets: All buckets from now on.

@@ -61,7 +61,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     HorovodInternalError.
 
     Args:
-        func: Function of a `TorchState` and other arguments. It must ask for ranks and sizes
+        func: Function of a `TorchState` and other arguments. It must query ranks and sizes
             itself, because they change after a death.
 
     Collective: yes, the returned function. Blocking: yes.

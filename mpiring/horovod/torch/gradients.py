@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Combination:
 
     Attributes:
         op, compression, predivide: Arguments of `reducer_for`.
-        groups: Parameters that are sent together, or the number of such groups, or None.
+        groups: Groups of parameters that are sent together, or their number, or None.
         sparse_as_dense: If true, sparse gradients are sent as dense gradients.
         eager: If true, gradients are sent when they are complete; otherwise, at the end of the
             step.
@@ -79,7 +79,7 @@ class SumWeighing(Weighing):
 class StepAveraging(Averaging):
     """Averages gradients in steps that `finish` ends, independently of backward passes.
 
-    A sparse gradient that is averaged as a dense one becomes sparse again.
+    A sparse gradient that is averaged in dense form becomes sparse again.
     """
 
     def _attach(self) -> None:
@@ -101,7 +101,7 @@ class StepAveraging(Averaging):
         if complete and p.grad is not None and name in self.dense:
             self._versions[name] = version_of(p.grad)
 
-    def finish(self, names: Iterable[str]) -> None:
+    def finish(self, names: Collection[str]) -> None:
         """Send the remaining gradients, and return when all averages have arrived.
 
         Args:
@@ -185,7 +185,7 @@ class StepGradients:
                     p.register_post_accumulate_grad_hook(weakly(self._count_pass)))
 
     def _count_pass(self, p: Parameter) -> None:
-        """Count a backward pass; send the gradient after the last one."""
+        """Count a backward pass; send the gradient after the last pass."""
         comm = self.comm
         if comm is None:
             return
@@ -270,5 +270,5 @@ def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]
 
 
 def noname(group: int, index: int) -> str:
-    """Return a name for a parameter without one."""
+    """Return the name of an unnamed parameter."""
     return f"allreduce.noname.{group}.{index}"

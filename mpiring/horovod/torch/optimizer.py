@@ -159,9 +159,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> torch.optim.Optimizer:
     """Return an optimizer whose steps use the gradients of all ranks.
 
-    The class of the result derives from that of `optimizer`. Both share parameters and state.
-    Gradients are fused and sent while backward computes others. `step()` waits for them, and so
-    does `synchronize()`, after which they may be clipped:
+    The class of the result is derived from the class of `optimizer`. Both share parameters and
+    state. Gradients are fused and sent while backward computes further gradients. `step()` waits
+    for them, and so does `synchronize()`, after which they may be clipped:
 
         loss.backward()
         optimizer.synchronize()
@@ -182,7 +182,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         op: Reduction: Average, Sum, Min, Max, Product or Adasum.
         gradient_predivide_factor: Divisor of gradients before their sum; for Average only.
         num_groups: Deprecated name of `groups`.
-        groups: Lists of parameters, or a number of such lists. Gradients of different lists are not
+        groups: Lists of parameters, or the number of lists. Gradients of different lists are not
             fused. A long list is sent in several messages.
         sparse_as_dense: If true, sparse gradients are sent as dense gradients.
         process_set: Ranks to average over; other ranks use their own gradients.
