@@ -270,8 +270,8 @@ class NamedRequest:
 
         self.start = start
 
-    # Kinds of operations. Each returns two functions: the first builds the schedule, the second returns
-    # the results.
+    # Kinds of operations. Each returns two functions: the first builds the schedule, the second
+    # returns the results.
 
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
