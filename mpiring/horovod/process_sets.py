@@ -51,9 +51,7 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Return the number of ranks; None before `init`."""
-        if self.process_set_id is None or self.ranks is None:
-            return None
-        return len(self.ranks)
+        return None if self.process_set_id is None else len(self.ranks or ())
 
     def rank(self) -> int | None:
         """Return this rank's number within the set; None before `init`.
