@@ -19,10 +19,10 @@ from ..communicator import Communicator, or_world
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..names import LOCAL_TRAINING, OF_TORCHFT, explaining
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec, reducers_of
-from ..sharding.sliced import Sliced, whole
 from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, settings_of, values_at
