@@ -14,10 +14,10 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
     """Multiply a vector, in place, and divide it; integers are rounded toward zero."""
     if factor == 1 and divisor == 1:
         return
-    if x.dtype.kind in "iub" and factor == 1:
-        # Exact, even beyond 2**53.
-        quotient = np.abs(x) // divisor if x.dtype.kind == "i" else x // divisor
-        x[...] = quotient * np.sign(x) if x.dtype.kind == "i" else quotient
+    if x.dtype.kind in "iu" and x.itemsize == 8 and factor == 1:
+        # Exact, unlike float64 beyond 2**53.
+        x -= np.fmod(x, divisor)
+        x //= divisor
     elif x.dtype.kind in "iub":
         x[...] = np.trunc(x.astype(np.float64) * factor / divisor)
     elif x.itemsize == 2:
@@ -27,7 +27,7 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
 
 
 class ArrayBuffers:
-    """Lends NumPy arrays to one operation as vectors.
+    """Views NumPy arrays as vectors for one operation.
 
     Args:
         staged: Argument of the protocol; ignored, as NumPy arrays are in host memory.
@@ -47,15 +47,16 @@ class ArrayBuffers:
         return flat(x, writeable=written).view(np.uint8)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Return the schedule, because results are in the user's arrays already."""
+        """Return the schedule unchanged, because results are already in the user's arrays."""
         return schedule
 
 
 class NumPyArrays:
     """Functions that operations need from NumPy; see requests.ArrayPackage."""
 
-    lend = ArrayBuffers
+    buffers = ArrayBuffers
     dtype_name = staticmethod(dtype_name)
+    scale = staticmethod(scale)
 
     def array(self, x: Any) -> Array:
         """Return an argument as an array."""
@@ -76,10 +77,6 @@ class NumPyArrays:
     def zeros(self, dtype: str, shape: Sequence[int], device: str) -> Array:
         """Return zeros."""
         return np.zeros(shape, dtype)
-
-    def scale(self, x: Array, factor: float, divisor: int = 1) -> None:
-        """Multiply an array, in place, and divide it."""
-        scale(x, factor, divisor)
 
     def to_bytes(self, x: Array) -> Array:
         """Return an array's bytes."""

@@ -22,7 +22,7 @@ class FP16Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return a floating-point array in 16 bits, others unchanged, and the original dtype."""
+        """Return the array, in 16 bits if it is floating-point, and its original dtype."""
         if hasattr(tensor, "is_floating_point"):
             return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
         return tensor.astype("float16") if tensor.dtype.kind == "f" else tensor, tensor.dtype
@@ -36,7 +36,7 @@ class FP16Compressor:
 
 
 class Compression:
-    """Values of the argument `compression`: `none`, or `fp16`."""
+    """Values of the argument `compression`: `none` or `fp16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

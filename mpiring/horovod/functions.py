@@ -15,7 +15,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
 
     Args:
         obj: Any object that can be pickled; ignored on other ranks.
-        root_rank: Rank that has the object, among all ranks.
+        root_rank: Global rank that has the object.
         name: Argument for compatibility with Horovod; ignored.
         process_set: Ranks that get the object.
 
@@ -32,7 +32,7 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
     """Return `broadcast_object` as a function of the object only.
 
     Args:
-        root_rank: Rank that has the object, among all ranks.
+        root_rank: Global rank that has the object.
         session, name: Arguments for compatibility with Horovod; ignored.
         process_set: Ranks that get the object.
     """
@@ -57,14 +57,14 @@ def allgather_object(obj: Any, name: str | None = None,
 
 
 def named(params: Any, kind: type) -> list[tuple[str, Any]]:
-    """Return arrays by name; those of a mapping are sorted.
+    """Return pairs of name and array; the pairs of a mapping are sorted by name.
 
     Args:
         params: A mapping, or an iterable of arrays or of pairs of name and array.
         kind: Class of the arrays.
 
     Raises:
-        ValueError: This is another object.
+        ValueError: `params` has another type, or a value is not of class `kind`.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -81,14 +81,14 @@ def named(params: Any, kind: type) -> list[tuple[str, Any]]:
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy arrays of one rank to the arrays of all ranks.
+    """Copy one rank's arrays to all ranks.
 
     Args:
         params: A mapping from names to arrays, or a list of arrays; the same on all ranks.
         root_rank: Rank whose arrays are copied.
 
     Raises:
-        ValueError: This is another object, or the arrays differ between ranks.
+        ValueError: `params` has another type, or the arrays differ between ranks.
 
     Collective: yes. Blocking: yes.
     """

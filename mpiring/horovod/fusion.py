@@ -1,4 +1,4 @@
-"""Fuses named reductions into vectors in the memory of their node."""
+"""Fuses named reductions into vectors in node-shared memory."""
 
 import itertools
 import operator
@@ -14,13 +14,11 @@ from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..memory.arrays import Array, dtype_named
 from .arrays import scale
-from .requests import DTYPES, ArrayPackage, NamedRequest, Terms, combined
+from .requests import DTYPES, NamedRequest, Terms, combined
 
 _SHORTEST_BYTES = 1 << 20
 # While one vector is combined, the other is filled.
 _VECTORS = 2
-
-
 # Number of cached lists of views.
 _MAX_VIEWS = 16
 
@@ -30,28 +28,26 @@ class _Run:
     """Consecutive operations of one array package, either all in place or all not.
 
     Attributes:
-        arrays, in_place: Package, and whether they are in place.
         requests: The operations.
         tensors: Their arrays.
-        part: Range of these arrays in the vector.
-        views: Views of the vector, in the shapes of the arrays.
+        part: Their part of the vector.
+        views: Views of this part, in the shapes of the arrays.
     """
 
-    arrays: ArrayPackage
-    in_place: bool
     requests: list[NamedRequest]
     tensors: list[Any]
-    part: slice
-    views: Sequence[Any] = ()
+    part: Array
+    views: Sequence[Any]
 
-    def finish(self, flat: Array) -> None:
-        """Give the operations their results, which are in the vector."""
+    def finish(self) -> None:
+        """Copy the results from the vector to the operations."""
         results: Sequence[Any] = self.tensors
-        if self.in_place:
-            self.arrays.copy_all(results, self.views)
+        first = self.requests[0]
+        if first.in_place:
+            first.arrays.copy_all(results, self.views)
         else:
             # Views of one copy, because many small allocations take three times as long.
-            results = self.arrays.views(flat[self.part].copy(), results)
+            results = first.arrays.views(self.part.copy(), results)
         start = 0
         for request in self.requests:
             stop = start + len(request.tensors)
@@ -59,58 +55,37 @@ class _Run:
             request.settle = request.handle = None
 
 
-def _runs(requests: Sequence[NamedRequest]) -> list[_Run]:
-    runs: list[_Run] = []
-    itemsize = dtype_named(requests[0].terms.dtypes[0], DTYPES).itemsize
-    start = 0
-    for (arrays, in_place), group in itertools.groupby(
-            requests, operator.attrgetter("arrays", "in_place")):
-        row = list(group)
-        stop = start + sum([request.terms.nbytes for request in row]) // itemsize
-        runs.append(_Run(arrays, in_place, row, [x for request in row for x in request.tensors],
-                         slice(start, stop)))
-        start = stop
-    return runs
-
-
 class FusedVector:
-    """Operations whose arrays are consecutive in a vector, which is combined.
+    """Operations whose arrays are combined as consecutive parts of one vector.
 
     Args:
-        requests: Operations with one dtype, op and pair of factors.
-        runs: The same operations, in runs.
+        comm: The ranks.
+        runs: Runs of operations with the same dtype, op and factors.
         flat: Their vector.
+        blocking: If true, return when the vector is combined.
+
+    Collective: yes. Blocking: if requested.
     """
 
-    def __init__(self, requests: Sequence[NamedRequest], runs: list[_Run], flat: Array) -> None:
-        self._requests, self._runs, self._flat = requests, runs, flat
-        self._terms = requests[0].terms
+    def __init__(self, comm: Communicator, runs: list[_Run], flat: Array, *,
+                 blocking: bool) -> None:
+        self._runs, self._flat, self._terms = runs, flat, runs[0].requests[0].terms
         self._handle: Handle[Any] | None = None
-        self._divisor = 1
         self._lock, self._is_settled = threading.Lock(), False
-
-    def combine(self, comm: Communicator, *, blocking: bool) -> None:
-        """Combine the vector, or start to combine it.
-
-        Args:
-            comm: The ranks.
-            blocking: If true, return when the vector is combined.
-
-        Collective: yes. Blocking: if requested.
-        """
         op, self._divisor = combined(self._terms, comm.size)
-        for run in self._runs:
-            run.arrays.copy_all(run.views, run.tensors)
-        scale(self._flat, self._terms.factors[0])
+        for run in runs:
+            run.requests[0].arrays.copy_all(run.views, run.tensors)
+        scale(flat, self._terms.factors[0])
         if blocking:
-            comm.allreduce(self._flat, op=op)
+            comm.allreduce(flat, op=op)
         else:
-            self._handle = comm.iallreduce(self._flat, op=op)
-        for request in self._requests:
-            request.handle, request.settle = self._handle, self.settle
+            self._handle = comm.iallreduce(flat, op=op)
+        for run in runs:
+            for request in run.requests:
+                request.handle, request.settle = self._handle, self.settle
 
     def settle(self) -> None:
-        """Wait until the vector is combined, and give the requests their results."""
+        """Wait until the vector is combined, and set the results of the operations."""
         if self._handle is not None:
             self._handle.wait()
         with self._lock:
@@ -118,65 +93,62 @@ class FusedVector:
                 self._is_settled = True
                 scale(self._flat, self._terms.factors[1], self._divisor)
                 for run in self._runs:
-                    run.finish(self._flat)
+                    run.finish()
 
 
 class FusedVectors:
-    """The vectors of a matcher.
+    """The fused vectors of a Matcher.
 
     Args:
         comm: The ranks.
         max_bytes: Largest size of a vector.
-
-    Attributes:
-        max_bytes: The same.
     """
 
     def __init__(self, comm: Communicator, max_bytes: int) -> None:
-        self._comm, self.max_bytes = comm, max_bytes
+        self._comm, self._max_bytes = comm, max_bytes
         self._memory = [np.empty(0, np.uint8)] * _VECTORS
         self._used: list[FusedVector | None] = [None] * _VECTORS
         self._views: dict[Any, Sequence[Any]] = {}
 
-    def takes(self, terms: Terms) -> bool:
+    def fuses(self, terms: Terms) -> bool:
         """Return whether an operation will be fused."""
-        return terms.fused is not None and terms.nbytes <= self.max_bytes
+        return terms.fused is not None and terms.nbytes <= self._max_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
-        """Start operations that can be fused, the same in the same order on all ranks.
+        """Start the operations that can be fused.
 
         Args:
-            requests: The operations.
-            blocking: If true, and all are in one vector, return when it is combined.
+            requests: Operations, the same in the same order on all ranks.
+            blocking: If true, and one vector holds all operations, return when it is combined.
 
         Returns:
             The operations that were not fused.
 
-        Collective: yes. Blocking: if `blocking`, or if there are more vectors than memory for them.
+        Collective: yes. Blocking: if `blocking`, or if there are more vectors than buffers.
         """
-        alike, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
+        by_terms, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others
         for request in requests:
             if request.terms is not terms:
                 terms = request.terms
-                group = alike[terms.fused] if self.takes(terms) else others
+                group = by_terms[terms.fused] if self.fuses(terms) else others
             group.append(request)
-        vectors = [vector for group in alike.values() for vector in self._cut(group)]
+        vectors = [vector for group in by_terms.values() for vector in self._split(group)]
         for number, vector in enumerate(vectors):
-            # Each batch starts with the first memory, which is still in the cache.
+            # Each batch starts with the first buffer, which is still in the cache.
             self._combine(number % _VECTORS, vector,
                           blocking=blocking and len(vectors) == 1 and not others)
         return others
 
-    def _cut(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
+    def _split(self, requests: list[NamedRequest]) -> list[list[NamedRequest]]:
         """Return the requests of each vector."""
-        if sum([request.terms.nbytes for request in requests]) <= self.max_bytes:
+        if sum([request.terms.nbytes for request in requests]) <= self._max_bytes:
             return [requests]
         vectors: list[list[NamedRequest]] = [[]]
         nbytes = 0
         for request in requests:
             nbytes += request.terms.nbytes
-            if nbytes > self.max_bytes and vectors[-1]:
+            if nbytes > self._max_bytes and vectors[-1]:
                 vectors.append([])
                 nbytes = request.terms.nbytes
             vectors[-1].append(request)
@@ -184,26 +156,31 @@ class FusedVectors:
 
     def _combine(self, number: int, requests: list[NamedRequest], *, blocking: bool) -> None:
         nbytes = sum(request.terms.nbytes for request in requests)
-        before = self._used[number]
-        if before is not None:
-            before.settle()
+        previous = self._used[number]
+        if previous is not None:
+            previous.settle()
         if self._memory[number].size < nbytes:
             capacity = max(_SHORTEST_BYTES, 1 << (nbytes - 1).bit_length())
             self._memory[number] = self._comm.empty(capacity, np.uint8)
             self._views.clear()
         flat = self._memory[number][:nbytes].view(dtype_named(requests[0].terms.dtypes[0], DTYPES))
-        runs = _runs(requests)
-        for index, run in enumerate(runs):
-            run.views = self._views_of((number, index), flat[run.part], run)
-        self._used[number] = vector = FusedVector(requests, runs, flat)
-        vector.combine(self._comm, blocking=blocking)
+        self._used[number] = FusedVector(self._comm, self._runs(number, requests, flat), flat,
+                                         blocking=blocking)
 
-    def _views_of(self, where: tuple[int, int], part: Array, run: _Run) -> Sequence[Any]:
-        """Return views of a vector, like the arrays of a run, from a cache."""
-        key = (*where, run.arrays, *[request.terms for request in run.requests])
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            views = self._views[key] = run.arrays.views(part, run.tensors)
-        return views
+    def _runs(self, number: int, requests: list[NamedRequest], flat: Array) -> list[_Run]:
+        """Return the operations of a vector in runs; their views are cached."""
+        runs: list[_Run] = []
+        start = 0
+        for (arrays, _), group in itertools.groupby(
+                requests, operator.attrgetter("arrays", "in_place")):
+            row = list(group)
+            tensors = [x for request in row for x in request.tensors]
+            stop = start + sum([request.terms.nbytes for request in row]) // flat.itemsize
+            key = (number, start, arrays, *[request.terms for request in row])
+            if key not in self._views:
+                if len(self._views) >= _MAX_VIEWS:
+                    self._views.clear()
+                self._views[key] = arrays.views(flat[start:stop], tensors)
+            runs.append(_Run(row, tensors, flat[start:stop], self._views[key]))
+            start = stop
+        return runs

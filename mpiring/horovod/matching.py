@@ -1,11 +1,11 @@
 """Starts operations that ranks submit by name, fused and in the same order on all ranks.
 
-Horovod's users submit named operations in any order on each rank. A rank's operations are cut into
-batches. A batch ends when the rank waits for an operation, when it has enough bytes, or after a
-short time without new operations. For each batch, ranks compare a digest of names and terms, in one
-short allreduce. If all digests are equal, which is the usual case, the batch starts in this order.
-Otherwise ranks gather their lists. Operations that all ranks have submitted start, in the order of
-the lowest rank, and the others wait for the next batch.
+Each rank may submit named operations in any order. The operations of a rank are divided into
+batches. A batch ends when the rank waits for an operation, when the batch has enough bytes, or
+after a short time without new operations. For each batch, ranks compare a digest of names and terms
+in one short allreduce. Usually all digests are equal; all operations then start in the order of
+submission. Otherwise ranks gather their lists of names. The operations that all ranks have
+submitted start in the order of the lowest rank; the other operations join the next batch.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
 
 _log = logging.getLogger("mpiring")
 
-# Name of the last operation.
+# Name of the last operation of each process set.
 _LAST = "barrier.shutdown"
-# A batch ends after this time without new operations; a thread checks at a fifth of it.
+# A batch ends after this time without new operations; a thread checks five times as often.
 _QUIET_S = 5e-3
-# Limits of the pause before operations that some ranks have not submitted are compared again.
+# Limits of the pause between two comparisons of operations that some ranks have not submitted.
 _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
@@ -40,7 +40,7 @@ class Matcher:
     """Operations of a process set, by name.
 
     Args:
-        comm: Communicator of the process set, for this object only.
+        comm: Communicator of the process set, used only by this object.
         ranks: Global ranks of the process set.
         fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
 
@@ -56,12 +56,12 @@ class Matcher:
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
         # The open batch, ended batches, and operations that some ranks have not submitted.
-        # `_lock` protects them; `_driving` is held to compare and to start.
+        # `_lock` protects them; `_progress_lock` is held while operations are compared and started.
         self._open: list[NamedRequest] = []
         self._open_bytes = 0
         self._batches: deque[list[NamedRequest]] = deque()
-        self._left: list[NamedRequest] = []
-        self._lock, self._driving = threading.Lock(), threading.RLock()
+        self._remaining: list[NamedRequest] = []
+        self._lock, self._progress_lock = threading.Lock(), threading.RLock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
         # The batch that ranks compare now, its digest, and the allreduce of the digest.
@@ -71,7 +71,7 @@ class Matcher:
         self._retry_s = self._pause_s = 0.0
         self._rounds, self._joined = 0, dict[int, int]()
         self._last_s = self._warned_s = 0.0
-        self._work, self._is_awake, self._closed = threading.Event(), False, False
+        self._work, self._closed = threading.Event(), False
         self._failure: BaseException | None = None
         self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
@@ -81,7 +81,7 @@ class Matcher:
         """Submit an operation, which starts once all ranks have submitted its name; return at once.
 
         Raises:
-            ConfigError: An operation of that name is in flight, or an array cannot be sent.
+            ConfigError: An operation of this name is in flight, or an array cannot be sent.
         """
         terms, name = request.terms, request.name
         kind = terms.kind
@@ -90,13 +90,13 @@ class Matcher:
             name = f"noname.{number}"
         name = request.name = f"{kind}.{name}"
         request.matcher = self
-        if not self._fusion.takes(terms) and kind != JOIN:
+        if not self._fusion.fuses(terms) and kind != JOIN:
             request.prepare(self._comm, self._ranks)
-        # Set before the operation is added: the thread ends batches without recent operations.
+        # Set before the operation is added, as the thread ends batches without recent operations.
         self._last_s = request.submitted_s = time.monotonic()
         with self._lock:
-            before = self._names.get(name)
-            if before is not None and not before.ended:
+            previous = self._names.get(name)
+            if previous is not None and not previous.ended:
                 raise ConfigError(
                     f"rank {self._rank}: Requested to {kind} a tensor with the "
                     f"same name as another tensor that is currently being processed: {name!r}. If "
@@ -107,8 +107,7 @@ class Matcher:
             self._open_bytes += terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
-        if not self._is_awake:
-            self._is_awake = True
+        if not self._work.is_set():
             self._work.set()
         return request
 
@@ -118,13 +117,13 @@ class Matcher:
         self._open, self._open_bytes = [], 0
 
     def start(self, request: NamedRequest) -> None:
-        """Block until an operation has started, which all ranks must have submitted.
+        """Block until an operation has started; all ranks must submit it.
 
         Collective: yes. Blocking: yes.
         """
         while not request.started:
-            self._end_open()
-            with self._driving:
+            self._end_open_batch()
+            with self._progress_lock:
                 moved = request.started or self._advance(blocking=True)
             if not moved:
                 time.sleep(_SHORTEST_S)
@@ -132,34 +131,34 @@ class Matcher:
     def poll(self, request: NamedRequest) -> bool:
         """Make progress, and return whether an operation is complete."""
         if not request.started:
-            self._end_open()
+            self._end_open_batch()
             self._try_to_advance()
             return False
         return request.ended or request.handle is not None and request.handle.test()
 
-    def _end_open(self) -> None:
+    def _end_open_batch(self) -> None:
         with self._lock:
             if self._open:
                 self._end_batch()
 
     def _try_to_advance(self) -> None:
-        """Make progress, unless another thread does so."""
-        if self._driving.acquire(blocking=False):
+        """Make progress, unless another thread is doing so."""
+        if self._progress_lock.acquire(blocking=False):
             try:
                 self._advance(blocking=False)
             finally:
-                self._driving.release()
+                self._progress_lock.release()
 
     def _loop(self) -> None:
         """Advance operations while the program does not wait for them."""
         while not self._closed:
             self._work.wait()
-            while self._open or self._batches or self._left or self._compared:
+            while self._open or self._batches or self._remaining or self._compared:
                 time.sleep(_QUIET_S / 5)
                 if self._closed:
                     return
                 if time.monotonic() - self._last_s > _QUIET_S:
-                    self._end_open()
+                    self._end_open_batch()
                 self._warn(self._compared, "some ranks have not submitted operations since then")
                 try:
                     self._try_to_advance()
@@ -167,14 +166,13 @@ class Matcher:
                     # The program gets the error when it waits.
                     break
             self._work.clear()
-            self._is_awake = False
             if self._open or self._batches:
                 self._work.set()
 
     def _advance(self, *, blocking: bool) -> bool:
         """Compare the next batch, and start its common operations; return whether a batch ended.
 
-        The caller holds `_driving`.
+        The caller holds `_progress_lock`.
 
         Args:
             blocking: If true, wait for the other ranks.
@@ -188,7 +186,7 @@ class Matcher:
             ) from self._failure
         try:
             if not self._compared:
-                if not self._next():
+                if not self._select_batch():
                     return False
                 if blocking:
                     self._comm.allreduce(self._words, op="max")
@@ -210,14 +208,14 @@ class Matcher:
                 f"rank {self._rank} waits for {_listed(self._compared)}: {error}") from error
         return True
 
-    def _next(self) -> bool:
+    def _select_batch(self) -> bool:
         """Select the next batch, with the remaining operations; return whether there is one."""
         with self._lock:
-            is_early = not self._left or time.monotonic() < self._retry_s
+            is_early = not self._remaining or time.monotonic() < self._retry_s
             if self._closed or not self._batches and is_early:
                 return False
-            self._compared = self._left + (self._batches.popleft() if self._batches else [])
-            self._left = []
+            self._compared = self._remaining + (self._batches.popleft() if self._batches else [])
+            self._remaining = []
         text = "\0".join([request.name + request.terms.text for request in self._compared])
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         self._words[0] = int.from_bytes(digest, "little") >> 2
@@ -229,15 +227,15 @@ class Matcher:
         return True
 
     def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
-        """Start the operations of a batch that all ranks have; keep the others.
+        """Start the operations that all ranks have submitted; keep the rest of the batch.
 
         Collective: yes. Blocking: if batches differ.
         """
         if same:
             ready, self._pause_s = batch, 0.0
             if any(request.terms.kind == JOIN for request in batch):
-                self._join(range(self._comm.size))
-                ready = self._without_join(batch)
+                self._record_joined(range(self._comm.size))
+                ready = self._complete_join(batch)
         else:
             ready = self._common(batch)
             self._pause_s = 0.0 if ready else min(max(2 * self._pause_s, _SHORTEST_S), _LONGEST_S)
@@ -252,29 +250,29 @@ class Matcher:
             if request.start is not None:
                 request.start()
 
-    def _without_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
+    def _complete_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, which all ranks have called; return the other operations."""
-        last, rest = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
+        last, others = max(self._joined, key=lambda rank: (self._joined[rank], rank)), []
         for request in requests:
             if request.terms.kind == JOIN:
                 request.results = [self._ranks[last]]
             else:
-                rest.append(request)
+                others.append(request)
         self._joined.clear()
         # Ranks that joined early have submitted fewer operations without names.
         self._unnamed.clear()
-        return rest
+        return others
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
-        """Return the operations that all ranks have, in the order of the lowest; keep others."""
+        """Return the operations of all ranks in the order of the lowest rank; keep the rest."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
                      for terms_by_name in lists]
-        self._join(rank for rank, joined in enumerate(is_joined) if joined)
+        self._record_joined(rank for rank, joined in enumerate(is_joined) if joined)
         active = [rank for rank, joined in enumerate(is_joined) if not joined]
         if not active:
-            batch, active = self._without_join(batch), list(range(self._comm.size))
+            batch, active = self._complete_join(batch), list(range(self._comm.size))
         by_name = {request.name: request for request in batch}
         ready = []
         for name, terms in lists[active[0]].items():
@@ -285,7 +283,7 @@ class Matcher:
                     request.error = HorovodInternalError(problem)
                 elif not problem:
                     ready.append(request or self._zeros(name, terms, batch))
-        self._left = list(by_name.values())
+        self._remaining = list(by_name.values())
         self._report(lists)
         return ready
 
@@ -311,11 +309,11 @@ class Matcher:
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
         request = NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
-        if not self._fusion.takes(terms):
+        if not self._fusion.fuses(terms):
             request.prepare(self._comm, self._ranks)
         return request
 
-    def _join(self, ranks: Iterable[int]) -> None:
+    def _record_joined(self, ranks: Iterable[int]) -> None:
         """Record the ranks that have called `join`, and the round."""
         for rank in ranks:
             self._joined.setdefault(rank, self._rounds)
@@ -323,7 +321,7 @@ class Matcher:
     def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
         """Warn about operations that other ranks have not submitted, and time them out."""
         config, now_s = self._comm.config, time.monotonic()
-        for request in tuple(self._left):
+        for request in tuple(self._remaining):
             waited_s = now_s - request.submitted_s
             missing = [self._ranks[rank] for rank, names in enumerate(lists)
                        if request.name not in names]
@@ -333,7 +331,7 @@ class Matcher:
             if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
                 request.error = HorovodInternalError(
                     f"rank {self._rank} has waited {waited_s:.0f} s: {text}")
-                self._left.remove(request)
+                self._remaining.remove(request)
             elif missing:
                 self._warn([request], text)
 
@@ -355,25 +353,20 @@ class Matcher:
         Collective: yes. Blocking: yes.
         """
         if request.results is None:
-            self._complete(request)
+            try:
+                if not request.started:
+                    self.start(request)
+                request.complete()
+            except MpiringError as error:
+                request.error = error
+                if isinstance(error, HorovodInternalError):
+                    raise
+                raise HorovodInternalError(f"{request.name}: {error}") from error
         if self._names.get(request.name) is request:
             del self._names[request.name]
         if self._comm.recorder.trace is not None:
             self._trace(self._comm.recorder.trace, request)
         return request.results[0] if request.single else request.results
-
-    def _complete(self, request: NamedRequest) -> None:
-        """Block until an operation has its results."""
-        try:
-            if not request.started:
-                self.start(request)
-            request.complete()
-        except MpiringError as error:
-            if self._names.get(request.name) is request:
-                del self._names[request.name]
-            if isinstance(error, HorovodInternalError):
-                raise
-            raise HorovodInternalError(f"{request.name}: {error}") from error
 
     def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
         """Record the time until all ranks had submitted, and the duration, as Horovod does."""
@@ -393,7 +386,7 @@ class Matcher:
         finally:
             self._closed = True
             self._work.set()
-        with self._driving:
+        with self._progress_lock:
             self._comm.close()
 
 

@@ -16,9 +16,9 @@ class Operations:
     """Horovod's functions on the arrays of one package.
 
     Ranks match operations by name, in any order; operations without a name are numbered. A function
-    `..._async` returns a handle for `poll` and `synchronize`. A name that ends with `_` works in
-    place. A function `grouped_...` accepts a list, as one operation. All ranks of the `process_set`
-    must call it.
+    `..._async` returns a handle for `poll` and `synchronize`. A function whose name ends with `_`
+    works in place. A function `grouped_...` accepts a list of arrays, for one operation. All ranks
+    of the `process_set` must call the function.
 
     Args:
         arrays: Functions of the package; see requests.ArrayPackage.
@@ -31,11 +31,14 @@ class Operations:
                 op: str = "", factors: tuple[float, float] = (1.0, 1.0), root: int = -1,
                 in_place: bool = False, single: bool = False, splits: Any = None) -> NamedRequest:
         matcher, arrays = process_set.matcher, self._arrays
+        tensors = tensors if isinstance(tensors, list) else list(tensors)
+        # The general case takes 1 µs longer.
         if len(tensors) == 1:
-            (x,) = tensors
-            terms = terms_of(arrays, kind, (x.dtype,), (x.shape,), op, root, factors,
-                             arrays.device(x))
+            x = arrays.array(tensors[0])
+            tensors, terms = [x], terms_of(arrays, kind, (x.dtype,), (x.shape,), op, root, factors,
+                                           arrays.device(x))
         else:
+            tensors = [*map(arrays.array, tensors)]
             devices = sorted({arrays.device(x) for x in tensors})
             if len(devices) != 1:
                 raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at "
@@ -90,7 +93,7 @@ class Operations:
 
         Args:
             tensor: Array with the same shape and dtype on all ranks.
-            average: Former argument of Horovod; use `op`.
+            average: Deprecated argument of Horovod; use `op`.
             name: Name of the operation, the same on all ranks.
             op: Reduction: Average (the default), Sum, Adasum, Min, Max or Product. An average of
                 integers is rounded toward zero.
@@ -103,9 +106,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor), -1, False,
-                            True)
+        return self._submit("allreduce", [tensor], name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), single=True)
 
     def allreduce_async_(self, tensor: Any, average: bool | None = None, name: str | None = None,
                          op: int | None = None, prescale_factor: float = 1.0,
@@ -120,15 +122,14 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor), -1, True,
-                            True)
+        return self._submit("allreduce", [tensor], name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), in_place=True, single=True)
 
     def allreduce(self, tensor: Any, average: bool | None = None, name: str | None = None,
                   compression: Any = Compression.none, op: int | None = None,
                   prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                   process_set: ProcessSet = global_process_set) -> Any:
-        """Return the combination of an array over all ranks.
+        """Return an array combined over all ranks.
 
         Args:
             tensor: Array with the same shape and dtype on all ranks.
@@ -170,8 +171,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor))
+        return self._submit("allreduce", tensors, name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor))
 
     def grouped_allreduce_async_(
             self, tensors: Arrays, average: bool | None = None, name: str | None = None,
@@ -186,16 +187,15 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allreduce", [*map(self._arrays.array, tensors)], name, process_set,
-                            op_named(op, average), (prescale_factor, postscale_factor),
-                            in_place=True)
+        return self._submit("allreduce", tensors, name, process_set, op_named(op, average),
+                            (prescale_factor, postscale_factor), in_place=True)
 
     def grouped_allreduce(self, tensors: Arrays, average: bool | None = None,
                           name: str | None = None, compression: Any = Compression.none,
                           op: int | None = None, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-        """Return the combinations of arrays over all ranks.
+        """Return arrays combined over all ranks.
 
         Args:
             tensors: Arrays with the same shapes and dtypes on all ranks.
@@ -245,8 +245,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allgather", [self._arrays.array(tensor)], name, process_set,
-                            single=True)
+        return self._submit("allgather", [tensor], name, process_set, single=True)
 
     def allgather(self, tensor: Any, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
@@ -274,7 +273,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("allgather", [*map(self._arrays.array, tensors)], name, process_set)
+        return self._submit("allgather", tensors, name, process_set)
 
     def grouped_allgather(self, tensors: Arrays, name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -303,40 +302,37 @@ class Operations:
 
     # Broadcast
 
-    def _broadcast(self, tensor: Any, root_rank: int, name: str | None,
-                   process_set: ProcessSet, *, in_place: bool) -> NamedRequest:
-        process_set.root(root_rank)
-        return self._submit("broadcast", [self._arrays.array(tensor)], name, process_set,
-                            root=root_rank, in_place=in_place, single=True)
-
     def broadcast_async(self, tensor: Any, root_rank: int, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to copy an array of one rank, and return a handle of the copy.
+        """Start to copy one rank's array to new arrays on all ranks; return a handle.
 
         Args:
             tensor: Array with the same shape and dtype on all ranks.
-            root_rank: Rank whose array is copied, among all ranks.
+            root_rank: Global rank whose array is copied.
             name: Name of the operation, the same on all ranks.
             process_set: Ranks that get the array.
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
+        process_set.root(root_rank)
+        return self._submit("broadcast", [tensor], name, process_set, root=root_rank, single=True)
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to copy an array of one rank to the arrays of all ranks; see `broadcast_async`.
+        """Start to copy one rank's array to the arrays of all ranks; see `broadcast_async`.
 
         Args:
             tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: no.
         """
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
+        process_set.root(root_rank)
+        return self._submit("broadcast", [tensor], name, process_set, root=root_rank,
+                            in_place=True, single=True)
 
     def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
-        """Return a copy of the array of one rank; see `broadcast_async`.
+        """Return a copy of one rank's array; see `broadcast_async`.
 
         Args:
             tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
@@ -354,7 +350,7 @@ class Operations:
 
     def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Any:
-        """Copy an array of one rank to the arrays of all ranks; see `broadcast_async`.
+        """Copy one rank's array to the arrays of all ranks; see `broadcast_async`.
 
         Args:
             tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
@@ -372,16 +368,16 @@ class Operations:
         Args:
             tensor: Array with the same dtype and shape on all ranks, except for the first
                 dimension.
-            splits: Number of rows for each rank, whole numbers; by default, equal numbers.
+            splits: Number of rows to send to each rank; by default, equal numbers.
             name: Name of the operation, the same on all ranks.
             process_set: Ranks that exchange rows.
 
         Returns:
-            A handle. Its `synchronize` returns the received rows, in the order of ranks, and the
-            number of rows from each rank.
+            A handle. `synchronize` returns the received rows, in rank order, and the number of
+            rows from each rank.
 
         Raises:
-            ValueError: The rows cannot be divided like this.
+            ValueError: `splits` does not fit the number of rows or of ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -398,7 +394,7 @@ class Operations:
 
     def alltoall(self, tensor: Any, splits: Any = None, name: str | None = None,
                  process_set: ProcessSet = global_process_set) -> Any:
-        """Return the rows that all ranks have sent to this one.
+        """Return the rows that all ranks have sent to this rank.
 
         Args:
             tensor, splits, name, process_set: Arguments of `alltoall_async`.
@@ -429,7 +425,7 @@ class Operations:
                             process_set: ProcessSet = global_process_set,
                             prescale_factor: float = 1.0,
                             postscale_factor: float = 1.0) -> NamedRequest:
-        """Start to combine an array over all ranks, each of which gets some rows.
+        """Start to combine an array over all ranks; each rank gets some rows of the result.
 
         Args:
             tensor: Array with the same shape and dtype on all ranks.
@@ -438,8 +434,8 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("reducescatter", [self._arrays.array(tensor)], name, process_set,
-                            op_named(op, None), (prescale_factor, postscale_factor), single=True)
+        return self._submit("reducescatter", [tensor], name, process_set, op_named(op, None),
+                            (prescale_factor, postscale_factor), single=True)
 
     def reducescatter(self, tensor: Any, name: str | None = None,
                       compression: Any = Compression.none, op: int = Average,
@@ -463,11 +459,11 @@ class Operations:
                                     process_set: ProcessSet = global_process_set,
                                     prescale_factor: float = 1.0,
                                     postscale_factor: float = 1.0) -> NamedRequest:
-        """Start to combine arrays over all ranks, each of which gets some rows.
+        """Start to combine arrays over all ranks; each rank gets some rows of the results.
 
         Args:
-            tensors: Arrays with the same shapes and dtypes on all ranks. Of n rows, the first
-                n % size ranks get one more than the others.
+            tensors: Arrays with the same shapes and dtypes on all ranks. If an array has n rows,
+                the first n % size ranks get one row more than the other ranks.
             name: Name of the operation, the same on all ranks.
             op: Reduction, as for `allreduce_async`.
             process_set: Ranks that combine the arrays.
@@ -475,8 +471,7 @@ class Operations:
 
         Collective: yes. Blocking: no.
         """
-        return self._submit("reducescatter", [*map(self._arrays.array, tensors)], name,
-                            process_set, op_named(op, None),
+        return self._submit("reducescatter", tensors, name, process_set, op_named(op, None),
                             (prescale_factor, postscale_factor))
 
     def grouped_reducescatter(self, tensors: Arrays, name: str | None = None,
@@ -510,7 +505,7 @@ class Operations:
     # All ranks
 
     def barrier(self, process_set: ProcessSet = global_process_set) -> None:
-        """Return when all ranks have called.
+        """Return when all ranks have called this function.
 
         Args:
             process_set: Ranks that must call.
@@ -520,13 +515,13 @@ class Operations:
         self._bare("barrier", process_set)
 
     def join(self, device: int = -1) -> int:
-        """Contribute zeros to the reductions of other ranks, until all ranks have called.
+        """Contribute zeros to the reductions of other ranks until all ranks have called this.
 
         Args:
             device: Argument for compatibility with Horovod; ignored.
 
         Returns:
-            The rank that has called last.
+            The last rank to call this function.
 
         Collective: yes. Blocking: yes.
         """

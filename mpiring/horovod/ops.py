@@ -10,18 +10,16 @@ def op_named(op: int | None, average: bool | None) -> str:
 
     Args:
         op: Number of a Horovod reduction; None for a mean.
-        average: Former argument of Horovod, instead of `op`.
+        average: Deprecated argument of Horovod, instead of `op`.
 
     Raises:
         ValueError: Both were passed, or there is no such op.
     """
-    if average is None and op in OP_NAMES:
-        return OP_NAMES[op]
-    if average is not None:
-        if op is not None:
-            raise ValueError(f"op={op!r} and average={average!r}: the op parameter supersedes "
-                             f"average; please provide only one of them")
-        return MEAN if average else OP_NAMES[Sum]
     if op is None:
-        return MEAN
-    raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")
+        op = Average if average is None or average else Sum
+    elif average is not None:
+        raise ValueError(f"op={op!r} and average={average!r}: the op parameter supersedes "
+                         f"average; please provide only one of them")
+    if op not in OP_NAMES:
+        raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product")
+    return OP_NAMES[op]

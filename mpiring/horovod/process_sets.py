@@ -51,9 +51,7 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Return the number of ranks; None before `init`."""
-        if self.process_set_id is None or self.ranks is None:
-            return None
-        return len(self.ranks)
+        return None if self.process_set_id is None else len(self.ranks or ())
 
     def rank(self) -> int | None:
         """Return this rank's number within the set; None before `init`.
@@ -69,13 +67,13 @@ class ProcessSet:
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of the set's ranks, for calls in the same order on all of them.
+        """Communicator of the set's ranks, which must all make its calls in the same order.
 
         Raises:
             ValueError: `init` was not called, or this rank is not in the set.
         """
         if self.process_set_id is None:
-            raise ValueError(NOT_INITIALIZED if self.ranks is None or not self.ranks else
+            raise ValueError(NOT_INITIALIZED if not self.ranks else
                              f"{self}: Process set does not exist or has not been registered.")
         if self._comm is None:
             raise ValueError(f"{self}: Process is not part of provided process set.")
@@ -95,7 +93,7 @@ class ProcessSet:
         """Return the number of a rank within the set.
 
         Args:
-            rank: Number of the rank among all ranks.
+            rank: Global rank.
 
         Raises:
             ValueError: The rank is not in the set.
@@ -106,29 +104,22 @@ class ProcessSet:
 
     def open(self, number: int, ranks: Sequence[int], comm: Communicator | None,
              matcher: Matcher | None) -> None:
-        """Give the set its number and its ranks; `comm` is None on ranks outside of it."""
+        """Set the number and the ranks; `comm` and `matcher` are None on ranks outside the set."""
         self.process_set_id, self.ranks = number, list(ranks)
         self._comm, self._matcher = comm, matcher
 
-    def mark_rounds(self, marks: bool) -> None:
-        """Set whether traces record when ranks begin to compare their operations."""
-        if self._matcher is not None:
-            self._matcher.marks_rounds = marks
-
     def close(self) -> None:
-        """Wait for the set's operations and ranks, and forget its number.
+        """Wait for the set's operations and ranks, then reset its number.
 
         Collective: yes, among the set's ranks. Blocking: yes.
         """
-        if self._matcher is not None:
-            self._matcher.close()
-        if self._comm is not None:
-            self._comm.close()
-        self.invalidate()
-
-    def invalidate(self) -> None:
-        """Forget the number and the communicators without closing them."""
-        self.process_set_id = self._comm = self._matcher = None
+        try:
+            if self._matcher is not None:
+                self._matcher.close()
+            if self._comm is not None:
+                self._comm.close()
+        finally:
+            self.process_set_id = self._comm = self._matcher = None
 
 
 def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> list[int]:

@@ -6,6 +6,7 @@ from ..buckets.bucket import Bucket
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..operations.operation import Collectives
+from ..reducers import Adasum as AdasumReducer
 from ..reducers import Cast, Mean, Reducer
 from ..transport.base import Schedule
 from .compression import Compression
@@ -17,8 +18,8 @@ class Combined:
 
     Args:
         op: Reduction, as in `Communicator.allreduce`.
-        predivide: Divisor of all gradients before the sum. The sum is divided by the rest of the
-            number of ranks.
+        predivide: Divisor of all gradients before the sum. The sum is divided by the number of
+            ranks over `predivide`.
     """
 
     def __init__(self, op: str, predivide: float = 1.0) -> None:
@@ -31,10 +32,10 @@ class Combined:
         """Return the schedule of an allreduce of the bucket."""
         if self.predivide == 1:
             return collectives.allreduce(bucket.vector, op=self.op)
-        return self._between_divisions(collectives.allreduce(bucket.vector, op="sum"),
-                                       bucket.vector, collectives.size)
+        return self._predivided(collectives.allreduce(bucket.vector, op="sum"), bucket.vector,
+                                collectives.size)
 
-    def _between_divisions(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
+    def _predivided(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
         vectors.divide(x, self.predivide)
         yield from summing
         vectors.divide(x, size / self.predivide)
@@ -43,7 +44,8 @@ class Combined:
 def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
     """Return the Reducer for an optimizer's arguments.
 
-    For Sum it also returns the mean; see SumWeighing. Only means and sums are compressed.
+    For Sum, the Reducer computes a mean, as for Average; see SumWeighing. Only means and sums are
+    compressed.
 
     Args:
         op: Number of a Horovod reduction.
@@ -61,7 +63,6 @@ def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
             f"by one; pass Compression.none, Compression.fp16, or a Reducer such as "
             f"mpiring.reducers.PowerSGD(rank=2)")
     if op == Adasum:
-        from ..reducers import Adasum as AdasumReducer
         return AdasumReducer()
     if op not in OP_NAMES:
         raise ConfigError(f"op={op!r}: expected one of Average, Sum, Adasum, Min, Max, Product")

@@ -1,4 +1,4 @@
-"""Operations that ranks submit by name: the terms on which ranks must agree, and execution."""
+"""Operations that ranks submit by name: their terms, on which ranks must agree, and execution."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ class HorovodInternalError(MpiringError, RuntimeError):
 
 
 class RequestBuffers(Protocol):
-    """Lends arrays to one operation as vectors; see torch.vectors.TensorBuffers.
+    """Views arrays as vectors for one operation; see torch.vectors.TensorBuffers.
 
     Attributes:
         stream: The user's stream on a GPU; None in host memory.
@@ -76,7 +76,7 @@ class ArrayPackage(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; integers are rounded toward zero."""
 
-    def lend(self, *, staged: bool) -> RequestBuffers:
+    def buffers(self, *, staged: bool) -> RequestBuffers:
         """Return buffers for the arrays of one operation; if `staged`, copies in host memory."""
 
     def to_bytes(self, x: Any) -> Array:
@@ -105,10 +105,10 @@ class Terms:
 
     Attributes:
         kind: "allreduce", "allgather", ...
-        dtypes, shapes: Dtypes and shapes of its arrays; without first dimensions if these may
-            differ.
+        dtypes, shapes: Dtypes and shapes of its arrays. Shapes omit first dimensions that may
+            differ between ranks.
         op: Name of the reduction in mpiring.
-        root: Rank that broadcasts, among all ranks; otherwise -1.
+        root: Global rank that broadcasts; -1 for other operations.
         factors: Prescale and postscale factor.
         device: Type of the device; "" for host memory.
         nbytes: Number of bytes of its arrays, on which ranks need not agree.
@@ -126,12 +126,8 @@ class Terms:
     @functools.cached_property
     def text(self) -> str:
         """Text with all terms on which ranks must agree."""
-        return repr((self.kind, *self.common))
-
-    @property
-    def common(self) -> tuple[Any, ...]:
-        """All terms on which ranks must agree, except the kind."""
-        return self.dtypes, self.shapes, self.op, self.root, self.factors, self.device
+        return repr((self.kind, self.dtypes, self.shapes, self.op, self.root, self.factors,
+                     self.device))
 
     @functools.cached_property
     def fused(self) -> tuple[Any, ...] | None:
@@ -154,14 +150,14 @@ class Terms:
                   (f"{self.kind} root ranks", "specified root rank", self.root, other.root),
                   (f"{self.kind} CPU/GPU device selection", "specified device",
                    self.device or "CPU", other.device or "CPU")]
-        title, verb, one, two = next(each for each in pairs if each[2] != each[3])
-        return f"Mismatched {title}: One rank {verb} {one}, but another rank {verb} {two}."
+        title, verb, a, b = next(pair for pair in pairs if pair[2] != pair[3])
+        return f"Mismatched {title}: One rank {verb} {a}, but another rank {verb} {b}."
 
 
 @functools.lru_cache(maxsize=4096)
 def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: tuple[Any, ...],
              op: str, root: int, factors: tuple[float, float], device: str) -> Terms:
-    """Return the terms of an operation, from a cache, because programs repeat operations."""
+    """Return the terms of an operation; cached, because programs repeat operations."""
     names = tuple(map(arrays.dtype_name, dtypes))
     for name in names if op else ():
         # This raises an error if the op is undefined for the dtype.
@@ -199,7 +195,7 @@ class NamedRequest:
         settle: Function that sets the results once the operation is complete.
         results: Results of the operation.
         rows: Number of rows from each rank, for each array of an allgather.
-        submitted_s, started_s: Times in `time.monotonic`; the second one only for traces.
+        submitted_s, started_s: Times of `time.monotonic()`; `started_s` is set only for traces.
         matcher: Matcher to which it was submitted.
     """
 
@@ -225,10 +221,11 @@ class NamedRequest:
     @property
     def ended(self) -> bool:
         """Whether it is complete, or has failed."""
-        return self.started and (self.handle is None or self.handle.done)
+        return self.error is not None or self.started and (
+            self.handle is None or self.handle.done)
 
     def complete(self) -> None:
-        """Return when an operation that has started has its results.
+        """Wait for the results of an operation that has started.
 
         Raises:
             HorovodInternalError: It has failed.
@@ -242,18 +239,20 @@ class NamedRequest:
         self.tensors = ()
 
     def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Lend the arrays in their state on the user's stream; for operations without fusion.
+        """Set `start`, for an operation that is not fused.
+
+        The operation reads the arrays as they are now on the user's stream.
 
         Args:
             comm: The ranks.
-            ranks: Their numbers among all ranks.
+            ranks: Their global ranks.
 
         Raises:
             ConfigError: An array cannot be sent.
         """
         # Adasum works in host memory.
         staged = self.terms.op == ADASUM
-        buffers = self.arrays.lend(staged=staged)
+        buffers = self.arrays.buffers(staged=staged)
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
         stream = None if staged else buffers.stream
@@ -271,28 +270,25 @@ class NamedRequest:
 
         self.start = start
 
-    # Kinds of operations. Each returns a function that builds the schedule, and one that returns
-    # the results.
+    # Kinds of operations. Each returns two functions: the first builds the schedule, the second
+    # returns the results.
 
     def _allreduce(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
-        outs, terms = self._outputs(), self.terms
+        outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
         vectors = [buffers.numbers(out, written=True) for out in outs]
-        op, divisor = combined(terms, comm.size)
-        if terms.op == ADASUM:
-            return lambda collectives: _in_turn(
-                [adasum(collectives, x, [0, x.size]) for x in vectors]), self._after(outs, divisor)
-        return lambda collectives: _in_turn(
-            [collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
+        return lambda collectives: _sequence(
+            [adasum(collectives, x, [0, x.size]) if op == ADASUM else
+             collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
     def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
-        outs, root = self._outputs(), ranks.index(self.terms.root)
+        outs, root = self._scaled(copy=not self.in_place), ranks.index(self.terms.root)
         vectors = [buffers.raw(out, written=comm.rank != root) for out in outs]
-        return lambda collectives: _in_turn(
+        return lambda collectives: _sequence(
             [collectives.broadcast(x, root) for x in vectors]), lambda: outs
 
     def _reducescatter(self, buffers: RequestBuffers, comm: Communicator, _: Any) -> Any:
         outs, rows = [], []
-        for x in self._scaled(self.tensors):
+        for x in self._scaled(copy=self.terms.factors[0] != 1):
             least, more = divmod(x.shape[0], comm.size)
             counts = [least + (rank < more) for rank in range(comm.size)]
             out = self.arrays.empty((counts[comm.rank], *x.shape[1:]), x)
@@ -301,7 +297,7 @@ class NamedRequest:
                          cut(buffers.numbers(x), bounds.tolist())))
             outs.append(out)
         op, divisor = combined(self.terms, comm.size)
-        return lambda collectives: _in_turn(
+        return lambda collectives: _sequence(
             [_scattered(collectives, out, chunks, op) for out, chunks in rows]), self._after(
                 outs, divisor)
 
@@ -319,7 +315,7 @@ class NamedRequest:
                 rows = np.zeros(comm.size, np.int64)
                 rows[comm.rank] = x.shape[0]
                 yield from collectives.allgather_chunks(chunks_of(rows, comm.size))
-                raw, chunks = _in_chunks(rows, x)
+                raw, chunks = _memory_for(rows, x)
                 copy_to(chunks[comm.rank], part)
                 yield from collectives.allgather_chunks(chunks)
                 counts.append(rows.tolist())
@@ -341,7 +337,7 @@ class NamedRequest:
             nonlocal received
             yield from collectives.all_to_all(
                 chunks_of(np.array(splits, np.int64), comm.size), chunks_of(rows, comm.size))
-            received, chunks = _in_chunks(rows, x)
+            received, chunks = _memory_for(rows, x)
             yield from collectives.all_to_all(sends, chunks)
 
         return build, results
@@ -349,27 +345,18 @@ class NamedRequest:
     def _barrier(self, *_: Any) -> Any:
         return lambda collectives: collectives.barrier(), lambda: [None]
 
-    def _outputs(self) -> Sequence[Any]:
-        """Return the arrays for the results, or copies, multiplied by the first factor."""
-        if not self.in_place:
-            return self._scaled(map(self.arrays.copy, self.tensors), copied=True)
-        return self._scaled(self.tensors, copied=True)
-
-    def _scaled(self, arrays: Iterable[Any], *, copied: bool = False) -> Sequence[Any]:
-        """Return arrays multiplied by the first factor, in place if they are copies."""
-        results = list(arrays)
-        if self.terms.factors[0] != 1:
-            results = results if copied else [*map(self.arrays.copy, results)]
-            for x in results:
-                self.arrays.scale(x, self.terms.factors[0])
+    def _scaled(self, *, copy: bool) -> Sequence[Any]:
+        """Return the arrays, or copies of them, multiplied by the prescale factor in place."""
+        results = [*map(self.arrays.copy, self.tensors)] if copy else self.tensors
+        for x in results:
+            self.arrays.scale(x, self.terms.factors[0])
         return results
 
     def _after(self, outs: Sequence[Any], divisor: int) -> Callable[[], Sequence[Any]]:
-        """Return a function that scales results by the second factor and returns them."""
+        """Return a function that scales results by the postscale factor and returns them."""
         def results() -> Sequence[Any]:
             for out in outs:
-                if self.terms.factors[1] != 1 or divisor != 1:
-                    self.arrays.scale(out, self.terms.factors[1], divisor)
+                self.arrays.scale(out, self.terms.factors[1], divisor)
             return outs
 
         return results
@@ -388,14 +375,14 @@ def combined(terms: Terms, size: int) -> tuple[OpName, int]:
     return cast(OpName, terms.op), 1
 
 
-def _in_turn(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
+def _sequence(schedules: Iterable[Schedule[Any]]) -> Schedule[None]:
     for schedule in schedules:
         yield from schedule
 
 
 def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
                op: str) -> Schedule[None]:
-    """Combine chunk r on rank r into `out`."""
+    """Combine the chunks of all ranks; rank r writes chunk r of the result to `out`."""
     rank = collectives.rank
     copy_to(out, chunks[rank])
     yield from collectives.reduce_scatter_chunks(
@@ -403,14 +390,14 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
 
 
 def _bounds(rows: Any, like: Any) -> list[int]:
-    """Return the offsets that divide bytes into parts with a number of rows for each rank."""
+    """Return the byte offsets of the rows of each rank, given the numbers of rows."""
     bounds: list[int] = (np.cumsum([0, *rows]) * math.prod(like.shape[1:])
                          * like.dtype.itemsize).tolist()
     return bounds
 
 
-def _in_chunks(rows: Any, like: Any) -> tuple[Array, list[Array]]:
-    """Return memory for a number of rows of each rank, undivided and divided."""
+def _memory_for(rows: Any, like: Any) -> tuple[Array, list[Array]]:
+    """Return memory for the rows of all ranks, as one vector and as one chunk for each rank."""
     bounds = _bounds(rows, like)
     raw = np.empty(bounds[-1], np.uint8)
     return raw, cut(raw, bounds)

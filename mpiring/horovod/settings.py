@@ -7,15 +7,15 @@ from ..config import Config, given_variables
 from ..errors import ConfigError
 from ..launch.environment import horovod_variables
 
-# Fused results are views of one copy. A program that keeps one result keeps the complete copy.
+# Fused results are views of one copy. One result keeps the memory of the complete copy.
 _FUSION_BYTES = 8 << 20
 # Variables without effect, and the reason.
 _IGNORED = {
     "HOROVOD_AUTOTUNE": "algorithms are measured without it, once per cluster",
     "HOROVOD_AUTOTUNE_LOG": "`python -m mpiring tune` prints what it measures",
     "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
-    "HOROVOD_CONTROLLER": "MPI carries all",
-    "HOROVOD_CPU_OPERATIONS": "MPI carries all",
+    "HOROVOD_CONTROLLER": "mpiring always uses MPI",
+    "HOROVOD_CPU_OPERATIONS": "mpiring always uses MPI",
     "HOROVOD_CYCLE_TIME": "there are no cycles",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "ranks of a node share memory without it",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "set MPIRING_ALGORITHM=hierarchical",
@@ -70,7 +70,7 @@ def settings() -> HorovodSettings:
 
 
 def _number(given: dict[str, str], name: str) -> float | None:
-    """Remove a variable from the given ones, and return it as a number."""
+    """Remove a variable from `given`, and return its value as a number."""
     text = given.pop(name, "")
     try:
         return float(text) if text else None

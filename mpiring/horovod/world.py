@@ -1,6 +1,6 @@
 """All ranks of a program that calls Horovod's functions: `init`, `rank`, `size`, process sets.
 
-Horovod's functions take no communicator, so only this file of the package keeps a global one.
+Horovod's functions have no argument for a communicator, so this file keeps a global one.
 """
 
 import atexit
@@ -42,7 +42,7 @@ class HorovodWorld:
 
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
-        # Results have the same length in each step, so that freed memory can be reused.
+        # Results have the same length in each step, so freed memory can be reused.
         keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
@@ -50,11 +50,11 @@ class HorovodWorld:
         self.add(global_process_set, range(comm.size))
 
     def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
-        """Give a process set its number, and operations among its ranks.
+        """Create the communicators of a process set, and number the set.
 
         Args:
             process_set: The set.
-            ranks: Its ranks; by default, those of the set.
+            ranks: Its ranks; by default, `process_set.ranks`.
 
         Raises:
             ValueError: A set of these ranks exists, or `ranks_of` raises it.
@@ -76,7 +76,7 @@ class HorovodWorld:
         self._sets.append(process_set)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """End the operations of a set; return False if it does not exist or is that of all ranks.
+        """End the operations of a set; return False if it is unknown or the global process set.
 
         Collective: yes, among all ranks. Blocking: yes.
         """
@@ -88,15 +88,16 @@ class HorovodWorld:
         return True
 
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
-        """Start a trace; see the function."""
+        """Start a trace; see the function `start_timeline`."""
         self.stop_timeline()
         self._timeline = os.path.abspath(path)
         self.comm.start_trace(f"{self._timeline}.ranks")
         for process_set in self._sets:
-            process_set.mark_rounds(mark_cycles)
+            if process_set.included():
+                process_set.matcher.marks_rounds = mark_cycles
 
     def stop_timeline(self) -> None:
-        """End a trace; see the function."""
+        """End a trace; see the function `stop_timeline`."""
         trace, path, self._timeline = self.comm.stop_trace(), self._timeline, ""
         if trace and path and self.comm.rank == 0:
             with replacing(Path(path)) as new:
@@ -115,10 +116,9 @@ class HorovodWorld:
     def abandon(self) -> None:
         """End and forget all sets, because a rank has died and `comm` was abandoned."""
         for process_set in self._sets:
-            # Ends the matcher's thread. The communicators raise errors, as a rank is missing.
+            # This ends the matcher's thread. Communicators raise errors because a rank is missing.
             with contextlib.suppress(MpiringError):
                 process_set.close()
-            process_set.invalidate()
 
 
 global_process_set = ProcessSet([])
@@ -138,12 +138,12 @@ def world() -> HorovodWorld:
 
 def init(comm: Any = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Start MPI if necessary, and begin with all its ranks; a second call has no effect.
+    """Start MPI if necessary, and initialize Horovod's functions; a second call has no effect.
 
     Args:
-        comm: An mpi4py communicator, or a list of ranks of the world, to replace all ranks.
-        process_sets: Process sets to begin with. "dynamic" is accepted, because sets can be added
-            at any time.
+        comm: mpi4py communicator, or list of ranks of MPI's world; by default, all ranks.
+        process_sets: Initial process sets. "dynamic" is accepted, because sets can be added at any
+            time.
 
     Raises:
         ValueError: A process set is a duplicate, or has ranks that do not exist.
@@ -161,7 +161,7 @@ def _communicator_of(comm: Any) -> Any:
     everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
     if not comm:
         return everyone
-    # MPI's own call returns at once only if all ranks call it.
+    # All ranks must call Split, including those that are left out.
     part = everyone.Split(0 if everyone.rank in comm else load_mpi().UNDEFINED, everyone.rank)
     if everyone.rank not in comm:
         raise ValueError(f"rank {everyone.rank}: init({list(comm)}) leaves this rank out: it has "
@@ -171,11 +171,11 @@ def _communicator_of(comm: Any) -> Any:
 
 def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
           comm: Communicator | None = None) -> None:
-    """Begin with the ranks of an MPI communicator.
+    """Create the world of an MPI communicator.
 
     Args:
         mpi_comm: MPI communicator of the ranks.
-        process_sets: Process sets to begin with.
+        process_sets: Initial process sets.
         comm: Communicator of the same ranks, if there is one.
 
     Collective: yes. Blocking: yes.
@@ -186,7 +186,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     if new.comm.rank == 0 and given.ignored:
         _log.warning("mpiring ignores %s", "; ".join(given.ignored))
     _world = new
-    # This must run before communicators are closed, which do not wait for named operations.
+    # This must run before communicators are closed, because they do not wait for named operations.
     atexit.register(_shutdown_at_exit)
     try:
         for process_set in process_sets:
@@ -269,7 +269,7 @@ def mpi_threads_supported() -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Return a process set with a number and operations among its ranks.
+    """Register a process set, and return it.
 
     Args:
         process_set: The set, or its ranks.
@@ -286,9 +286,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End the operations of a process set; return whether there was such a set.
+    """End the operations of a process set; return whether it was registered.
 
-    The set of all ranks is not removed, and the result is then False.
+    The global process set cannot be removed; the result is then False.
 
     Args:
         process_set: The set.
@@ -299,7 +299,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: all data is sent by MPI, or through the memory of a node."""
+    """Return True: all data is sent by MPI, or through node-shared memory."""
     return True
 
 
@@ -334,7 +334,7 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return whether arrays on CUDA GPUs can be combined on the GPU: whether CuPy is installed."""
+    """Return whether CuPy is installed, which combines arrays on CUDA GPUs."""
     return importlib.util.find_spec("cupy") is not None
 
 
@@ -347,8 +347,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the operations of all ranks from now on, until `stop_timeline`.
 
     Args:
-        file_path: File for rank 0's record, in JSON for Chrome's viewer and Perfetto. The folder of
-            this name plus `.ranks` has the records of all ranks, for `python -m mpiring trace`.
+        file_path: File for rank 0's record, in JSON for Chrome's viewer and Perfetto. The folder
+            `<file_path>.ranks` has the records of all ranks, for `python -m mpiring trace`.
         mark_cycles: If true, also record when ranks begin to compare their operations.
 
     Raises:

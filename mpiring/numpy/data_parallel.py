@@ -1,4 +1,4 @@
-"""Trains a NumPy or CuPy model on several ranks: in step, or each at its own pace."""
+"""Trains a NumPy or CuPy model on several ranks, synchronously or asynchronously."""
 
 import functools
 import weakref
@@ -45,23 +45,23 @@ class DataParallel:
     gradients over several batches, add later batches, and call `ready` for the last batch only.
 
     Get the views from `dp.grads` in every step. After the first step, gradients move to new memory,
-    in the order in which they became ready. A view from before can no longer be written, and reads
-    as NaN from the second step on.
+    in the order in which they became ready. An older view can no longer be written to, and reads as
+    NaN from the second step on.
 
     Args:
         params: Arrays by name, contiguous, floating or complex; the same names, shapes and dtypes
             in the same order on every rank.
         comm: Ranks to average over; by default all ranks of the job.
-        bucket_bytes: Length in bytes of the buckets into which gradients are fused; the first
-            buckets are shorter, to be sent early. By default 25 MiB on one node. Between nodes the
-            default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
+        bucket_bytes: Size in bytes of the buckets into which gradients are fused; the first
+            buckets are smaller, so that they are sent early. By default 25 MiB on one node. Between
+            nodes the default is 4 MiB, or 128 KiB per node if this is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
             patterns to reducers; by default a plain mean.
         deterministic: If true, do not reorder gradients after the first step. Two runs are then
             bitwise identical even if gradients become ready in different orders.
         order: Value of `order` from a checkpoint, to continue bitwise identically.
-        autotune: If true, try bucket lengths, algorithms and numbers of operations in flight in the
-            first 60 steps or fewer, and keep the fastest, also for later jobs. By default the
+        autotune: If true, try bucket sizes, algorithms and numbers of operations in flight in the
+            first 60 steps or fewer, and use the fastest, also in later jobs. By default the
             setting `autotune` decides. Views move during these steps.
 
     Attributes:
@@ -91,9 +91,9 @@ class DataParallel:
         self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)
         self.grads = self.gradients.views
-        # No `ready` follows the last step.
+        # `ready` reports the previous step, and no call of it follows the last step.
         weakref.finalize(self, self.gradients.nonfinite.report)
-        # Parameters that an optimizer updates.
+        # Parameters that an optimizer updates, and state passed to `watch`.
         self._updated: dict[str, Any] = {}
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
@@ -125,7 +125,7 @@ class DataParallel:
         mean over all tokens, as if one rank had all of them.
 
             dp.weigh(mask.sum())
-            loss_gradient = mask * dloss / max(mask.sum(), 1)    # of the mean over this rank's own
+            loss_gradient = mask * dloss / max(mask.sum(), 1)    # mean over this rank's tokens
             ...    # dp.grads, dp.ready, dp.wait
 
         Each rank's gradients must be means over its own tokens. The gradients of a rank with 0
@@ -137,7 +137,7 @@ class DataParallel:
                 have 0, the means are 0.
 
         Raises:
-            ConfigError: `tokens` is not such a number.
+            ConfigError: `tokens` is not a finite number of at least 0.
             GradientError: This is the second call in a step, or `ready` was called before.
             BufferMismatchError: Other ranks did not call this; raised here, in `ready` or in
                 `wait`.
@@ -159,7 +159,11 @@ class DataParallel:
 
         Collective: yes. Blocking: yes.
         """
-        self._refuse_replaced()
+        for name, array in self._updated.items():
+            if self.params.get(name) is not array:
+                raise ConfigError(
+                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
+                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
         self.gradients.wait()
         self._replicas.end_step()
 
@@ -173,7 +177,7 @@ class DataParallel:
                 names that are the same on all ranks. The contents may change and be replaced.
 
         Raises:
-            ConfigError: A value is no such state.
+            ConfigError: A value is neither an array nor a pytree of arrays and numbers.
 
         Collective: no. Blocking: no.
         """
@@ -209,16 +213,8 @@ class DataParallel:
         if not array.flags.c_contiguous:
             raise ConfigError(
                 f"parameter {name!r} of shape {array.shape} is in Fortran order; give the "
-                f"model numpy.ascontiguousarray({name}), for its gradient lies in C's")
+                f"model numpy.ascontiguousarray({name}), because its gradient is in C order")
         return vector_of(array)
-
-    def _refuse_replaced(self) -> None:
-        """Raise ConfigError if `params` has another array than an optimizer updates."""
-        for name, array in self._updated.items():
-            if self.params.get(name) is not array:
-                raise ConfigError(
-                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
-                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
 
     @property
     def steps(self) -> int:
@@ -234,7 +230,7 @@ class DataParallel:
     def statistics(self) -> Statistics:
         """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, such as those that compare replicas.
+        Other operations on the communicator, such as comparisons of replicas, are not counted.
         """
         return self.gradients.statistics
 
@@ -253,9 +249,9 @@ class DataParallel:
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
         """Names of gradients that held NaN or Inf before averaging in the last step, by rank.
 
-        The same on all ranks. Each step checks the gradients that are sent last, which a NaN of any
-        layer reaches; on a GPU, that check would synchronize and is omitted. All gradients are
-        checked in the ten steps after a step whose means were not finite.
+        The same on all ranks. Each step checks the gradients that are sent last, because a NaN in
+        any layer reaches them; on a GPU, this check would synchronize and is omitted. All gradients
+        are checked in the ten steps after a step whose means were not finite.
         """
         return self.gradients.nonfinite.by_rank
 
@@ -265,7 +261,7 @@ class DataParallel:
         Args:
             factor: New scale divided by old scale.
 
-        Collective: no, but on all ranks. Blocking: no.
+        Collective: no, but call it on all ranks. Blocking: no.
         """
         self.gradients.rescale(factor)
 
@@ -281,7 +277,7 @@ class DataParallel:
 
         Raises:
             ConfigError: An array is missing, unknown, of another shape or dtype, or differs
-                between ranks. Nothing has changed then, on any rank.
+                between ranks. In this case nothing has changed on any rank.
 
         Collective: yes. Blocking: yes.
         """
@@ -290,14 +286,14 @@ class DataParallel:
     def own_state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: the order of the gradients, and the state of its Reducers.
 
-        `TrainState` saves it with the weights, so that a run resumes with identical bits.
+        `TrainState` saves it with the weights, so that a resumed run is bitwise identical.
 
         Collective: no.
         """
         return self.gradients.own_state_dict()
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
+        """Resume from this rank's result of `own_state_dict`; call it on all ranks.
 
         Args:
             state_dict: Result of `own_state_dict`.
@@ -355,10 +351,10 @@ class AsyncDataParallel(ParameterServer):
         self._comm.poke()
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
-        """Push this rank's gradients, pull the weights; return True if gradients were finite.
+        """Push the gradients, and pull the weights; return True if the gradients were finite.
 
         Args:
-            gradients: Gradients by name, to be used instead of those in `grads`.
+            gradients: Gradients by name, to use instead of `grads`.
 
         Raises:
             GradientError: Gradients were not marked as ready; names them.
@@ -378,7 +374,7 @@ class AsyncDataParallel(ParameterServer):
 
 def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: bool = False,
           **arguments: Any) -> tuple[list[TensorSpec], Device | None]:
-    """Give all ranks rank 0's parameters.
+    """Broadcast rank 0's parameters to all ranks.
 
     Args:
         params: Arrays by name.
@@ -386,7 +382,7 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
         deterministic, arguments: Other values that must be the same on all ranks.
 
     Returns:
-        The tensors, in their order, and the GPU that holds them, None for host memory.
+        The tensors, in their order, and the GPU that holds them; None for host memory.
 
     Raises:
         ConfigError: A parameter cannot be trained.
@@ -409,30 +405,30 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
 
 
 def load_arrays(comm: Communicator, arrays: Mapping[str, Any], state: Mapping[str, Any],
-                whose: str) -> None:
-    """Write the arrays of a state into others, by name.
+                owner: str) -> None:
+    """Copy the arrays of a state into existing arrays, by name.
 
     Args:
-        comm: The ranks; all must load the same.
+        comm: The ranks, which must all load the same state.
         arrays: Arrays to write to.
-        state: Arrays to read, by the same names, of the same shapes and dtypes.
-        whose: End of "the state …" in messages.
+        state: Arrays to read, with the same names, shapes and dtypes.
+        owner: End of "the state …" in messages.
 
     Raises:
-        ConfigError: The state does not fit, or differs between ranks. Nothing has changed then, on
-            any rank.
+        ConfigError: The state does not fit, or differs between ranks. In this case nothing has
+            changed on any rank.
 
     Collective: yes. Blocking: yes.
     """
-    with same_on_all(comm, f"the state {whose}", remedy=SAME_STATE) as same:
-        refuse_other_state(state, arrays, whose, only=True)
-        # Of files such as numpy.load's, each access reads the array.
+    with same_on_all(comm, f"the state {owner}", remedy=SAME_STATE) as same:
+        refuse_other_state(state, arrays, owner, only=True)
+        # Each access to a file of numpy.load reads the array.
         same["arrays"] = saved = {name: state[name] for name in arrays}
         for name, array in arrays.items():
             expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
                                else f"a {type(x).__name__}" for x in (array, saved[name])]
             if given != expected:
-                raise ConfigError(f"rank {comm.rank}: {name!r} is {given} in the state {whose}, "
+                raise ConfigError(f"rank {comm.rank}: {name!r} is {given} in the state {owner}, "
                                   f"but {expected} in the model; build the model that was saved")
     for name, array in arrays.items():
         array[...] = saved[name]
@@ -462,18 +458,18 @@ def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
     Raises:
         ConfigError: The parameter cannot be trained.
     """
-    which = f"rank {rank}: parameter {name!r}"
+    label = f"rank {rank}: parameter {name!r}"
     if not isinstance(name, str):
-        raise ConfigError(f"{which}: names must be strings, as str({name!r})")
+        raise ConfigError(f"{label}: names must be strings, as str({name!r})")
     if is_tensor(array):
-        raise ConfigError(f"{which} is a tensor; use mpiring.torch.DataParallel")
+        raise ConfigError(f"{label} is a tensor; use mpiring.torch.DataParallel")
     try:
         kind = dtype_name(vector_of(array).dtype)
     except ConfigError as exc:
-        raise ConfigError(f"{which}: {exc}") from exc
+        raise ConfigError(f"{label}: {exc}") from exc
     if kind not in (*FLOATING, *COMPLEX):
         raise ConfigError(
-            f"{which} is {kind}, which has no gradient; leave it out of params")
+            f"{label} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
 
 
@@ -482,7 +478,7 @@ def _multiply(gradient: Array, factor: float) -> None:
     if factor == 0:
         gradient[...] = 0
     else:
-        # NumPy would also round the factor to 16 bits.
+        # NumPy would round a Python float to 16 bits.
         precise = np.float32(factor) if dtype_name(gradient.dtype) in SIXTEEN_BIT else factor
         if is_on_gpu(gradient):
             np.multiply(gradient, precise, out=gradient)
@@ -492,12 +488,12 @@ def _multiply(gradient: Array, factor: float) -> None:
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:
     """Yield everything that should be equal on all ranks; each array once, by its first name."""
-    seen: set[int] = set()
+    ids: set[int] = set()
 
     def leaf(name: str, x: Any) -> Replicated | None:
-        if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in seen:
+        if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in ids:
             return None
-        seen.add(id(x))
+        ids.add(id(x))
         if is_on_gpu(x):
             return Replicated(name, lambda: bytes_of(x.get()),
                               lambda raw: x.set(raw.view(x.dtype).reshape(x.shape)))

@@ -12,7 +12,7 @@ from ..gpu.device import await_event
 from ..memory.arrays import Array, is_finite
 from ..optim import outer
 from ..optim.fragments import LocalWeights
-from ..optim.parts import wide
+from ..optim.parts import wide_dtype
 from .data_parallel import DataParallel, share, spec_of
 
 
@@ -30,7 +30,7 @@ class ArrayWeights(LocalWeights):
 
     def __init__(self, model: Mapping[str, Array] | DataParallel,
                  comm: Communicator) -> None:
-        # A reference: arrays that are replaced in the mapping count from then on.
+        # A reference, so that arrays replaced in the mapping take effect.
         self._arrays: Mapping[str, Any] = (
             model.params if isinstance(model, DataParallel) else model)
         self.tensors, self.device = share(self._arrays, comm)
@@ -58,7 +58,7 @@ class ArrayWeights(LocalWeights):
         """Set local weights to alpha × local + (1 - alpha) × global."""
         local, target = self._arrays[name], self._global[name]
         if alpha:
-            target = target.astype(wide(local.dtype))
+            target = target.astype(wide_dtype(local.dtype))
             target += alpha * (local.astype(target.dtype) - target)
         local[...] = target
 
@@ -69,7 +69,7 @@ class ArrayWeights(LocalWeights):
         return is_finite(self._arrays[name].reshape(-1))
 
     def refuse_others(self) -> None:
-        """Raise ConfigError if there are other arrays than at first."""
+        """Raise ConfigError if names, shapes or dtypes of the arrays have changed."""
         refuse_changed(self._comm.rank, self.tensors, [
             spec_of(name, x, self._comm.rank) for name, x in self._arrays.items()])
 
@@ -91,9 +91,10 @@ class LocalSGD(outer.PeriodicAveraging):
         model: Arrays by name, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two averages, from 1. `sync_every`, the name in
+        every: Number of inner steps between two averages, at least 1. `sync_every`, the name in
             torchft, is also accepted.
-        start: Number of first steps after each of which models are averaged ("post-local SGD").
+        start: Number of initial steps during which models are averaged after each step
+            ("post-local SGD").
         reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
             Each fragment has a copy of it.
         sharded: If true, each rank updates only its slices of the global parameters, and gathers
@@ -132,7 +133,7 @@ class DiLoCo(outer.StreamingDiLoCo):
         model: Arrays by name, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two synchronizations of a fragment, from 1.
+        every: Number of inner steps between two synchronizations of a fragment, at least 1.
         lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
         momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
         fragments: Number of parts of the model, of similar size in bytes, that are synchronized in

@@ -1,4 +1,4 @@
-"""Trains in 16 bits: scales the loss so that gradients do not vanish, keeps masters in 32 bits."""
+"""Trains in 16 bits: scales the loss to keep small gradients, and has masters in 32 bits."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ..arguments import refuse_other_state, whole_number
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import Array
 from ..operations.consistency import same_on_all
-from ..optim.parts import has_master, wide
+from ..optim.parts import has_master, wide_dtype
 from ..training.averager import HOPELESS_STEPS
 from ..training.fused import Views
 from .data_parallel import SAME_STATE, DataParallel, load_arrays
@@ -19,8 +19,8 @@ from .data_parallel import SAME_STATE, DataParallel, load_arrays
 class LossScaler:
     """Scales the loss so that small gradients do not vanish in 16 bits, and adapts the scale.
 
-    Multiply the gradient of the loss by `scale` in float32, since float16 ends at 65504. After
-    `dp.wait()`, call `step()` once, and update the parameters only if it returns True:
+    Multiply the gradient of the loss by `scale` in float32, because float16 overflows above 65504.
+    After `dp.wait()`, call `step()` once, and update the parameters only if it returns True:
 
         scaler, masters = LossScaler(dp), MasterWeights(dp)
         ...
@@ -41,10 +41,10 @@ class LossScaler:
 
     Args:
         dp: DataParallel whose gradients are scaled.
-        initial_scale: Scale of the first step; this and the next two are powers of two.
+        initial_scale: Scale of the first step; this and the next two arguments are powers of two.
         growth: Factor by which the scale grows, above 1.
         backoff: Factor by which the scale shrinks, below 1.
-        growth_interval: Number of steps in a row, none of them skipped, after which the scale
+        growth_interval: Number of consecutive steps without a skipped step after which the scale
             grows.
         smallest, largest: Limits of the scale, powers of two.
 
@@ -72,9 +72,9 @@ class LossScaler:
             same["backoff"] = self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
             same["growth_interval"] = self._interval = whole_number(
                 "growth_interval", growth_interval, 1)
-        self._taken_in_row = self._skipped_at_smallest = 0
-        # The last step of dp that step() was called for; 1 / scale of its gradients if finite.
-        self._seen = dp.steps
+        self._steps_in_row = self._skipped_at_smallest = 0
+        # The last step of dp for which step() was called; 1 / scale of its gradients if finite.
+        self._last_step = dp.steps
         self._unscale: float | None = None
 
     @property
@@ -95,19 +95,19 @@ class LossScaler:
 
         Collective: yes, but sends nothing. Blocking: no.
         """
-        if self._dp.steps == self._seen:
+        if self._dp.steps == self._last_step:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.step() without new gradients; call it once "
                 f"after each dp.wait()")
-        self._seen = self._dp.steps
+        self._last_step = self._dp.steps
         is_finite = self._dp.finite
         self._unscale = 1 / self._scale if is_finite else None
         if is_finite:
-            self._count_taken()
+            self._count_step()
         else:
             self._count_skipped()
         self._dp.gradients.compared["loss scaler"] = (
-            f"loss scale {self._scale:g} after step {self._seen - 1}")
+            f"loss scale {self._scale:g} after step {self._last_step - 1}")
         return is_finite
 
     def unscaled(self, name: str) -> Array:
@@ -126,18 +126,18 @@ class LossScaler:
 
         Collective: no. Blocking: no.
         """
-        if self._dp.steps != self._seen or self._unscale is None:
+        if self._dp.steps != self._last_step or self._unscale is None:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.unscaled({name!r}) of a step that was not "
                 f"accepted; call it after dp.wait(), and where scaler.step() returned True")
         gradient = self._dp.grads[name]
-        wide_gradient: Array = gradient.astype(wide(gradient.dtype))
+        wide_gradient: Array = gradient.astype(wide_dtype(gradient.dtype))
         wide_gradient *= self._unscale
         return wide_gradient
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state, the same on all ranks, for `load_state_dict`."""
-        return {"scale": self._scale, "taken_in_row": self._taken_in_row,
+        return {"scale": self._scale, "taken_in_row": self._steps_in_row,
                 "skipped_at_smallest": self._skipped_at_smallest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,18 +161,18 @@ class LossScaler:
             same["taken_in_row"] = taken = whole_number("taken_in_row", state["taken_in_row"], 0)
             same["skipped_at_smallest"] = skipped = whole_number(
                 "skipped_at_smallest", state["skipped_at_smallest"], 0)
-        self._scale, self._taken_in_row, self._skipped_at_smallest = scale, taken, skipped
-        self._seen, self._unscale = self._dp.steps, None
+        self._scale, self._steps_in_row, self._skipped_at_smallest = scale, taken, skipped
+        self._last_step, self._unscale = self._dp.steps, None
 
-    def _count_taken(self) -> None:
+    def _count_step(self) -> None:
         self._skipped_at_smallest = 0
-        self._taken_in_row += 1
-        if self._taken_in_row >= self._interval:
-            self._taken_in_row = 0
+        self._steps_in_row += 1
+        if self._steps_in_row >= self._interval:
+            self._steps_in_row = 0
             self._change(min(self._scale * self._growth, self._largest))
 
     def _count_skipped(self) -> None:
-        self._taken_in_row = 0
+        self._steps_in_row = 0
         if self._scale > self._smallest:
             self._change(max(self._scale * self._backoff, self._smallest))
             return
@@ -198,13 +198,13 @@ class MasterWeights(Views):
 
     A mapping from names to arrays, to be updated in place. The arrays of 16-bit parameters are
     masters in float32; all other arrays are the parameters themselves. `round_off` copies the
-    masters to the parameters. LossScaler shows a complete step.
+    masters to the parameters. See LossScaler for a complete step.
 
     Args:
         dp: DataParallel with the parameters.
 
     Raises:
-        ConfigError: `dp` is no DataParallel of mpiring.numpy.
+        ConfigError: `dp` is not a DataParallel of mpiring.numpy.
 
     Collective: no. Blocking: no.
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -234,7 +234,7 @@ class MasterWeights(Views):
         return {name: array.copy() for name, array in self._views.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Set all arrays to those of a state, and round them to the parameters.
+        """Copy a state into all arrays, and round the masters to the parameters.
 
         Args:
             state: Arrays that `state_dict` returned.
@@ -249,11 +249,11 @@ class MasterWeights(Views):
         self.round_off()
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return the own state of this rank's DataParallel."""
+        """Return the DataParallel's own state on this rank."""
         return self._dp.own_state_dict()
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the own state of this rank's DataParallel.
+        """Load the DataParallel's own state on this rank.
 
         Args:
             state_dict: Result of `own_state_dict`.

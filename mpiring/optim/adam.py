@@ -1,4 +1,4 @@
-"""Adam and AdamW: a learning rate that adapts to each element.
+"""Adam and AdamW: adaptive learning rates for each element.
 
 Sources: Kingma and Ba, ICLR 2015, arXiv 1412.6980. Loshchilov and Hutter, Decoupled weight decay
 regularization, ICLR 2019, arXiv 1711.05101.
@@ -26,7 +26,7 @@ class Adam(Optimizer):
     """Adam: w ← w − η m̂ / (√v̂ + ε).
 
     m ← β1 m + (1 − β1) g and v ← β2 v + (1 − β2) g². Bias correction turns m and v, which start
-    at zero, into m̂ and v̂. The defaults are those of the paper.
+    at zero, into m̂ and v̂. The defaults follow the paper.
 
     Args:
         dp: A mpiring.numpy.DataParallel.
@@ -58,7 +58,7 @@ class Adam(Optimizer):
         super().__init__(
             dp, UpdateRule(
                 {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-                lambda its: ADAM, functools.partial(_numbers, self._decouples), ("m", "v")),
+                lambda settings: ADAM, functools.partial(_numbers, self._decouples), ("m", "v")),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 
@@ -98,9 +98,9 @@ class AdamW(Adam):
 
 
 def _numbers(decouples: bool, part: Part) -> Mapping[str, float]:
-    its, t = part.settings, part.t
-    (beta1, beta2), decay = its["betas"], its["weight_decay"]
+    settings, t = part.settings, part.t
+    lr, decay, (beta1, beta2) = settings["lr"], settings["weight_decay"], settings["betas"]
     return {"scale": part.scale, "decay": 0.0 if decouples else decay,
-            "keep": 1 - its["lr"] * decay if decouples else 1.0,
+            "keep": 1 - lr * decay if decouples else 1.0,
             "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2,
-            "step": its["lr"] / (1 - beta1**t), "root": math.sqrt(1 - beta2**t), "eps": its["eps"]}
+            "step": lr / (1 - beta1**t), "root": math.sqrt(1 - beta2**t), "eps": settings["eps"]}

@@ -17,7 +17,7 @@ from ..text import first_few
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from .optimizer import Optimizer
-from .settings import Scheduled, at
+from .settings import Scheduled, values_at
 from .sgd import SGD
 
 
@@ -43,9 +43,9 @@ class LocalWeights(Protocol):
     Attributes:
         tensors: The trained tensors, in the order of the model.
         device: The GPU that holds them; None for host memory.
-        mark: Returns an event after which a tensor that is ready on that GPU has been written;
-            None for CuPy's stream.
-        selected: Returns a context in which that GPU is this thread's current one.
+        mark: Returns the event after which the GPU has written a ready tensor; None to mark CuPy's
+            stream.
+        selected: Returns a context in which this GPU is the thread's current device.
     """
 
     tensors: Sequence[TensorSpec]
@@ -57,7 +57,7 @@ class LocalWeights(Protocol):
         """Return global weights as a vector that shares their memory."""
 
     def local(self, name: str) -> Any:
-        """Return local weights: an array, or a tensor without a graph."""
+        """Return local weights: an array, or a detached tensor."""
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local) into a NumPy or CuPy array in C order."""
@@ -72,13 +72,13 @@ class LocalWeights(Protocol):
         """Raise ConfigError if the trained tensors have changed."""
 
     def complete(self) -> None:
-        """Synchronize the rest of the model, after all weights were synchronized.
+        """Synchronize the rest of the model, after all weights have been synchronized.
 
         Collective: yes. Blocking: yes.
         """
 
     @contextmanager
-    def global_ones(self) -> Iterator[None]:
+    def with_global_weights(self) -> Iterator[None]:
         """Set all local weights to the global weights within a `with` block."""
         with self.selected():
             before = {tensor.name: copy.deepcopy(self.local(tensor.name))
@@ -102,29 +102,29 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     if count > len(tensors):
         raise ConfigError(f"fragments={count}, but the model has {len(tensors)} tensors, which "
                           f"are not cut; expected at most as many fragments")
-    fragments, left = [], list(tensors)
+    fragments, remaining_tensors = [], list(tensors)
     for remaining in range(count, 0, -1):
-        nbytes = [tensor.padded_bytes for tensor in left]
+        nbytes = [tensor.padded_bytes for tensor in remaining_tensors]
         share, stop, size = sum(nbytes) / remaining, 1, nbytes[0]
-        # A tensor that is at least half inside belongs to it; each later fragment needs a tensor.
-        while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
+        # A tensor belongs to a fragment if at least half of it fits into the fragment's share. Each
+        # later fragment needs a tensor.
+        while stop <= len(remaining_tensors) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
-        stop = stop if remaining > 1 else len(left)
-        fragments.append(left[:stop])
-        left = left[stop:]
+        fragments.append(remaining_tensors[:stop])
+        remaining_tensors = remaining_tensors[stop:]
     return fragments
 
 
 class Fragment:
-    """A part of a model that is synchronized in one go; the model of an outer optimizer.
+    """A part of a model that is synchronized at once; the model of an outer optimizer.
 
     A synchronization has four stages:
 
     1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps.
     2. `update` updates the global weights with their mean.
     3. `receive` receives the global weights that other ranks have updated.
-    4. `mix` mixes the global weights into the local ones.
+    4. `mix` mixes the global weights into the local weights.
 
     Args:
         index: Index of the fragment.
@@ -150,7 +150,7 @@ class Fragment:
                  reducers: Mapping[str, Reducer]) -> None:
         self.index, self.comm, self._weights, self._settings = index, comm, weights, settings
         self.names = [tensor.name for tensor in tensors]
-        # A Reducer serves one averager only, because it remembers what it sends.
+        # Each averager needs its own Reducers, because they keep state between steps.
         copied = copy.deepcopy({name: reducers[name] for name in self.names})
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
@@ -227,9 +227,9 @@ class Fragment:
             self.await_weights()
 
     def _label(self, step: int) -> None:
-        """Write the current step, and the rates of its update, to the label of the next calls."""
-        rates = at({"lr": self._settings.lr, "momentum": self._settings.momentum},
-                   self.optimizer.steps)
+        """Label the next calls with the current step and the rates of its update."""
+        rates = values_at({"lr": self._settings.lr, "momentum": self._settings.momentum},
+                          self.optimizer.steps)
         self.gradients.label = (
             f"inner step {step} (every={self._settings.every}, fragment {self.index}, "
             f"lr={rates['lr']!r}, momentum={rates['momentum']!r})")
@@ -264,11 +264,11 @@ class Fragment:
         names = [name for name in self.names if not self._weights.is_finite(name)]
         by_rank = {rank: names for rank, names in enumerate(self.comm.allgather_object(names))
                    if names} or self.gradients.nonfinite.by_rank
-        whose = "; ".join(f"rank {rank} in {first_few(names, 5)}"
-                          for rank, names in by_rank.items())
+        places = "; ".join(f"rank {rank} in {first_few(names, 5)}"
+                           for rank, names in by_rank.items())
         raise GradientError(
             f"rank {self.comm.rank}: the model has diverged: what was sent at inner step "
             f"{self.since} holds NaN or Inf, of the weights of "
-            f"{whose or 'no rank: differences overflow'}; the global parameters stay as they were. "
-            f"Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronize "
+            f"{places or 'no rank: differences overflow'}; the global parameters stay as they were."
+            f" Go on from a checkpoint, with a lower rate of the inner optimizer, or synchronize "
             f"more often")

@@ -30,9 +30,9 @@ APPLY = Update("lamb", "w m v", "part root eps decay rate", f"""
 class LAMB(Optimizer):
     """LAMB: w ← w − η (‖w‖ / ‖r + λ w‖) (r + λ w) for each tensor, with Adam's r = m̂ / (√v̂ + ε).
 
-    The paper uses β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01. Its authors' code and others first
-    clip the norm of all gradients to 1; `max_norm=1` does this. The ratio is 1 if a norm is zero,
-    and for tensors of `no_decay` (biases, normalization layers).
+    The paper uses β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01. The authors' code and other
+    implementations first clip the norm of all gradients to 1; `max_norm=1` does this. The ratio of
+    norms is 1 if a norm is zero, and for tensors of `no_decay` (biases, normalization layers).
 
     Args:
         dp: A mpiring.numpy.DataParallel.
@@ -65,15 +65,16 @@ class LAMB(Optimizer):
         super().__init__(
             dp, UpdateRule(
                 {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-                lambda its: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
+                lambda settings: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
                 layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, DIRECTION),
-                more=lambda its: {"bias_correction": truth("bias_correction", bias_correction)}),
+                extra=lambda _: {"bias_correction": truth("bias_correction", bias_correction)}),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 
 def _numbers(corrects: bool, part: Part) -> Mapping[str, float]:
-    its, (beta1, beta2) = part.settings, part.settings["betas"]
+    settings, (beta1, beta2) = part.settings, part.settings["betas"]
     first, second = (1 - beta**part.t if corrects else 1.0 for beta in (beta1, beta2))
     return {"scale": part.scale, "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2,
-            "rest2": 1 - beta2, "part": first, "root": math.sqrt(second), "eps": its["eps"],
-            "decay": its["weight_decay"], "rate": its["lr"] * part.ratio}
+            "rest2": 1 - beta2, "part": first, "root": math.sqrt(second),
+            "eps": settings["eps"], "decay": settings["weight_decay"],
+            "rate": settings["lr"] * part.ratio}

@@ -1,4 +1,4 @@
-"""LARS: a learning rate for each layer, from the norms of its weights and its gradient.
+"""LARS: a learning rate for each layer, from the norms of the layer's weights and gradient.
 
 Source: You, Gitman and Ginsburg, Large batch training of convolutional networks, arXiv 1708.03888,
 2017, algorithm 1.

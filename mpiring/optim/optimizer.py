@@ -9,18 +9,18 @@ import numpy as np
 
 from ..arguments import number, truth
 from ..communicator import Communicator
+from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..engine.handle import Handle
 from ..gpu.device import await_event
 from ..memory.arrays import Array, dtype_name
-from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
+from ..sharding.sliced import Sliced, whole
 from ..training.averager import Averager
 from . import state
 from .parts import DIRECTION, Part, add_squares, state_dtypes
-from .settings import ADAPTS, Groups, Settings, all_at, described, settings_of, summarized
+from .settings import ADAPTS, Groups, Settings, all_values_at, described, settings_of, summarized
 from .slices import ModelSlices
 from .update import Update
 
@@ -28,7 +28,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TrainedModel(Protocol):
-    """The interface of a model that an optimizer needs; mpiring.numpy.DataParallel has it."""
+    """Interface that an optimizer needs of a model; mpiring.numpy.DataParallel implements it."""
 
     @property
     def comm(self) -> Communicator:
@@ -49,19 +49,19 @@ class TrainedModel(Protocol):
 
 
 class Scaler(Protocol):
-    """The interface of a mpiring.numpy.LossScaler that an optimizer needs."""
+    """Interface that an optimizer needs of a scaler; mpiring.numpy.LossScaler implements it."""
 
     @property
     def scale(self) -> float:
         """Factor of the gradients of the current step."""
 
     def step(self) -> bool:
-        """Return whether to update, the same on all ranks, and set the next step's scale."""
+        """Set the scale of the next step; return whether to update, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Layerwise:
-    """A factor of each tensor's learning rate, from the norms of its weights and its direction.
+    """A factor of each tensor's learning rate, computed from norms of the tensor.
 
     Attributes:
         ratio: Returns the factor, given a part, the norm of the weights, and the norm of the
@@ -80,23 +80,23 @@ class UpdateRule:
     """The update of one tensor, as a published method defines it.
 
     Attributes:
-        settings: The settings of all tensors, by name.
-        text: Returns the update of tensors with given settings.
+        settings: Default settings of all tensors, by name.
+        update_of: Returns the update of a tensor, given the tensor's settings.
         numbers: Returns the numbers of the updates, given a part.
-        vectors: Names of the vectors that the optimizer remembers.
-        optional: Names of vectors that it remembers from the first update that needs them.
+        vectors: Names of the state vectors.
+        optional: Names of state vectors that the first update that needs them adds.
         layerwise: Dependence of each tensor's learning rate on norms, or None.
-        more: Returns further arguments that ranks must share, given the settings of all tensors.
-            Raises ConfigError if one is wrong.
+        extra: Returns further arguments that must be equal on all ranks, given the settings of all
+            tensors. Raises ConfigError if an argument is wrong.
     """
 
     settings: Settings
-    text: Callable[[Mapping[str, Any]], Update]
+    update_of: Callable[[Mapping[str, Any]], Update]
     numbers: Callable[[Part], Mapping[str, float]]
     vectors: Sequence[str] = ()
     optional: Sequence[str] = ()
     layerwise: Layerwise | None = None
-    more: Callable[[Mapping[str, Mapping[str, Any]]], Mapping[str, Any]] = lambda settings: {}
+    extra: Callable[[Mapping[str, Mapping[str, Any]]], Mapping[str, Any]] = lambda settings: {}
 
 
 class Optimizer:
@@ -114,7 +114,8 @@ class Optimizer:
     Attributes:
         settings: Settings of each tensor, by its name. They may be changed between steps, equally
             on all ranks; a write checks the value. If settings differ between ranks, a sharded
-            optimizer raises BufferMismatchError in this step, any other with the next gradients.
+            optimizer raises BufferMismatchError in this step; other optimizers raise it with the
+            next gradients.
         steps: Number of updates so far.
         sharded: As given.
         statistics: Cost of sending the updated weights to all ranks in the last complete step.
@@ -139,19 +140,19 @@ class Optimizer:
                 "a finite number above 0, or None")
             self._refuse_other_tensors()
             self.settings = settings_of(self._gradients.tensors, rule.settings, groups, no_decay)
-            same |= {**described(self.settings), **rule.more(self.settings)}
+            same |= {**described(self.settings), **rule.extra(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
-        # A list that slices share, so that they hold no reference to this object.
+        # Shared with the slices, so that they hold no reference to this object.
         self._vectors = names = list(rule.vectors)
-        self._remember(self.settings)
+        self._add_vectors(self.settings)
         self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
                                    lambda plan: state_dtypes(names, plan.dtype))
         self._device = self._gradients.buckets[0].device
         # Number of the last step of the gradients that was applied or skipped.
-        self._seen = self._gradients.steps
-        # Weights in flight to all ranks, by the index of the bucket.
-        self._sent: dict[int, Handle[None]] = {}
+        self._last_step = self._gradients.steps
+        # Handles of weights in flight, by the index of the bucket.
+        self._in_flight: dict[int, Handle[None]] = {}
         self.statistics = Statistics()
 
     def __repr__(self) -> str:
@@ -172,7 +173,7 @@ class Optimizer:
                 `dp.wait()` and `scaler.step()` are also raised.
             ConfigError: A parameter was replaced by another array.
             BufferMismatchError: Ranks have updated with different settings or scales. A sharded
-                optimizer raises it here, any other with the next gradients.
+                optimizer raises it here, others raise it with the next gradients.
 
         Collective: yes. Blocking: yes.
         """
@@ -197,33 +198,35 @@ class Optimizer:
         """
         self._await_gradients("step()")
         scale = 1.0 if scaler is None else 1 / scaler.scale
-        self._seen, compared = self._gradients.steps, self._gradients.compared
+        self._last_step, compared = self._gradients.steps, self._gradients.compared
         if not (self._gradients.finite if scaler is None else scaler.step()):
             compared["optimizer"] = "after no update"
             return False
-        now = all_at(self.settings, self.steps)
+        now = all_values_at(self.settings, self.steps)
         compared["optimizer"] = f"after update {self.steps} with {summarized(now)}"
         made_with = ", ".join(compared.values())
 
         def send(index: int) -> None:
             if self.sharded:
-                self._sent[index] = self._slices.send(index, made_with)
+                self._in_flight[index] = self._slices.send(index, made_with)
 
         with self._comm.recorder.phase("optimizer"):
             self._apply(now, scale, send)
         return True
 
     def end_step(self) -> None:
-        """Return when the weights that other ranks have updated have arrived.
+        """Return when the updated weights of other ranks have arrived.
 
         Collective: yes. Blocking: yes.
         """
-        while self._sent:
-            index = next(iter(self._sent))
-            self._sent.pop(index).wait()
+        while self._in_flight:
+            index = next(iter(self._in_flight))
+            self._in_flight.pop(index).wait()
             self._slices.receive(index)
         self.statistics = self._slices.tally.take()
-        self._before_users_work()
+        if self._device is not None:
+            # Later CuPy calls wait for the updated weights.
+            self._device.gpu.follow(self._device.event())
 
     @property
     def elementwise(self) -> bool:
@@ -232,9 +235,9 @@ class Optimizer:
 
     def update(self, scale: float, done: Callable[[int], None], *,
                last_first: bool = False, rate: float = 1.0) -> None:
-        """Update this rank's parts with the means that have arrived; they must be finite.
+        """Update this rank's parts with the averaged gradients, which must be finite.
 
-        `step` uses it, and so do adapters that send the weights themselves.
+        For adapters that send the weights themselves. The gradients must have arrived.
 
         Args:
             scale: Factor of the gradients.
@@ -244,17 +247,17 @@ class Optimizer:
 
         Collective: yes. Blocking: yes.
         """
-        now = all_at(self.settings, self.steps)
-        for its in {id(its): its for its in now.values()}.values():
-            its["lr"] *= rate
+        now = all_values_at(self.settings, self.steps)
+        for settings in {id(settings): settings for settings in now.values()}.values():
+            settings["lr"] *= rate
         self._apply(now, scale, done, last_first=last_first)
 
     def _apply(self, now: Mapping[str, Settings], scale: float, done: Callable[[int], None], *,
                last_first: bool = False) -> None:
         """Update this rank's parts with these settings by tensor; see `update`."""
-        self._after_users_work()
-        self._remember(now)
-        buckets = self._slices.follow()
+        self._await_users_stream()
+        self._add_vectors(now)
+        buckets = self._slices.current_parts()
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
@@ -266,21 +269,21 @@ class Optimizer:
         indices = range(len(buckets))
         for index in reversed(indices) if last_first else indices:
             for part in buckets[index]:
-                part.apply(self._rule.text(part.settings), self._rule.numbers(part))
+                part.apply(self._rule.update_of(part.settings), self._rule.numbers(part))
                 part.end()
             done(index)
         self.steps += 1
         self._slices.end_step()
 
-    def _remember(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Remember optional vectors from now on if an update of any tensor needs them.
+    def _add_vectors(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the optional state vectors that the update of any tensor needs.
 
         Args:
             settings: Settings of all tensors, so that all ranks add the same vectors.
         """
         for vector in self._rule.optional:
             if vector not in self._vectors and any(
-                    vector in self._rule.text(its).vectors for its in settings.values()):
+                    vector in self._rule.update_of(x).vectors for x in settings.values()):
                 self._vectors.append(vector)
 
     def _adapt(self, parts: Sequence[Part], layerwise: Layerwise) -> None:
@@ -314,7 +317,7 @@ class Optimizer:
         Collective: yes. Blocking: yes.
         """
         self._await_gradients("grad_norm()")
-        self._after_users_work()
+        self._await_users_stream()
         return self._norm_of_gradients(self._all_parts())
 
     # The state
@@ -326,7 +329,7 @@ class Optimizer:
         Unless the optimizer is sharded, they are equal on all ranks, and can be compared by
         `dp.watch(optimizer=optimizer.state)`.
         """
-        return state.Present(self._slices, self._vectors)
+        return state.StateView(self._slices, self._vectors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the complete state by tensor, equal on all ranks.
@@ -348,7 +351,7 @@ class Optimizer:
         return self._saved(self._comm.rank, self._comm.size)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, complete or sharded, which any number of ranks has saved.
+        """Load a complete or sharded state; the number of ranks may have changed.
 
         Args:
             state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint. With the same
@@ -358,7 +361,7 @@ class Optimizer:
         Raises:
             ConfigError: The state is of another model or optimizer, or differs between ranks.
                 Nothing has changed on any rank. For ranges of tensors (`Sliced`), a sharded
-                optimizer compares shapes and dtypes only, because each rank reads other ranges.
+                optimizer compares only shapes and dtypes, because ranks read different ranges.
 
         Collective: yes. Blocking: yes.
         """
@@ -368,10 +371,11 @@ class Optimizer:
             steps, names, contents = self._checked(state_dict, parts)
             same["steps"] = steps
             same["tensors"] = {
-                name: {vector: _comparable(x) for vector, x in vectors.items()}
-                for name, vectors in state_dict["tensors"].items()} if self.sharded else {
+                name: {vector: x if isinstance(x, Sliced) else np.asarray(x)
+                       for vector, x in leaves.items()}
+                for name, leaves in state_dict["tensors"].items()} if self.sharded else {
                 part.name: vectors for part, vectors in contents}
-        self._take(steps, names, contents)
+        self._load(steps, names, contents)
 
     def load_alone(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state as `load_state_dict` does, but allow it to differ between ranks.
@@ -381,32 +385,42 @@ class Optimizer:
 
         Collective: only if buckets were rebuilt since the last step. Blocking: yes.
         """
-        self._take(*self._checked(state_dict, self._all_parts()))
+        self._load(*self._checked(state_dict, self._all_parts()))
+
+    def refuse_state(self, state_dict: Any) -> None:
+        """Raise ConfigError if a state is of another model or optimizer.
+
+        Args:
+            state_dict: State to load later.
+
+        Collective: no.
+        """
+        self._checked(state_dict, ())
 
     def _checked(self, state_dict: Any, parts: Sequence[Part]) -> tuple[
             int, list[str], list[tuple[Part, dict[str, Array]]]]:
         """Return the content of a state for this rank's parts; change nothing.
 
         Returns:
-            The number of updates, the names of the vectors to remember, and copies of each part's
-            vectors by name.
+            The number of updates, the names of the state vectors, and copies of each part's vectors
+            by name.
         """
         known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
                                       self._dtypes(known), self._rule.optional)
-        saved = {vector for its in leaves.values() for vector in its}
+        saved = set().union(*leaves.values())
         names = [name for name in known if name in self._vectors or name in saved]
-        # Vectors that the optimizer did not remember when the state was saved were zero.
+        # A state vector that did not exist when the state was saved was zero.
         return steps, names, [(part, {
             vector: leaves[part.name][vector].read(part.offset, part.offset + part.size)
             if vector in saved else np.zeros(part.size, part.dtype)
             for vector in state_dtypes(names, part.weights.dtype)}) for part in parts]
 
-    def _take(self, steps: int, names: Sequence[str],
+    def _load(self, steps: int, names: Sequence[str],
               contents: Sequence[tuple[Part, Mapping[str, Array]]]) -> None:
-        self.steps, self._seen, self._vectors[:] = steps, self._gradients.steps, names
-        for part, its in contents:
-            for vector, x in its.items():
+        self.steps, self._last_step, self._vectors[:] = steps, self._gradients.steps, names
+        for part, vectors_of_part in contents:
+            for vector, x in vectors_of_part.items():
                 vectors.copy_to(part.vector(vector), vectors.moved(x, self._device))
         self._slices.end_step()
 
@@ -427,8 +441,8 @@ class Optimizer:
         """Return the norms of complete tensors, by tensor and kind; the same bits on all ranks.
 
         One allreduce adds sums of squares in float64. If all ranks have all parts, each rank
-        computes its share of each part. This saves work and makes ranks with different processors
-        agree.
+        computes its share of each part. This saves work, and the result is the same on ranks with
+        different processors.
 
         Args:
             parts: This rank's parts.
@@ -456,28 +470,23 @@ class Optimizer:
     def _await_gradients(self, call: str) -> None:
         if self._gradients.step_started:
             self._dp.wait()
-        if self._gradients.steps == self._seen:
+        if self._gradients.steps == self._last_step:
             raise GradientError(
                 f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
     def _all_parts(self) -> list[Part]:
         """Return this rank's parts of all buckets."""
-        return [part for bucket in self._slices.follow() for part in bucket]
+        return [part for bucket in self._slices.current_parts() for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
         norms_of = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
-        return math.sqrt(sum(its["g"]**2 for its in norms_of.values()))
+        return math.sqrt(sum(norms["g"]**2 for norms in norms_of.values()))
 
-    def _after_users_work(self) -> None:
+    def _await_users_stream(self) -> None:
         """Wait until the GPU has written the results of earlier CuPy calls."""
         if self._device is not None:
             await_event(self._device.gpu.mark())
-
-    def _before_users_work(self) -> None:
-        """Make later CuPy calls wait for the updated weights."""
-        if self._device is not None:
-            self._device.gpu.follow(self._device.event())
 
     def _refuse_other_tensors(self) -> None:
         for tensor in self._gradients.tensors.values():
@@ -493,7 +502,3 @@ def _refuse_other_than_models(dp: object) -> None:
     if missing:
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy "
                           f"(for a model of PyTorch, see mpiring.torch.Sharded)")
-
-
-def _comparable(x: Any) -> Any:
-    return x if isinstance(x, Sliced) else np.asarray(x)

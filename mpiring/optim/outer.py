@@ -7,7 +7,7 @@ Douillard et al., DiLoCo, 2023 (2311.08105).
 Douillard et al., Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -26,9 +26,9 @@ from ..reducers.reducer import ReducerSpec, reducers_of
 from ..world import or_world
 from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
-from .settings import Scheduled, at, settings_of
+from .settings import Scheduled, settings_of, values_at
 
-# Default with a delay.
+# Default of `alpha` with a delay.
 _ALPHA = 0.5
 
 
@@ -66,11 +66,11 @@ class Outer:
             self._fragments = [
                 Fragment(index, tensors, self._weights, comm, settings, reducers)
                 for index, tensors in enumerate(parts)]
-        # After half of the delay, the slices of the mean are averaged and the weights are sent.
+        # If sharded, ranks update their slices after half of the delay, then gather the weights.
         self._update_after = (self.delay - self.delay // 2 if settings.sharded else self.delay)
         self._is_joined = self._shows_global = False
-        # Number of steps that this rank had taken when it ended, in `join`.
-        self._trained = 0
+        # Number of steps that this rank had taken when it reached the end of `join`.
+        self._own_steps = 0
         self._plan()
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class Outer:
     # Steps
 
     def step(self) -> None:
-        """Count a step of the inner optimizer, and synchronize what is due.
+        """Count a step of the inner optimizer, and run the synchronizations that are due.
 
         Call it on all ranks after each step of the inner optimizer.
 
@@ -105,7 +105,7 @@ class Outer:
             if self._shows_global:
                 raise GradientError(f"rank {self.comm.rank}: step() within global_parameters(), "
                                     f"which would be lost; end that block first")
-            self._act(is_training=True)
+            self._run_due(is_training=True)
         elif self._has_pending:
             self.comm.poke()
 
@@ -113,7 +113,7 @@ class Outer:
         """Synchronize the complete model now; all ranks then have the global parameters.
 
         Call it at the end of training. It completes the synchronizations in flight, then takes an
-        outer step for all changes since the last one, without delay and without mixing.
+        outer step for all changes since the last synchronization, without delay and without mixing.
 
         Raises the errors of `step`.
 
@@ -140,8 +140,8 @@ class Outer:
             self._weights.complete()
         self._plan()
 
-    def _act(self, *, is_training: bool) -> bool:
-        """Do what is due at this step; return whether some rank still trains.
+    def _run_due(self, *, is_training: bool) -> bool:
+        """Run the synchronizations that are due; return whether any rank still trains.
 
         Args:
             is_training: If true, this rank still trains.
@@ -169,7 +169,7 @@ class Outer:
     def _send(self, fragment: Fragment, is_training: bool) -> None:
         factor = 1.0
         if self._is_joined:
-            took_steps = is_training or fragment.since < self._trained
+            took_steps = is_training or fragment.since < self._own_steps
             factor = took_steps * self.comm.size / self._count(took_steps)
         fragment.send(self.steps, factor)
 
@@ -179,10 +179,10 @@ class Outer:
         self.comm.allreduce(count)
         return int(count[0])
 
-    # When
+    # Schedule
 
     def _next_send(self, fragment: Fragment, after: int) -> int:
-        """Return the first step after a given one at which a fragment is sent."""
+        """Return the first step after step `after` at which a fragment is sent."""
         step = after + 1
         if step <= self._start:
             return step
@@ -208,7 +208,7 @@ class Outer:
                 accuracy = evaluate(model)
 
         Use it to evaluate or save the model during training. Afterwards the model has its local
-        parameters again: changes to parameters within the block are lost.
+        parameters again; changes to parameters within the block are lost.
 
         Raises:
             GradientError: The weights of some rank are not finite, or the block calls `step`.
@@ -216,7 +216,7 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        with self._weights.global_ones():
+        with self._weights.with_global_weights():
             self._shows_global, self._next = True, 0
             try:
                 yield
@@ -226,15 +226,16 @@ class Outer:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Train for different numbers of steps per rank.
+        """Let ranks train for different numbers of steps.
 
             with outer.join():
                 for x, y in batches:
                     ...
                     outer.step()
 
-        A rank that has ended still takes part in synchronizations. The mean is over the ranks that
-        have taken steps since the last one. At the end all ranks `synchronize`.
+        A rank that has reached the end of the block still takes part in synchronizations. The mean
+        is over the ranks that have taken steps since the last synchronization. At the end all ranks
+        `synchronize`.
 
         Raises:
             ConfigError: The block is within another `join` block.
@@ -246,11 +247,11 @@ class Outer:
         self._is_joined = True
         try:
             yield
-            self._trained = self.steps
+            self._own_steps = self.steps
             self.steps = self._next
-            while self._act(is_training=False):
+            while self._run_due(is_training=False):
                 self.steps = self._next
-            self.steps = max(self.comm.allgather_object(self._trained))
+            self.steps = max(self.comm.allgather_object(self._own_steps))
             self._synchronize(is_training=False)
         finally:
             self._is_joined = False
@@ -268,9 +269,7 @@ class Outer:
 
         Collective: yes. Blocking: yes.
         """
-        self._complete()
-        saved: dict[str, Any] = whole(self._saved(
-            [fragment.optimizer.state_dict() for fragment in self._fragments], 0, 1))
+        saved: dict[str, Any] = whole(self._saved(complete=True))
         return saved
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -280,25 +279,26 @@ class Outer:
 
         Collective: yes. Blocking: yes.
         """
-        self._complete()
-        return self._saved(
-            [fragment.optimizer.sharded_state_dict() for fragment in self._fragments],
-            self.comm.rank, self.comm.size)
+        return self._saved(complete=False)
 
-    def _saved(self, optimizers: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-        parameters = {}
+    def _saved(self, *, complete: bool) -> dict[str, Any]:
+        self._complete()
+        rank, size = (0, 1) if complete else (self.comm.rank, self.comm.size)
+        parameters, fragments = {}, []
         for fragment in self._fragments:
             for name, tensor in fragment.gradients.tensors.items():
                 first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
                 x = vectors.on_host(fragment.vector(name)[first:last])
                 parameters[name] = Sliced(tensor.shape, {(first, last): x}, tensor.dtype)
-        return {"outer": type(self).__name__, "steps": self.steps,
-                "parameters": parameters,
-                "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}
-                              for fragment, its in zip(self._fragments, optimizers)]}
+            outer = fragment.optimizer
+            fragments.append({
+                "since": fragment.since, "due": fragment.due,
+                "optimizer": outer.state_dict() if complete else outer.sharded_state_dict()})
+        return {"outer": type(self).__name__, "steps": self.steps, "parameters": parameters,
+                "fragments": fragments}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, which any number of ranks has saved; the model gets its parameters.
+        """Load a state, and copy its parameters to the model; the number of ranks may have changed.
 
         For a bitwise identical resume, then load this rank's local weights into the model.
 
@@ -312,11 +312,9 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        # This may move state to new buckets, which is collective.
-        present = [fragment.optimizer.sharded_state_dict() for fragment in self._fragments]
         with same_on_all(self.comm, f"the state of {type(self).__name__}",
                          remedy="load the same state on every rank") as same:
-            state_dict = self._checked(whole(state_dict), present)
+            state_dict = self._checked(whole(state_dict))
             same.update(state_dict)
         with self._weights.selected():
             for fragment, saved in zip(self._fragments, state_dict["fragments"]):
@@ -330,36 +328,32 @@ class Outer:
         self.steps = state_dict["steps"]
         self._plan()
 
-    def _checked(self, state_dict: Any, present: Sequence[Any]) -> dict[str, Any]:
+    def _checked(self, state_dict: Any) -> dict[str, Any]:
         """Return a copy of a state with complete, checked parameters.
-
-        Args:
-            present: The current states of the outer optimizers.
 
         Raises:
             ConfigError: The state does not fit; names the difference.
         """
-        whose = type(self).__name__
-        refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"), f"of {whose}")
-        if (state_dict["outer"], len(state_dict["fragments"])) != (whose, len(self._fragments)):
+        method = type(self).__name__
+        refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"),
+                           f"of {method}")
+        if (state_dict["outer"], len(state_dict["fragments"])) != (method, len(self._fragments)):
             raise ConfigError(
                 f"the state is of {state_dict['outer']} with {len(state_dict['fragments'])} "
-                f"fragments, not of {whose} with {len(self._fragments)}; build what was saved")
+                f"fragments, not of {method} with {len(self._fragments)}; build what was saved")
         steps = whole_number("steps", state_dict["steps"], 0)
         tensors = {tensor.name: tensor for tensor in self._weights.tensors}
-        refuse_other_state(state_dict["parameters"], tensors, f"of {whose}")
+        refuse_other_state(state_dict["parameters"], tensors, f"of {method}")
         parameters = {name: state.leaf_of(
             state_dict["parameters"][name], f"{name!r}", tensor.shape, tensor.dtype).whole()
             for name, tensor in tensors.items()}
-        for fragment, saved, its in zip(self._fragments, state_dict["fragments"], present):
+        for fragment, saved in zip(self._fragments, state_dict["fragments"]):
             refuse_other_state(saved, ("since", "due", "optimizer"),
-                               f"of {whose}, in fragment {fragment.index},")
+                               f"of {method}, in fragment {fragment.index},")
             whole_number("since", saved["since"], 0)
             if saved["due"] is not None:
                 whole_number("due", saved["due"], 0)
-            state.checked(saved["optimizer"], its["optimizer"], fragment.gradients.tensors, {
-                name: {vector: leaf.dtype for vector, leaf in leaves.items()}
-                for name, leaves in its["tensors"].items()})
+            fragment.optimizer.refuse_state(saved["optimizer"])
         return {**state_dict, "steps": steps, "parameters": parameters}
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -370,8 +364,9 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        return {"reducers": [[compressor.state_dict() for compressor in its.gradients.compressors]
-                             for its in self._fragments]}
+        return {"reducers": [
+            [compressor.state_dict() for compressor in fragment.gradients.compressors]
+            for fragment in self._fragments]}
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `own_state_dict` of this rank; call it on all ranks.
@@ -380,19 +375,19 @@ class Outer:
             state_dict: The state of this rank.
 
         Raises:
-            ConfigError: The state is of other Reducers. The next step raises it if the state is
-                of other ranks.
+            ConfigError: The state belongs to other Reducers. The next step raises this error if
+                the state belongs to other ranks.
 
         Collective: no, but call it on all ranks.
         """
         refuse_other_state(state_dict, ("reducers",), f"of this rank of a {type(self).__name__}")
-        present = [its.gradients.compressors for its in self._fragments]
-        if [len(its) for its in state_dict["reducers"]] != [len(its) for its in present]:
+        present = [fragment.gradients.compressors for fragment in self._fragments]
+        if [*map(len, state_dict["reducers"])] != [*map(len, present)]:
             raise ConfigError(f"rank {self.comm.rank}: the state is of other fragments or "
                               f"reducers; build what was saved")
         for compressors, states in zip(present, state_dict["reducers"]):
-            for compressor, its in zip(compressors, states):
-                compressor.load_state_dict(its)
+            for compressor, saved in zip(compressors, states):
+                compressor.load_state_dict(saved)
 
 
 def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSettings:
@@ -410,7 +405,7 @@ def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSe
         (rates,) = settings_of(
             ["*"], {"lr": settings.lr, "momentum": settings.momentum}, None, ()).values()
         settings = replace(settings, **same, lr=rates["lr"], momentum=rates["momentum"])
-        same.update(at(rates, 0))
+        same.update(values_at(rates, 0))
     return settings
 
 
@@ -431,8 +426,9 @@ class PeriodicAveraging(Outer):
         model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two averages, from 1.
-        start: Number of first steps after each of which models are averaged ("post-local SGD").
+        every: Number of inner steps between two averages, at least 1.
+        start: Number of initial steps during which models are averaged after each step
+            ("post-local SGD").
         reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
             Each fragment has a copy of it.
         sharded: If true, each rank updates only its slices of the global parameters, and gathers
@@ -472,7 +468,7 @@ class StreamingDiLoCo(Outer):
         model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
             ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two synchronizations of a fragment, from 1.
+        every: Number of inner steps between two synchronizations of a fragment, at least 1.
         lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
         momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
         fragments: Number of parts of the model, of similar size in bytes, that are synchronized in

@@ -1,6 +1,6 @@
 """The part of a tensor that this rank updates: its weights, gradient and state.
 
-Weights of 16 bits have a master copy in float32, which keeps updates that are too small for them.
+16-bit weights have a master copy in float32, which keeps updates too small for 16 bits.
 Source: Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
@@ -21,9 +21,9 @@ from .settings import Settings
 from .update import BLOCK, Update
 
 MASTER = "master"
-# Name of a direction, which exists only during an update.
+# Name of the vector of a direction, which exists only during an update.
 DIRECTION = "r"
-# Numbers that a GPU squares at a time; each takes 8 bytes.
+# Number of elements that a GPU squares at a time, in 8 bytes each.
 _GPU_BLOCK = 1 << 22
 
 
@@ -32,7 +32,7 @@ def has_master(dtype: "np.dtype[Any]") -> bool:
     return dtype_name(dtype) in SIXTEEN_BIT
 
 
-def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
+def wide_dtype(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     """Return the dtype of the state, and of arithmetic on weights of a dtype."""
     return np.dtype(np.float32) if has_master(dtype) else dtype
 
@@ -41,10 +41,10 @@ def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.
     """Return the dtypes, by name, of the state vectors for weights of a dtype.
 
     Args:
-        names: Names of the vectors that the optimizer remembers.
-        dtype: Dtype of the weights; weights of 16 bits also have a master copy.
+        names: Names of the optimizer's state vectors.
+        dtype: Dtype of the weights; 16-bit weights also have a master copy.
     """
-    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
+    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide_dtype(dtype))
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Part:
     @property
     def dtype(self) -> "np.dtype[Any]":
         """Dtype of the arithmetic and of the state."""
-        return wide(self.weights.dtype)
+        return wide_dtype(self.weights.dtype)
 
     @property
     def is_sixteen(self) -> bool:
@@ -103,10 +103,10 @@ class Part:
         """Begin an update; new or manually changed weights overwrite their master copy."""
         self.settings, self.t, self.scale, self.ratio = settings, t, scale, 1.0
         if self.is_sixteen:
-            _follow_weights(self.vector("w"), self.weights)
+            _update_master(self.vector("w"), self.weights)
 
     def end(self) -> None:
-        """Round the master copy into weights of 16 bits: to nearest, ties to even."""
+        """Round the master copy into 16-bit weights: to nearest, ties to even."""
         if self.is_sixteen:
             vectors.convert(self.weights, self.vector("w"))
 
@@ -118,15 +118,15 @@ class Part:
     def blocks(self, names: Sequence[str], share: slice = slice(None)) -> Iterator[dict[str, Any]]:
         """Yield vectors by name: complete, or in blocks if some need scratch memory.
 
-        Scratch memory holds widened gradients of 16 bits, and `r`, whose content is undefined.
+        Scratch memory holds 16-bit gradients in float32, and `r`, whose content is undefined.
 
         Args:
             names: Names of the vectors.
             share: Range of elements.
         """
         vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
-        lent = [*["g"] * ("g" in names and self.is_sixteen), *[DIRECTION] * (DIRECTION in names)]
-        if not lent:
+        scratched = [name for name in names if name == DIRECTION or name == "g" and self.is_sixteen]
+        if not scratched:
             yield vectors_of
             return
         first = next(iter(vectors_of.values()))
@@ -136,7 +136,7 @@ class Part:
         most = min(n, 2 * BLOCK) if device is None else n
         with ExitStack() as stack:
             scratch = {name: np.empty(most, dtype) if device is None else
-                       stack.enter_context(device.scratch.borrow(n, dtype)) for name in lent}
+                       stack.enter_context(device.scratch.borrow(n, dtype)) for name in scratched}
             for start in range(0, n, max(most, 1)):
                 block = {name: x[start:start + most] for name, x in vectors_of.items()}
                 for name, x in scratch.items():
@@ -147,22 +147,22 @@ class Part:
                 yield block
 
 
-def _follow_weights(master: Any, weights: Any) -> None:
-    """Overwrite master values that do not round to the weights, which the user then has changed.
+def _update_master(master: Any, weights: Any) -> None:
+    """Overwrite master values that do not round to the weights: the user changed these weights.
 
     Args:
         master: Shape (n,), float32.
         weights: Shape (n,), float16 or bfloat16.
     """
     if isinstance(master, DeviceVector):
-        master.device.compute(_follow, master, vectors.bits_of(weights))
+        master.device.compute(_update_master_block, master, vectors.bits_of(weights))
         return
     for start in range(0, master.size, BLOCK):
         block = slice(start, start + BLOCK)
-        quietly(_follow, np, master[block], weights[block])
+        quietly(_update_master_block, np, master[block], weights[block])
 
 
-def _follow(xp: Any, master: Any, weights: Any) -> None:
+def _update_master_block(xp: Any, master: Any, weights: Any) -> None:
     rounded, widened = xp.empty_like(weights), xp.empty_like(master)
     sixteen.narrow(master, rounded, xp)
     changed = rounded.view(np.uint16) != weights.view(np.uint16)

@@ -17,27 +17,27 @@ Groups = Mapping[str, Mapping[str, Any]]
 Settings = dict[str, Any]
 
 
-def _least(name: str, value: Any) -> float:
+def _nonnegative(name: str, value: Any) -> float:
     return number(name, value, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 
 
-def _share(name: str, value: Any) -> float:
+def _fraction(name: str, value: Any) -> float:
     return number(name, value, lambda x: 0 <= x < 1, "a number of at least 0, below 1")
 
 
-def _above(name: str, value: Any) -> float:
+def _positive(name: str, value: Any) -> float:
     return number(name, value, lambda x: 0 < x < math.inf, "a finite number above 0")
 
 
 def _betas(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, Sequence) or len(value) != 2:
         raise ConfigError(f"{name}={value!r:.200}: expected two numbers, as (0.9, 0.999)")
-    return _share(f"{name}[0]", value[0]), _share(f"{name}[1]", value[1])
+    return _fraction(f"{name}[0]", value[0]), _fraction(f"{name}[1]", value[1])
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "lr": _least, "momentum": _share, "weight_decay": _least, "betas": _betas, "eps": _above,
-    "trust": _above}
+    "lr": _nonnegative, "momentum": _fraction, "weight_decay": _nonnegative, "betas": _betas,
+    "eps": _positive, "trust": _positive}
 # Settings whose value may be a function.
 _SCHEDULED = ("lr", "momentum")
 # Whether LARS and LAMB adapt the rate of a tensor. Users set it by `no_decay` only.
@@ -59,7 +59,7 @@ class TensorSettings(MutableMapping[str, Any]):
         self.key = self._key()
 
     def _key(self) -> tuple[Any, ...]:
-        # An object that serves as a function may have no hash.
+        # A callable object may be unhashable.
         return tuple(id(x) if callable(x) else x for x in self._content.values())
 
     def __getitem__(self, name: str) -> Any:
@@ -107,15 +107,15 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
         ConfigError: A setting is unknown or out of range, or a pattern matches no name.
     """
     names = list(names)
-    plain = {name: _checked(name, value) for name, value in defaults.items()}
+    checked_defaults = {name: _checked(name, value) for name, value in defaults.items()}
     known: dict[str, Settings] = {}
-    for pattern, changes in (_mapping("groups", groups) if groups is not None else {}).items():
+    for pattern, changes in _mapping("groups", {} if groups is None else groups).items():
         _refuse_unfit("groups", pattern, names)
         for name in _mapping(f"groups[{pattern!r}]", changes):
-            if name not in plain:
+            if name not in checked_defaults:
                 raise ConfigError(f"groups[{pattern!r}] has {name!r}: expected some of "
-                                  f"{', '.join(plain)}")
-        known[pattern] = plain | {name: _checked(name, x) for name, x in changes.items()}
+                                  f"{', '.join(checked_defaults)}")
+        known[pattern] = checked_defaults | {name: _checked(name, x) for name, x in changes.items()}
     if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
         raise ConfigError(f"no_decay={no_decay!r:.200}: expected a tuple of names and patterns, as "
                           f"('b*', '*norm*')")
@@ -124,16 +124,16 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
         _refuse_unfit("no_decay", pattern, names)
 
     def of(name: str) -> TensorSettings:
-        fits = name if name in known else next(
+        group = name if name in known else next(
             (pattern for pattern in known if fnmatch.fnmatchcase(name, pattern)), None)
         exempt = any(fnmatch.fnmatchcase(name, pattern) or name == pattern for pattern in no_decay)
-        settings = {**(plain if fits is None else known[fits]), ADAPTS: not exempt}
+        settings = {**(checked_defaults if group is None else known[group]), ADAPTS: not exempt}
         return TensorSettings(settings | ({"weight_decay": 0.0} if exempt else {}))
 
     return MappingProxyType({name: of(name) for name in names})
 
 
-def at(settings: Mapping[str, Any], step: int) -> Settings:
+def values_at(settings: Mapping[str, Any], step: int) -> Settings:
     """Return the settings of one tensor, with each function replaced by its value.
 
     Args:
@@ -147,37 +147,34 @@ def at(settings: Mapping[str, Any], step: int) -> Settings:
             for name, value in settings.items()}
 
 
-def all_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
-    """Return the result of `at` for each tensor; tensors with equal settings share a dict."""
-    known: dict[Any, Settings] = {}
-    values: dict[str, Settings] = {}
-    for tensor, its in settings.items():
-        if its.key not in known:
-            known[its.key] = at(its, step)
-        values[tensor] = known[its.key]
-    return values
+def all_values_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
+    """Return `values_at` this step for each tensor; tensors with equal settings share a dict."""
+    distinct = {tensor.key: tensor for tensor in settings.values()}
+    values = {key: values_at(tensor, step) for key, tensor in distinct.items()}
+    return {name: values[tensor.key] for name, tensor in settings.items()}
 
 
 def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
     """Return settings as ranks compare them: functions by their value at step 0."""
     return {f"{name} of {tensor!r}": value
-            for tensor, its in all_at(settings, 0).items() for name, value in its.items()}
+            for tensor, values in all_values_at(settings, 0).items()
+            for name, value in values.items()}
 
 
-def summarized(values: Mapping[str, Settings]) -> str:
-    """Return a short text of the result of `all_at`; different settings give different texts.
+def summarized(settings: Mapping[str, Settings]) -> str:
+    """Return a short string for a result of `all_values_at`, different for different settings.
 
-    The text has the settings of the first tensor, and those in which other tensors differ. A digest
-    of the assignment of settings to tensors follows.
+    The string has the settings of the first tensor, and settings in which other tensors differ. It
+    ends with a digest that tells which tensor has which settings.
     """
-    distinct = {id(its): its for its in values.values()}
+    distinct = {id(values): values for values in settings.values()}
     first = next(iter(distinct.values()))
-    texts = {i: " ".join(f"{name}={value!r}" for name, value in its.items()
-                         if name != ADAPTS and (its is first or value != first[name]))
-             for i, its in distinct.items()}
+    texts = {i: " ".join(f"{name}={value!r}" for name, value in values.items()
+                         if name != ADAPTS and (values is first or value != first[name]))
+             for i, values in distinct.items()}
     if len(set(texts.values())) == 1:
         return texts[id(first)]
-    owners = ",".join(texts[id(its)] for its in values.values())
+    owners = ",".join(texts[id(values)] for values in settings.values())
     return f"{' or '.join(filter(None, texts.values()))} of {zlib.crc32(owners.encode()):08x}"
 
 

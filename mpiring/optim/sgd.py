@@ -60,22 +60,23 @@ class SGD(Optimizer):
                  nesterov: bool = False, weight_decay: float = 0.0,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
-        def more(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        def extra(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
             # A schedule is a function, and therefore true.
             if truth("nesterov", nesterov) and not any(
-                    its["momentum"] for its in settings.values()):
+                    values["momentum"] for values in settings.values()):
                 raise ConfigError("nesterov=True without momentum; give it one, as momentum=0.9")
             return {"nesterov": bool(nesterov)}
 
         super().__init__(
             dp, UpdateRule(
                 {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-                lambda its: (NESTEROV if nesterov else MOMENTUM) if its["momentum"] else PLAIN,
-                _numbers, optional=("b",), more=more),
+                lambda values: (PLAIN if not values["momentum"] else
+                                NESTEROV if nesterov else MOMENTUM),
+                _numbers, optional=("b",), extra=extra),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 
 def _numbers(part: Part) -> Mapping[str, float]:
-    its = part.settings
-    return {"scale": part.scale, "decay": its["weight_decay"], "lr": its["lr"],
-            "mu": its["momentum"]}
+    settings = part.settings
+    return {"scale": part.scale, "decay": settings["weight_decay"], "lr": settings["lr"],
+            "mu": settings["momentum"]}

@@ -24,14 +24,14 @@ class ModelSlices:
     Args:
         averager: Averager of the gradients.
         comm: Communicator whose ranks train the model.
-        weights: Returns the vector of a tensor, given its name; called again when buckets are
-            rebuilt.
-        state_vectors: Returns the dtypes by name of the state vectors in a bucket with a given
-            plan, the same on all ranks. The vectors follow tensors to other buckets.
+        weights: Function that returns the vector of a tensor, given its name; called again when
+            buckets are rebuilt.
+        state_vectors: Function that returns the dtypes of a bucket's state vectors by name, given
+            its plan; the same on all ranks. The vectors follow tensors to other buckets.
 
     Attributes:
         states: The state, by bucket and slice.
-        parts: The last result of `follow`.
+        parts: The last result of `current_parts`.
         tally: Counts the cost of `send`.
 
     Collective: no.
@@ -46,7 +46,7 @@ class ModelSlices:
         self._version = 0
         self.parts: list[list[Part]] = []
 
-    def follow(self) -> Sequence[Sequence[Part]]:
+    def current_parts(self) -> Sequence[Sequence[Part]]:
         """Return this rank's parts, per bucket, in the order in which buckets are sent.
 
         All ranks must call it in the same steps. It moves the state if buckets were rebuilt
@@ -70,7 +70,7 @@ class ModelSlices:
 
         Args:
             index: Index of the bucket; all ranks send buckets in the same order.
-            made_with: Description of the update that made the weights; compared across ranks.
+            made_with: Description of the update of the weights; compared across ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -94,9 +94,9 @@ class ModelSlices:
         bucket = self._buckets[index]
         local, vector = self._averager.own_slice(bucket), bucket.vector
         for first, last in (0, local.start), (local.stop, bucket.plan.size):
-            for its in ranges_in(bucket.plan, first, last):
-                vectors.copy_to(self._weights(its.name)[slice(*its.ends)],
-                                vector[first:last][its.elements])
+            for tensor in ranges_in(bucket.plan, first, last):
+                vectors.copy_to(self._weights(tensor.name)[slice(*tensor.ends)],
+                                vector[first:last][tensor.elements])
         if bucket.device is not None:
             bucket.device.gpu.follow(bucket.device.event())
         bucket.mark_as_junk()
@@ -110,7 +110,7 @@ class ModelSlices:
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
-            # With one slice only, all ranks have all of it.
+            # If there is only one slice, all ranks have the complete vector.
             if len(bounds) > 2:
                 yield from collectives.allgather(x, bounds=bounds)
 
@@ -125,5 +125,5 @@ class ModelSlices:
             return []
         (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own_slice(bucket)]
-        return [Part(its.name, its.offset, self._weights(its.name)[slice(*its.ends)],
-                     gradient[its.elements], state, its.elements) for its in state.ranges]
+        return [Part(tensor.name, tensor.offset, self._weights(tensor.name)[slice(*tensor.ends)],
+                     gradient[tensor.elements], state, tensor.elements) for tensor in state.ranges]

@@ -18,12 +18,12 @@ from .parts import Part, state_dtypes
 from .slices import ModelSlices
 
 
-class Present(Mapping[str, Mapping[str, Any]]):
+class StateView(Mapping[str, Mapping[str, Any]]):
     """A view of the state: vectors by tensor and name, up to date at each access.
 
     Args:
         slices: This rank's parts.
-        names: Names of the vectors that the optimizer remembers.
+        names: Names of the optimizer's state vectors.
     """
 
     def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
@@ -65,34 +65,34 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
     return slices_of({name: tensor.shape for name, tensor in tensors.items()}, dtypes, pieces())
 
 
-def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
+def checked(state: Any, optimizer: str, tensors: Mapping[str, TensorSpec],
             dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
             optional: Sequence[str] = ()) -> tuple[int, Leaves]:
     """Return the number of updates and the vectors of all tensors, from complete or sharded state.
 
     Args:
         state: State of `state_dict` or of a checkpoint.
-        whose: Name of the optimizer.
+        optimizer: Name of the optimizer.
         tensors: All tensors, by name.
         dtypes: Dtypes of each tensor's vectors, by name.
-        optional: Names of vectors that may be missing, but only for all tensors at once.
+        optional: Names of vectors that may be missing for all tensors, but not only for some.
 
     Raises:
         ConfigError: The state is of another model or optimizer; names the difference.
     """
-    refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {whose}")
-    if state["optimizer"] != whose:
-        raise ConfigError(f"the state is of {state['optimizer']}, not of {whose}; build the "
+    refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {optimizer}")
+    if state["optimizer"] != optimizer:
+        raise ConfigError(f"the state is of {state['optimizer']}, not of {optimizer}; build the "
                           f"optimizer that was saved")
-    refuse_other_state(state["tensors"], tensors, f"of {whose}", only=True)
+    refuse_other_state(state["tensors"], tensors, f"of {optimizer}", only=True)
     for name in dtypes:
-        refuse_other_state(state["tensors"][name], (), f"of {whose} for {name!r}")
+        refuse_other_state(state["tensors"][name], (), f"of {optimizer} for {name!r}")
     missing = [vector for vector in optional
                if not any(vector in state["tensors"][name] for name in dtypes)]
     leaves: Leaves = {}
-    for name, its in dtypes.items():
-        wanted = {vector: dtype for vector, dtype in its.items() if vector not in missing}
-        refuse_other_state(state["tensors"][name], wanted, f"of {whose} for {name!r}")
+    for name, dtypes_of in dtypes.items():
+        wanted = {vector: dtype for vector, dtype in dtypes_of.items() if vector not in missing}
+        refuse_other_state(state["tensors"][name], wanted, f"of {optimizer} for {name!r}")
         leaves[name] = {
             vector: leaf_of(state["tensors"][name][vector], f"{vector} of {name!r}",
                             tensors[name].shape, dtype) for vector, dtype in wanted.items()}
@@ -119,7 +119,8 @@ def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
 
     Collective: yes. Blocking: yes.
     """
-    slices = [leaf for its in leaves.values() for leaf in its.values()]
+    slices = [leaf for by_vector in leaves.values() for leaf in by_vector.values()]
     tensors = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
                             functools.partial(gather, slices=slices)))
-    return {name: {vector: next(tensors) for vector in its} for name, its in leaves.items()}
+    return {name: {vector: next(tensors) for vector in by_vector}
+            for name, by_vector in leaves.items()}

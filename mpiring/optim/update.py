@@ -1,4 +1,4 @@
-"""Elementwise updates of vectors: one text, which numba, NumPy or a GPU runs."""
+"""Elementwise updates of vectors: one source text for numba, NumPy and GPUs."""
 
 import functools
 import textwrap
@@ -12,15 +12,15 @@ from ..jit import loops
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 
-# Elements that NumPy updates at a time. With all intermediate results, they fit in the level-2
-# cache.
+# Number of elements that NumPy updates at a time. With all intermediate results, they fit in the
+# level-2 cache.
 BLOCK = 16 << 10
 
 
 class Update:
     """An update of vectors in one pass over memory.
 
-    All backends give the same bits, because each operation of the text is rounded separately.
+    All backends produce the same bits, because each operation of the text is rounded separately.
     The only exception is CuPy, whose kernels flush subnormal numbers to zero.
 
     Args:
@@ -67,37 +67,39 @@ class Update:
         stored = [vectors[self.vectors.index(name)] for name in self.stored]
         for start in range(0, vectors[0].size, BLOCK):
             block = slice(start, start + BLOCK)
-            for x, result in zip(stored, self._of_arrays(*[x[block] for x in vectors], *numbers)):
+            results = self._array_function(*[x[block] for x in vectors], *numbers)
+            for x, result in zip(stored, results):
                 x[block] = result
 
     @functools.cached_property
-    def _of_arrays(self) -> Callable[..., Sequence[Array]]:
+    def _array_function(self) -> Callable[..., Sequence[Array]]:
         """A function that returns the new values of the stored vectors."""
-        return _made([*self.vectors, *self.numbers],
-                     [*self._lines, f"return [{', '.join(self.stored)}]"])
+        return _define([*self.vectors, *self.numbers],
+                       [*self._lines, f"return [{', '.join(self.stored)}]"])
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  # updates are constants of modules
-    def _of_pointers(self, dtype: str) -> Callable[..., None]:
+    @functools.cache  # noqa: B019  # updates are constants of modules
+    def _pointer_function(self, dtype: str) -> Callable[..., None]:
         """Return a function of pointers, a length and numbers, which numba compiles.
 
         Each dtype needs a separate function, because numba compiles a function only once.
         """
         at = [f"at_{x}" for x in self.vectors]
-        return _made([*at, "n", *self.numbers], ["for i in range(n):", *(f"    {line}" for line in [
-            *(f"{x} = at_{x}[i]" for x in self.vectors), *self._lines,
-            *(f"at_{x}[i] = {x}" for x in self.stored)])])
+        body = [*(f"{x} = at_{x}[i]" for x in self.vectors), *self._lines,
+                *(f"at_{x}[i] = {x}" for x in self.stored)]
+        return _define([*at, "n", *self.numbers],
+                       ["for i in range(n):", *(f"    {line}" for line in body)])
 
     def _loop(self, dtype: str) -> Callable[..., None] | None:
         """Return the compiled loop; None if numba is missing."""
         signature = [f"{dtype}*"] * len(self.vectors) + ["intp"] + [dtype] * len(self.numbers)
-        return loops.loop(f"updates of {dtype} by {self.name}", self._of_pointers(dtype),
+        return loops.loop(f"updates of {dtype} by {self.name}", self._pointer_function(dtype),
                           " ".join(signature))
 
     def _queue(self, xp: Any, *arguments: Any) -> None:
         """Queue the update of CuPy arrays; the arguments are the vectors, then the numbers."""
-        of = dict(zip([*self.vectors, *self.numbers], arguments))
-        read = [x for x in of if x not in self.stored]
-        self._kernel(xp)(*[of[name] for name in (*read, *self.stored)])
+        values = dict(zip([*self.vectors, *self.numbers], arguments))
+        read = [x for x in values if x not in self.stored]
+        self._kernel(xp)(*[values[name] for name in (*read, *self.stored)])
 
     @functools.cache  # noqa: B019  # updates are constants of modules
     def _kernel(self, xp: Any) -> Callable[..., None]:
@@ -113,7 +115,7 @@ class Update:
             options=("--fmad=false",))
 
 
-def _made(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
+def _define(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:
     """Return a function with these lines as its body."""
     text = f"def update({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
     namespace: dict[str, Any] = {"sqrt": np.sqrt}

@@ -15,14 +15,14 @@ from ..transport.base import Schedule
 
 # Start and stop index.
 Range = tuple[int, int]
-# Vectors with one element per element of a tensor, by the names of the tensor and of the vector.
+# Vectors as long as their tensor, by the names of the tensor and of the vector.
 Leaves = dict[str, dict[str, Any]]
 
 
 class Sliced:
     """A tensor of which only some ranges are present.
 
-    In a state to be saved, these are the ranges of one rank; in a loaded state, those of all ranks.
+    In a state to be saved, the ranges belong to one rank; in a loaded state, to all ranks.
     The constructor does not copy. Memory-mapped pieces are read only by `read` and `whole`.
 
     Args:
@@ -101,7 +101,7 @@ class Sliced:
             start, stop: Range of the elements.
 
         Raises:
-            ConfigError: Some elements are in no piece; says which.
+            ConfigError: Some elements are in no piece; names them.
         """
         if not 0 <= start <= stop <= self.size:
             raise ConfigError(f"elements {start} to {stop - 1} are not in a tensor of shape "
@@ -130,12 +130,12 @@ class Sliced:
         """Return the complete tensor, as a new array.
 
         Raises:
-            ConfigError: Some elements are in no piece; says which.
+            ConfigError: Some elements are in no piece; names them.
         """
         return self.read(0, self.size).reshape(self.shape)
 
     def merged(self, others: Iterable["Sliced"]) -> "Sliced":
-        """Return a tensor with the pieces of this and of other objects.
+        """Return a tensor with these pieces and the pieces of other objects.
 
         Args:
             others: Other pieces of the same tensor.
@@ -149,9 +149,9 @@ class Sliced:
                 raise ConfigError(
                     f"cannot merge pieces of a {other.dtype} tensor of shape {other.shape} with "
                     f"pieces of a {self.dtype} tensor of shape {self.shape}")
-            twice = pieces.keys() & other.pieces.keys()
-            if twice:
-                self._refuse_twice(*min(twice))
+            duplicates = pieces.keys() & other.pieces.keys()
+            if duplicates:
+                self._refuse_twice(*min(duplicates))
             pieces.update(other.pieces)
         return Sliced(self.shape, pieces, self.dtype)
 
@@ -163,7 +163,7 @@ def whole(nest: Any) -> Any:
         nest: Pytree of dicts, lists and tuples, like `Saved.sharded`; other leaves are kept.
 
     Raises:
-        ConfigError: Elements of a tensor are in no piece; says which.
+        ConfigError: Elements of a tensor are in no piece; names them.
 
     Collective: no.
     """

@@ -1,7 +1,7 @@
 """State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
 
-Examples are residuals of Reducers and momenta of optimizers: anything that a rank remembers of its
-slices of buckets from step to step.
+Examples are residuals of Reducers and momenta of optimizers: data about slices that a rank keeps
+from step to step.
 """
 
 import copy
@@ -24,8 +24,7 @@ Wide = NDArray[np.float32]
 # Function that returns the dtype of each vector that follows its tensors, by name; the same on all
 # ranks.
 Vectors = Callable[[BucketPlan], Mapping[str, DTypeLike]]
-# Function that completes a vector over a bucket, given its bounds, with the slices of other ranks,
-# in place.
+# Function that copies the slices of other ranks into a vector over a bucket, given the bounds.
 Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
 
@@ -35,7 +34,7 @@ class TensorRange:
 
     Attributes:
         name, shape: Name and shape of the tensor.
-        start, stop: Elements of the slice.
+        start, stop: Range of elements of the slice.
         offset: First element of the flattened tensor that is in the slice.
     """
 
@@ -66,9 +65,9 @@ class TensorState:
     """State of a tensor outside of buckets.
 
     Attributes:
-        steps: Number of steps that have counted.
-        pieces: Vectors by name, by the range of elements of the flattened tensor (its padding
-            follows it).
+        steps: Number of applied steps.
+        pieces: Vectors by name, for ranges of elements of the flattened tensor, which may include
+            the padding after the tensor.
         arrays: Arrays by name.
     """
 
@@ -80,8 +79,8 @@ class TensorState:
 class SliceState:
     """State of one slice of a bucket: arrays, and vectors with the length of the slice.
 
-    It is double-buffered. Data written to an array of `next` counts from `commit` on, and `drop`
-    leaves everything unchanged.
+    It is double-buffered. Data written to a result of `next` takes effect with `commit`; `drop`
+    discards the data.
 
     Args:
         plan: Plan of the bucket.
@@ -104,7 +103,7 @@ class SliceState:
         self._spare: dict[tuple[str, str], Any] = {}
 
     def vector(self, name: str, dtype: DTypeLike = np.float32) -> Any:
-        """Return a vector, zeros at first. Changes in place count at once."""
+        """Return a vector, zeros at first. Changes in place take effect at once."""
         key = name, ""
         if key not in self._now:
             self._now[key] = vectors.zeros(self.size, dtype, self._device)
@@ -116,7 +115,7 @@ class SliceState:
         Args:
             name: Name of the array.
             tensor: Name of the tensor.
-            first: Function that makes it; called again when the tensor is in another bucket.
+            first: Function that creates it; called again when the tensor is in another bucket.
         """
         key = name, tensor
         if key not in self._now:
@@ -125,7 +124,7 @@ class SliceState:
         return array
 
     def next(self, name: str, tensor: str = "") -> Any:
-        """Return the memory by which `commit` replaces a vector or array; undefined content."""
+        """Return the memory, of undefined content, that `commit` uses for a vector or array."""
         key = name, tensor
         if key not in self._next:
             now, spare = self._now[key], self._spare.pop(key, None)
@@ -136,7 +135,7 @@ class SliceState:
         return self._next[key]
 
     def commit(self) -> None:
-        """Make the results of `next` count."""
+        """Replace vectors and arrays by the results of `next`."""
         for key, array in self._next.items():
             self._spare[key], self._now[key] = self._now[key], array
         self._next.clear()
@@ -167,7 +166,7 @@ class SliceState:
             ConfigError: A part of a tensor's state that belongs to this slice is missing.
         """
         loaded: dict[str, Array] = {}
-        is_there = np.zeros(self.size, bool)
+        is_loaded = np.zeros(self.size, bool)
         for part in self._padded:
             origin = part.start - part.offset
             pieces = tensors[part.name].pieces if part.name in tensors else {}
@@ -175,12 +174,12 @@ class SliceState:
                 first, last = max(start, part.offset), min(stop, part.ends[1])
                 if first < last:
                     elements = slice(origin + first, origin + last)
-                    is_there[elements] = True
+                    is_loaded[elements] = True
                     for name, x in piece.items():
                         vector = loaded.setdefault(name, np.zeros(self.size, x.dtype))
                         vector[elements] = x[first - start:last - start]
         for part in self.ranges:
-            if part.name in tensors and not is_there[part.elements].all():
+            if part.name in tensors and not is_loaded[part.elements].all():
                 raise ConfigError(
                     f"the state that was loaded lacks some of the elements {part.offset} to "
                     f"{part.offset + part.size - 1} of {part.name}; resume with the same "
@@ -215,7 +214,7 @@ class BucketState:
 
     Attributes:
         slices: State of each slice, by number.
-        steps: Number of steps that have counted.
+        steps: Number of applied steps.
     """
 
     def __init__(self, bucket: Bucket, bounds: Sequence[int], slice_numbers: Iterable[int]) -> None:
@@ -234,15 +233,15 @@ class BucketState:
                 state.drop()
         self.steps += applied
 
-    def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
+    def gathered(self, vectors_of: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the complete state of all its tensors, without arrays.
 
         Args:
-            known, gather: Arguments of BucketStates.rebuild.
+            vectors_of, gather: Arguments of BucketStates.rebuild.
         """
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
-        for name, dtype in known(self.plan).items():
+        for name, dtype in vectors_of(self.plan).items():
             x = np.zeros(self.plan.size, dtype)
             for j, state in self.slices.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(state.vector(name, dtype))
@@ -260,45 +259,45 @@ class BucketStates:
 
     def __init__(self) -> None:
         self._buckets: dict[BucketPlan, BucketState] = {}
-        # State of tensors that are in no bucket now.
-        self._aside: dict[str, TensorState] = {}
+        # State of tensors that are not in a bucket.
+        self._unplaced: dict[str, TensorState] = {}
 
     def of(self, bucket: Bucket) -> BucketState | None:
         """Return the state of a bucket; None unless it was passed to `rebuild`."""
         return self._buckets.get(bucket.plan)
 
-    def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
+    def rebuild(self, buckets: Sequence[Bucket], vectors_of: Vectors,
                 bounds: Callable[[Bucket], Sequence[int]], slice_numbers: Sequence[int],
                 gather: Gather) -> Schedule[None]:
         """Return the schedule that moves the state, or the loaded state, to other buckets.
 
-        The state of tensors in none of these buckets is kept until they are in one again. Arrays
-        are not moved.
+        The state of a tensor outside of these buckets is kept until a later call includes the
+        tensor. Arrays are not moved.
 
         Args:
             buckets: All buckets from now on.
-            known: Function that returns the vectors that follow their tensors, given a plan.
+            vectors_of: Function that returns the dtypes of the vectors of a bucket, given its plan.
             bounds: Function that returns the offsets at which a bucket is cut into slices, from 0
                 to its size.
             slice_numbers: Numbers of this rank's slices.
             gather: Function that returns a schedule, given a vector over a bucket and the bounds.
-                The schedule completes the vector in place with the slices of other ranks.
+                The schedule copies the slices of other ranks into the vector.
 
         Raises:
             ConfigError: The loaded state lacks a part that belongs to this rank's slices.
         """
         for before in self._buckets.values():
             if before.steps:
-                self._aside.update((yield from before.gathered(known, gather)))
+                self._unplaced.update((yield from before.gathered(vectors_of, gather)))
         self._buckets = {}
         for bucket in buckets:
             new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), slice_numbers)
-            loaded = [self._aside[name] for name in bucket.views if name in self._aside]
+            loaded = [self._unplaced[name] for name in bucket.views if name in self._unplaced]
             new.steps = max((tensor.steps for tensor in loaded), default=0)
             for state in new.slices.values():
-                state.load(self._aside)
+                state.load(self._unplaced)
             for name in bucket.views:
-                self._aside.pop(name, None)
+                self._unplaced.pop(name, None)
 
     def commit_step(self, applied: bool) -> None:
         """End a step; a step that was not applied changes nothing."""
@@ -308,14 +307,14 @@ class BucketStates:
     def multiply(self, factor: float) -> None:
         """Multiply all vectors."""
         slices = [state for bucket in self._buckets.values() for state in bucket.slices.values()]
-        pieces = [piece for tensor in self._aside.values() for piece in tensor.pieces.values()]
+        pieces = [piece for tensor in self._unplaced.values() for piece in tensor.pieces.values()]
         for named in [*(state.vectors() for state in slices), *pieces]:
             for x in named.values():
                 vectors.multiply(x, factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's state, by tensor: numbers and arrays."""
-        tensors = copy.deepcopy(self._aside)
+        tensors = copy.deepcopy(self._unplaced)
         for bucket in self._buckets.values():
             tensors |= {tensor.name: TensorState(bucket.steps) for tensor in bucket.plan.tensors}
             for state in bucket.slices.values():
@@ -332,7 +331,7 @@ class BucketStates:
         of ranks can then continue from it.
         """
         self._buckets = {}
-        self._aside = {name: TensorState(
+        self._unplaced = {name: TensorState(
             int(tensor["steps"]),
             {(int(piece["start"]), int(piece["stop"])): _arrays(piece["vectors"])
              for piece in tensor["pieces"]}, _arrays(tensor["arrays"]))

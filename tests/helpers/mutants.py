@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant("optim/fragments.py", "size + nbytes[stop] / 2 <= share", "size <= share", OUTER),
     Mutant("optim/fragments.py", "self.since = step\n", "self.since = step + 1\n", OUTER),
     # Slices.
-    Mutant("sharding/sliced.py", "piece[position - its_start:end - its_start]",
+    Mutant("sharding/sliced.py", "piece[position - piece_start:end - piece_start]",
            "piece[:end - position]", SLICED),
     Mutant("sharding/sliced.py", "if start < end:\n", "if start < end - 1:\n", SLICED),
     Mutant("sharding/state.py", "x[first - start:last - start]", "x[:last - first]", STATE),

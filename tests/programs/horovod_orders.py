@@ -66,6 +66,15 @@ def kinds_and_dtypes_mix():
     assert (d == 1).all() and e.tolist() == [SIZE] and [x.tolist() for x in f] == [[1, 1], [1] * 3]
 
 
+def one_length_changes():
+    """The other array is then at another offset of the fused vector."""
+    for n in (3, 8):
+        first = hvd.allreduce_async_(torch.ones(n), name="first", op=hvd.Sum)
+        second = hvd.allreduce_async(torch.full((4,), 2.0), name="second", op=hvd.Sum)
+        assert hvd.synchronize(first).tolist() == [SIZE] * n
+        assert hvd.synchronize(second).tolist() == [2 * SIZE] * 4
+
+
 def operations_advance_while_the_program_computes():
     """Nobody waits; the batch ends by itself."""
     handle = hvd.allreduce_async(torch.ones(10), name="overlapped", op=hvd.Sum)
@@ -238,7 +247,7 @@ if sys.argv[1] == "silent":
     if RANK == 1:
         time.sleep(30)
     hvd.allreduce(torch.ones(3), name="wanted")
-for case in (another_order_on_each_rank, kinds_and_dtypes_mix,
+for case in (another_order_on_each_rank, kinds_and_dtypes_mix, one_length_changes,
              operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
              gradients_have_gradients,
              wrong_use_is_refused, batches_are_normalized_together, only_rank_1_has_state,

@@ -18,7 +18,8 @@ from ..arrays import scale
 class TensorArrays:
     """Functions that operations need from PyTorch; see requests.ArrayPackage."""
 
-    lend = TensorBuffers
+    buffers = TensorBuffers
+    copy_all = staticmethod(copy_all)
 
     def array(self, x: Any) -> torch.Tensor:
         """Return an argument, which must be a tensor."""
@@ -54,13 +55,16 @@ class TensorArrays:
 
     def scale(self, x: torch.Tensor, factor: float, divisor: int = 1) -> None:
         """Multiply a tensor, in place, and divide it; integers are rounded toward zero."""
+        if factor == 1 and divisor == 1:
+            return
         if not is_gpu_tensor(x) and x.is_contiguous():
             scale(array_of(x), factor, divisor)
             return
         with torch.no_grad():
             if x.is_floating_point() or x.is_complex():
                 x.mul_(factor / divisor)
-            elif factor == 1:
+            elif factor == 1 and x.itemsize == 8:
+                # Exact, unlike float64 beyond 2**53.
                 x.copy_(x.div(divisor, rounding_mode="trunc"))
             else:
                 x.copy_(x.double().mul(factor).div(divisor).trunc())
@@ -90,7 +94,3 @@ class TensorArrays:
         """Return views of consecutive parts of a vector, in the shapes of tensors."""
         parts = tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
         return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors)]
-
-    def copy_all(self, outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors to other tensors."""
-        copy_all(outs, tensors)

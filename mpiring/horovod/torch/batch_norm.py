@@ -14,8 +14,8 @@ from ..world import global_process_set
 class SyncBatchNorm(AnyBatchNorm):
     """Normalizes each channel by the mean and variance over the batches of all ranks.
 
-    It replaces `BatchNorm1d`, `2d` and `3d` of PyTorch if one rank's batch is too short for
-    statistics. Batches may differ in length. In evaluation it behaves as the PyTorch classes.
+    Use it instead of PyTorch's `BatchNorm1d`, `2d` and `3d` if one rank's batch is too short for
+    statistics. Batches may differ in length. In evaluation it behaves like the PyTorch classes.
 
     Args:
         num_features: Number of channels C of inputs of shape (N, C, ...).
@@ -46,8 +46,8 @@ class SyncBatchNorm(AnyBatchNorm):
             input: Floating-point tensor of shape (N, C, ...).
 
         Raises:
-            ValueError: The shape or dtype is another one, or all ranks together have at most one
-                value per channel.
+            ValueError: The shape or dtype is wrong, or all ranks together have at most one value
+                per channel.
 
         Collective: yes, in training. Blocking: yes, in training.
         """
@@ -82,7 +82,9 @@ class _Normalize(torch.autograd.Function):
         mean = rows.sum(1) / max(count, 1)
         deviation = (rows - mean[:, None]).square().sum(1)
         local_statistics = torch.stack([torch.full_like(mean, count), mean, deviation])
-        counts, means, deviations = _gathered(local_statistics, comm).unbind(1)
+        gathered = local_statistics.new_empty(comm.size, *local_statistics.shape)
+        gathered[comm.rank] = local_statistics
+        counts, means, deviations = comm.allgather(gathered).unbind(1)
         total = counts.sum(0)
         if float(total[0]) <= 1:
             raise ValueError(f"rank {comm.rank}: expected more than 1 value per channel over all "
@@ -120,13 +122,6 @@ class _Normalize(torch.autograd.Function):
         _, wants_dw, wants_db, *_ = ctx.needs_input_grad
         return (dx.to(x.dtype), dw.to(weight.dtype) if wants_dw else None,
                 db if wants_db else None, *[None] * 5)
-
-
-def _gathered(x: Tensor, comm: Communicator) -> Tensor:
-    """Return all ranks' tensors, stacked."""
-    gathered = x.new_empty(comm.size, *x.shape)
-    gathered[comm.rank] = x
-    return comm.allgather(gathered)
 
 
 def _as(channels: Tensor, like: Tensor) -> Tensor:

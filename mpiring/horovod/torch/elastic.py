@@ -36,12 +36,10 @@ class HostsUpdatedInterrupt(RuntimeError):
         self.skip_sync = skip_sync
 
 
-class _Ranks(elastic.State):
+class _Survivors(elastic.State):
     """The surviving ranks; a TorchState keeps the state from which training continues."""
 
-    @property
-    def _place(self) -> str:
-        return "the last commit"
+    _place = "the last commit"
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
@@ -55,23 +53,23 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Before each call, `state.sync()` copies the state of rank 0 to all ranks. If ranks die, the
     others get new numbers, return to the last `state.commit()` or `state.save()` of the new rank 0,
-    and call the reset callbacks. Process sets other than that of all ranks end. `func` or a reset
+    and call the reset callbacks. All process sets except the global one end. `func` or a reset
     callback must add them again, with the new numbers.
 
     This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `func` is called once, and the death of
-    a rank ends the job. Exceptions that no death has caused are raised, including
+    a rank ends the job. Exceptions that were not caused by a death are raised, including
     HorovodInternalError.
 
     Args:
-        func: Function of a `TorchState` and other arguments. It must not use ranks before it is
-            called.
+        func: Function of a `TorchState` and other arguments. It must query ranks and sizes
+            itself, because they change after a death.
 
-    Collective: yes, the result. Blocking: yes.
+    Collective: yes, the returned function. Blocking: yes.
     """
     @functools.wraps(func)
     def wrapper(state: "TorchState", *args: Any, **kwargs: Any) -> T:
         def train(ranks: elastic.State) -> T:
-            # Unless the world consists of the survivors, ranks of it have died.
+            # If the world has other ranks than the survivors, ranks have died.
             if not is_initialized() or world().comm is not ranks.comm:
                 abandon()
                 begin(ranks.comm.survivors().comm, comm=ranks.comm)
@@ -87,7 +85,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                     skip_sync = interrupt.skip_sync
                 state.on_reset()
 
-        return elastic.run(train, _Ranks(world().comm))
+        return elastic.run(train, _Survivors(world().comm))
 
     return wrapper
 
@@ -99,15 +97,15 @@ class ElasticSampler(Sampler[int]):
     of each epoch, not at its beginning.
 
     Args:
-        dataset: Dataset, of which only the length is used.
-        shuffle: If true, each epoch has another order.
-        seed: Seed of that order, the same on all ranks.
+        dataset: Dataset; only its length is used.
+        shuffle: If true, each epoch has a different order.
+        seed: Seed of the orders, the same on all ranks.
 
     Attributes:
         epoch: Number of the epoch.
         processed_num: Number of samples of this epoch that all ranks together have processed.
-        num_replicas, rank: Number of ranks and own rank at the last reset.
-        remaining_indices: Indices that were not processed at the last reset.
+        num_replicas, rank: Number of ranks and this rank's number at the last reset.
+        remaining_indices: Indices that had not been processed at the last reset.
         num_samples, total_size: Number of indices for each rank, and for all ranks.
     """
 
@@ -125,7 +123,7 @@ class ElasticSampler(Sampler[int]):
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch on each rank as processed, without effect on the iteration.
+        """Count a batch on each rank as processed; this does not affect the iteration.
 
         Args:
             batch_idx: Number of the batch; ignored.
@@ -193,7 +191,7 @@ class TorchState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # The state that was saved of another model does not fit.
+        # The saved state belongs to the previous object.
         if name in self._handled:
             self._states[name] = copy.deepcopy(value.state_dict())
 
@@ -237,7 +235,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: no ranks are added to a job, and any operation notices a death."""
+        """Do nothing: no ranks are added to a job, and any operation detects a death."""
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
         """Register functions to call after a death, when the last commit is restored.

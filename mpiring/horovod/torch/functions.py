@@ -29,8 +29,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
                               model: torch.nn.Module | None = None) -> None:
     """Copy the state and the settings of one rank's optimizer to the optimizers of all ranks.
 
-    As with Horovod, parameters without a gradient get a gradient of zeros, except for SparseAdam,
-    which refuses them.
+    As with Horovod, parameters without a gradient get a gradient of zeros. This does not apply to
+    SparseAdam, which rejects dense gradients.
 
     Args:
         optimizer: PyTorch optimizer or DistributedOptimizer, with the same parameters on all ranks.

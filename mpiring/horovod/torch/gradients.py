@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,10 @@ class Combination:
 
     Attributes:
         op, compression, predivide: Arguments of `reducer_for`.
-        groups: Parameters that are sent together, or the number of such groups, or None.
-        sparse_as_dense: Whether sparse gradients are sent as dense ones.
-        eager: Whether gradients are sent when they are complete; otherwise, at the end of the step.
+        groups: Groups of parameters that are sent together, or their number, or None.
+        sparse_as_dense: If true, sparse gradients are sent as dense gradients.
+        eager: If true, gradients are sent when they are complete; otherwise, at the end of the
+            step.
     """
 
     op: int
@@ -49,7 +50,7 @@ class Combination:
         return reducer_for(self.op, self.compression, self.predivide)
 
     def gathers(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether a gradient is sent as a sparse one."""
+        """Return whether a gradient is sent in sparse form."""
         return (gradient is not None and gradient.layout is torch.sparse_coo
                 and self.op in (Average, Sum) and not self.sparse_as_dense)
 
@@ -78,7 +79,7 @@ class SumWeighing(Weighing):
 class StepAveraging(Averaging):
     """Averages gradients in steps that `finish` ends, independently of backward passes.
 
-    A sparse gradient that is averaged as a dense one becomes sparse again.
+    A sparse gradient that is averaged in dense form becomes sparse again.
     """
 
     def _attach(self) -> None:
@@ -86,7 +87,7 @@ class StepAveraging(Averaging):
         self._sparse_dims: dict[str, int] = {}
 
     def _begun(self) -> None:
-        """Wait for nothing, because a step may have several passes."""
+        """Do nothing, because a step may have several passes."""
 
     def add(self, name: str, *, complete: bool) -> None:
         """Put a gradient into its bucket, after a pass has added to it.
@@ -100,11 +101,11 @@ class StepAveraging(Averaging):
         if complete and p.grad is not None and name in self.dense:
             self._versions[name] = version_of(p.grad)
 
-    def finish(self, names: Iterable[str]) -> None:
-        """Contribute the gradients that were not sent, and return when all have arrived.
+    def finish(self, names: Collection[str]) -> None:
+        """Send the remaining gradients, and return when all averages have arrived.
 
         Args:
-            names: Names in the order in which these are sent; others follow.
+            names: Names in the order in which to send their gradients; other gradients follow.
 
         Raises:
             GradientError: A gradient was written to after it was sent.
@@ -140,7 +141,7 @@ class StepAveraging(Averaging):
 class StepGradients:
     """The gradients of an optimizer, counted and averaged.
 
-    The average of a parameter's gradients begins with the first step in which all ranks have the
+    The gradients of a parameter are averaged from the first step in which all ranks have the
     parameter.
 
     Args:
@@ -151,7 +152,7 @@ class StepGradients:
 
     Attributes:
         passes: The same.
-        counts: Number of passes that have added to a gradient in this step, for each with any.
+        counts: Number of passes of this step that have added to each gradient, if there are any.
     """
 
     def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
@@ -162,7 +163,7 @@ class StepGradients:
         self._combination = combination
         self._base: Communicator | None = None
         self._averagings: list[StepAveraging] = []
-        self._home: dict[Parameter, StepAveraging] = {}
+        self._averaging_of: dict[Parameter, StepAveraging] = {}
         self._hooked: set[Parameter] = set()
         self._hooks = contextlib.ExitStack()
         weakref.finalize(self, self._hooks.close).atexit = False
@@ -170,7 +171,7 @@ class StepGradients:
 
     @property
     def comm(self) -> Communicator | None:
-        """Communicator of the ranks, or None if there are no others to average with."""
+        """Communicator of the ranks, or None if this rank does not average with other ranks."""
         if self._process_set.included() is False:
             return None
         comm = self._process_set.comm
@@ -181,10 +182,10 @@ class StepGradients:
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 self._hooks.enter_context(
-                    p.register_post_accumulate_grad_hook(weakly(self._reached)))
+                    p.register_post_accumulate_grad_hook(weakly(self._count_pass)))
 
-    def _reached(self, p: Parameter) -> None:
-        """Count a backward pass; send the gradient after the last one."""
+    def _count_pass(self, p: Parameter) -> None:
+        """Count a backward pass; send the gradient after the last pass."""
         comm = self.comm
         if comm is None:
             return
@@ -196,11 +197,11 @@ class StepGradients:
                 f"backward_passes_per_step to accumulate gradients locally.")
         self.counts[p] = count
         # After an elastic restart, ranks have another communicator from the next step on.
-        if comm is self._base and p in self._home and self._combination.eager:
-            self._home[p].add(self._names[p], complete=count == self.passes)
+        if comm is self._base and p in self._averaging_of and self._combination.eager:
+            self._averaging_of[p].add(self._names[p], complete=count == self.passes)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when the gradients of all ranks have arrived.
+        """Return when the gradients are averaged over all ranks.
 
         Args:
             groups: Parameter groups of the optimizer.
@@ -214,10 +215,10 @@ class StepGradients:
         comm = self.comm
         if comm is not None:
             if comm is not self._base:
-                self._base, self._averagings, self._home = comm, [], {}
+                self._base, self._averagings, self._averaging_of = comm, [], {}
             trained = [(i, j, p) for i, group in enumerate(groups)
                        for j, p in enumerate(group["params"]) if p.requires_grad]
-            new = [p for *_, p in trained if p not in self._home]
+            new = [p for *_, p in trained if p not in self._averaging_of]
             if new:
                 for i, j, p in trained:
                     self._names.setdefault(p, noname(i, j))
@@ -229,13 +230,13 @@ class StepGradients:
         self.counts.clear()
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
-        """Begin to average more parameters; all on one device are averaged together.
+        """Begin to average the gradients of more parameters, with an averaging for each device.
 
         Collective: yes. Blocking: yes.
         """
         share_cores(comm)
         keep_freed_memory()
-        how, bucket_bytes = self._combination, world().settings.bucket_bytes
+        combination, bucket_bytes = self._combination, world().settings.bucket_bytes
         order = comm.broadcast_object(list(parameters), root=0)
         with same_on_all(comm, "DistributedOptimizer", error=BufferMismatchError,
                          remedy="pass the same, and freeze the same parameters, on every rank",
@@ -243,22 +244,22 @@ class StepGradients:
             same["named_parameters"] = {
                 name: described(parameters[name]) for name in sorted(parameters)}
             parts = _by_device({name: parameters[name] for name in order if name in parameters})
-            same.update(op=how.op, reducer=repr(how.reducer()), bucket_bytes=bucket_bytes,
-                        sparse_as_dense=how.sparse_as_dense,
-                        groups=[how.grouped(part) for part in parts])
+            same.update(op=combination.op, reducer=repr(combination.reducer()),
+                        bucket_bytes=bucket_bytes, sparse_as_dense=combination.sparse_as_dense,
+                        groups=[combination.grouped(part) for part in parts])
         sparse: set[str] = set().union(*comm.allgather_object(
-            {name for name, p in parameters.items() if how.gathers(p.grad)}))
+            {name for name, p in parameters.items() if combination.gathers(p.grad)}))
         for part in parts:
             private_comm = comm.split(0)
-            reducers = {name: reducer for group in how.grouped(
+            reducers = {name: reducer for group in combination.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
-                for reducer in [how.reducer()] for name in group}
+                for reducer in [combination.reducer()] for name in group}
             averaging = StepAveraging(
                 part, {p for name, p in part.items() if name in sparse}, private_comm,
-                (SumWeighing if how.op == Sum else Weighing)(private_comm),
-                Settings(bucket_bytes, reducers), completed=_nothing, steps=0)
+                (SumWeighing if combination.op == Sum else Weighing)(private_comm),
+                Settings(bucket_bytes, reducers), completed=lambda: None, steps=0)
             self._averagings.append(averaging)
-            self._home.update(dict.fromkeys(part.values(), averaging))
+            self._averaging_of.update(dict.fromkeys(part.values(), averaging))
 
 
 def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
@@ -268,10 +269,6 @@ def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]
     return list(parts.values())
 
 
-def _nothing() -> None:
-    """Do nothing at the end of a step."""
-
-
 def noname(group: int, index: int) -> str:
-    """Return a name for a parameter without one."""
+    """Return the name of an unnamed parameter."""
     return f"allreduce.noname.{group}.{index}"

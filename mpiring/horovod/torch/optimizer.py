@@ -63,7 +63,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Synchronize, and take a step of the plain optimizer.
+        """Synchronize, then run a step of the plain optimizer.
 
         Args:
             closure: Function that evaluates the model and runs backward; gradients are synchronized
@@ -126,7 +126,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
                              "optimizer.")
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Take a step of the plain optimizer, and combine the changes of all ranks by Adasum.
+        """Run a step of the plain optimizer, and combine the changes of all ranks by Adasum.
 
         Args:
             closure: Function that evaluates the model and runs backward.
@@ -159,9 +159,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 ) -> torch.optim.Optimizer:
     """Return an optimizer whose steps use the gradients of all ranks.
 
-    The class of the result derives from that of `optimizer`. Both share parameters and state.
-    Gradients are fused and sent while backward computes others. `step()` waits for them, and so
-    does `synchronize()`, after which they may be clipped:
+    The class of the result is derived from the class of `optimizer`. Both share parameters and
+    state. Gradients are fused and sent while backward computes further gradients. `step()` waits
+    for them, and so does `synchronize()`, after which they may be clipped:
 
         loss.backward()
         optimizer.synchronize()
@@ -181,10 +181,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             before they are sent.
         op: Reduction: Average, Sum, Min, Max, Product or Adasum.
         gradient_predivide_factor: Divisor of gradients before their sum; for Average only.
-        num_groups: Former name of `groups`.
-        groups: Lists of parameters, or a number of such lists. Gradients of different lists are not
+        num_groups: Deprecated name of `groups`.
+        groups: Lists of parameters, or the number of lists. Gradients of different lists are not
             fused. A long list is sent in several messages.
-        sparse_as_dense: If true, sparse gradients are sent as dense ones.
+        sparse_as_dense: If true, sparse gradients are sent as dense gradients.
         process_set: Ranks to average over; other ranks use their own gradients.
 
     Raises:
@@ -200,7 +200,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
-    _refuse_other_groups(groups)
+    _check_groups(groups)
     names = _names_of(optimizer, named_parameters)
     by_adasum = op == Adasum and (process_set.size() or 1) > 1
     combination = Combination(op, compression, gradient_predivide_factor, groups, sparse_as_dense,
@@ -210,15 +210,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     methods = {**vars(_DistributedOptimizer), **(vars(_DistributedAdasumOptimizer) if by_adasum
                                                  else {})}
     # One derived class, as in Horovod. Programs call `super(type(optimizer), optimizer)`.
-    made: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
-    distributed = made.__new__(made)
+    result_class: Any = type(plain.__name__, (plain,), {**methods, "_plain": plain})
+    distributed = result_class.__new__(result_class)
     # Schedulers of the plain optimizer wrap its `step`.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     distributed._gradients = StepGradients(names, process_set, combination,
                                            backward_passes_per_step)
     distributed.op, distributed.process_set = op, process_set
     distributed.gradient_predivide_factor = gradient_predivide_factor
-    distributed.sparse_as_dense, distributed._parameter_names = sparse_as_dense, names
+    distributed.sparse_as_dense = sparse_as_dense
     return distributed
 
 
@@ -252,7 +252,7 @@ def _names_of(optimizer: torch.optim.Optimizer,
     return {p: names[p] for p in parameters}
 
 
-def _refuse_other_groups(groups: object) -> None:
+def _check_groups(groups: object) -> None:
     """Raise ValueError unless these are groups of parameters, or a number of groups."""
     if groups is None:
         return
