@@ -246,7 +246,7 @@ class Averager(FusedTensors):
         self._handles.clear()
         finite = all(bucket.finite for bucket in self.buckets)
         bad_means = [name for bucket in self.buckets if not bucket.finite
-                     for name in bucket.not_finite(*bucket.bounds(size)[rank:rank + 2])]
+                     for name in bucket.nonfinite_names(*bucket.bounds(size)[rank:rank + 2])]
         if shares_check:
             finite = not self._comm.allreduce(np.array([not finite]), op="max")[0]
         if self.scatters and not finite:
@@ -431,7 +431,7 @@ class NonFinite:
         Collective: no.
         """
         if self._close_steps or last and bucket.device is None:
-            self._names += bucket.not_finite(0, bucket.plan.size)
+            self._names += bucket.nonfinite_names(0, bucket.plan.size)
 
     @property
     def unreported(self) -> bool:
