@@ -482,7 +482,7 @@ class NonFinite:
             self._warn()
 
     def _warn(self, more: str = "") -> None:
-        # The next step checks all buckets; a second warning can then name a rank that is unknown now.
+        # The next step checks all buckets; a second warning can then name a rank unknown now.
         self._is_known, self._is_reported = True, bool(self.by_rank) or self._has_checked_all
         if self._comm.rank:
             return
