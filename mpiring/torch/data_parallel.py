@@ -323,7 +323,7 @@ class DataParallel(Wrapper):
             while uneven.others_continue():
                 self._shared_buffers.root = uneven.root
                 if self._averaging is not None:
-                    self._averaging.step_with_nothing()
+                    self._averaging.step_without_batch()
             self._replicas.copy_from(uneven.root)
             copy_from(uneven.root, self.module.buffers(), self._comm)
         finally:

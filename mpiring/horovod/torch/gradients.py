@@ -85,7 +85,7 @@ class StepAveraging(Averaging):
         self._versions: dict[str, int] = {}
         self._sparse_dims: dict[str, int] = {}
 
-    def _begun(self) -> None:
+    def _begin(self) -> None:
         """Wait for nothing, because a step may have several passes."""
 
     def add(self, name: str, *, complete: bool) -> None:
@@ -131,8 +131,8 @@ class StepAveraging(Averaging):
             p.grad = p.grad.to_dense()
         super()._put(name, p)
 
-    def _show(self) -> None:
-        super()._show()
+    def _assign_gradients(self) -> None:
+        super()._assign_gradients()
         for name, dims in self._sparse_dims.items():
             self.dense[name].grad = self._views[name].to_sparse(dims)
 
