@@ -16,9 +16,9 @@ from ..errors import ConfigError, GradientError
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
-from .modules import weakly
+from .modules import weak_hook
 from .private import (
-    adds_to_gradients, call_after_backward, current_pass, leaves_behind, without_subclasses,
+    adds_to_gradients, call_after_backward, current_pass, leaf_nodes, without_subclasses,
 )
 from .sparse import SparseGradients
 from .tensors import (
@@ -129,7 +129,7 @@ class Averaging:
         """Register `_accumulated` for each parameter to whose gradient a pass has added."""
         for name, p in self._parameters.items():
             self._hooks.enter_context(
-                p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
+                p.register_post_accumulate_grad_hook(weak_hook(self._accumulated, name)))
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
@@ -175,7 +175,7 @@ class Averaging:
             self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
-                leaves = leaves_behind(output.grad_fn, self._trained)
+                leaves = leaf_nodes(output.grad_fn, self._trained)
                 output.register_hook(functools.partial(self._reached_output, leaves))
 
     def wait(self) -> None:

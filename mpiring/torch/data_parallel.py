@@ -29,7 +29,7 @@ from ..world import or_world
 from .averaging import Averaging, GradientOwner, Settings
 from .weights import without_waiting
 from .modules import (
-    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly,
+    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weak_hook,
 )
 from .sparse import sparse_parameters
 from .states import copy_from, replicated_parts
@@ -214,8 +214,8 @@ class DataParallel(Wrapper):
         copy_from(0, parts.values(), comm)
         self._follow_freezing()
         # For good: a hook that is removed while others run breaks PyTorch's loop over them.
-        register_optimizer_step_pre_hook(weakly(self.before_step))
-        register_optimizer_step_post_hook(weakly(self.after_step))
+        register_optimizer_step_pre_hook(weak_hook(self.before_step))
+        register_optimizer_step_post_hook(weak_hook(self.after_step))
         self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

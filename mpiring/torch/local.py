@@ -15,7 +15,7 @@ from ..optim import outer
 from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import DataParallel
-from .modules import Buffers, trained_alike
+from .modules import Buffers, broadcast_model
 from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of, spec_of
 from .threads import share_cores
 
@@ -38,7 +38,7 @@ class ParameterWeights(LocalWeights):
         self._model = model
         self._module = model.module if isinstance(model, DataParallel) else model
         module = self._module
-        trained = trained_alike(module, comm)
+        trained = broadcast_model(module, comm)
         if module is model:
             share_cores(comm)
         self._comm, self._buffers = comm, Buffers(module, comm)

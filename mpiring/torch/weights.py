@@ -21,7 +21,7 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .modules import Uncopied, weakly
+from .modules import Uncopied, weak_hook
 from .private import is_compiled, parameters_of, set_parameters, version_of
 from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
 
@@ -464,7 +464,7 @@ class Guard:
             if part in compiled:
                 self.unguarded |= indices
             elif indices:
-                wait = Uncopied(weakly(weights.wait_for, sorted(indices)))
+                wait = Uncopied(weak_hook(weights.wait_for, sorted(indices)))
                 set_parameters(part, Guarded(parameters_of(part), wait))
                 restored.callback(_unguard, part)
                 restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))

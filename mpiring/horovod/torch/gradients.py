@@ -15,7 +15,7 @@ from ...launch.host import keep_freed_memory
 from ...operations.consistency import same_on_all
 from ...reducers import Reducer
 from ...torch.averaging import Averaging, Settings
-from ...torch.modules import weakly
+from ...torch.modules import weak_hook
 from ...torch.private import version_of
 from ...torch.tensors import described
 from ...torch.threads import share_cores
@@ -181,7 +181,7 @@ class StepGradients:
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 self._hooks.enter_context(
-                    p.register_post_accumulate_grad_hook(weakly(self._reached)))
+                    p.register_post_accumulate_grad_hook(weak_hook(self._reached)))
 
     def _reached(self, p: Parameter) -> None:
         """Count a backward pass; send the gradient after the last one."""
