@@ -24,9 +24,8 @@ def share_cores(comm: Communicator | None = None) -> int:
     MKL_NUM_THREADS is set, or if `torch.set_num_threads` was called before, nothing changes.
 
     PyTorch does not report whether `set_num_threads` was called. This function therefore changes
-    the number of threads only if it equals a default of PyTorch (one thread per core or per
-    hardware thread) or a previous result of this function. To choose such a number yourself, call
-    `torch.set_num_threads` afterwards.
+    the number of threads if it equals a default of PyTorch (one per core or hardware thread) or a
+    previous result. To choose such a number yourself, call `torch.set_num_threads` afterwards.
 
     Args:
         comm: Communicator whose ranks compute at the same time; by default, all ranks.

@@ -340,7 +340,7 @@ class Averager(FusedTensors):
         Raises:
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: if settings are being tuned; this call ends the tuning.
+        Collective: yes. Blocking: if settings are being tuned, which this call ends.
         """
         self._refuse_during_step("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
