@@ -192,10 +192,9 @@ class Averaging:
         self._sparse.wait()
         with self._select_gpu():
             self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
-        if self._owner is None:
-            self._assign_gradients()
-        else:
-            with self._select_gpu():
+            if self._owner is None:
+                self._assign_gradients()
+            else:
                 self._owner.take(self)
         self._completed()
 

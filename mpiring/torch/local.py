@@ -36,8 +36,7 @@ class ParameterWeights(LocalWeights):
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self._model = model
-        self._module = model.module if isinstance(model, DataParallel) else model
-        module = self._module
+        self._module = module = model.module if isinstance(model, DataParallel) else model
         trained = broadcast_model(module, comm)
         if module is model:
             share_cores(comm)
