@@ -71,7 +71,7 @@ class AsyncDataParallel(Wrapper):
     def step(self) -> bool:
         """Push the gradients and pull the weights; return whether the gradients were finite.
 
-        A parameter without a gradient counts as one with a zero gradient.
+        A missing gradient counts as zero.
 
         Raises:
             GradientError: No parameter has a gradient.

@@ -142,11 +142,11 @@ class DataParallel(Wrapper):
 
     Args:
         module: Module with the same parameters, in the same order, on every rank. They are on the
-            CPU or all on one GPU, where the gradients stay.
+            CPU or all on one GPU. Gradients stay on this device.
         comm: Communicator of the ranks to average over; by default, all ranks of the job.
         bucket_bytes: Length in bytes of the buckets into which gradients are fused; the first
-            buckets are shorter, to be sent early. By default 25 MiB on one node. Between nodes the
-            default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
+            buckets are shorter, so that they are sent early. By default 25 MiB on one node. Between
+            nodes the default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
             patterns to reducers; by default a plain mean.
         find_unused_parameters: If true, backward passes may leave out parameters, on any rank. This
@@ -259,7 +259,7 @@ class DataParallel(Wrapper):
         """Weight this rank's gradients in this step by its number of tokens, or samples.
 
         Use this if the batches of ranks have different lengths. The mean over ranks becomes the
-        mean over all tokens, as if one rank had all of them.
+        mean over all tokens, as if one rank had all tokens.
 
             model.weigh(tokens)
             loss = cross_entropy(model(x), y, reduction="sum") / max(tokens, 1)
@@ -299,8 +299,8 @@ class DataParallel(Wrapper):
 
         A rank without batches takes part in steps without gradients until all ranks have finished.
         The mean is over samples: the gradient of a rank is weighted by the length of its batch,
-        which is dimension 0 of the first tensor that `forward` takes. If `weigh` is called before
-        the model, the weight is the number of tokens.
+        which is the length of dimension 0 of the first tensor among the arguments of `forward`. If
+        `weigh` is called before the model, the weight is the number of tokens.
 
         Afterwards all ranks have the parameters and buffers of a rank that finished last, and the
         state of its optimizers if all ranks have taken a step. The schedulers of each rank have
@@ -337,8 +337,8 @@ class DataParallel(Wrapper):
     def statistics(self) -> Statistics:
         """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, such as those that compare replicas, copy
-        buffers or find unused parameters.
+        Other operations on the communicator do not count, such as comparing replicas, copying
+        buffers or finding unused parameters.
         """
         return Statistics() if self._averaging is None else self._averaging.gradients.statistics
 
@@ -370,7 +370,7 @@ class DataParallel(Wrapper):
     def watch(self, **state: Any) -> None:
         """Compare more tensors between ranks, and restore them, in the same way as parameters.
 
-        Parameters, and the state of optimizers that have taken a step, need no such call.
+        Parameters, and the state of optimizers that have taken a step, are always compared.
 
             model.watch(average=averaged.state_dict())
 

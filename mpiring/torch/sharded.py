@@ -115,7 +115,7 @@ class Sharded(torch.optim.Optimizer):
     # A step
 
     def begin(self) -> None:
-        """Refuse a backward pass before a step has used the gradients of the last one.
+        """Refuse a backward pass before a step has used the gradients of the last pass.
 
         Raises:
             GradientError: There are unused gradients.
@@ -227,8 +227,8 @@ class Sharded(torch.optim.Optimizer):
                 for p in model.parameters():
                     p.clamp_(-1, 1)
 
-        All ranks then receive the weights of rank 0. With weights="node", weights may only be
-        written in such a block, in which all ranks but the first of each node have private copies.
+        At the end of the block, all ranks receive the weights of rank 0. With weights="node", write
+        weights in such a block only; all ranks but the first of each node then have private copies.
         With weights="rank", no block is needed if all ranks write the same values. No block is
         needed for `model.load_state_dict`.
 
@@ -425,7 +425,7 @@ class Sharded(torch.optim.Optimizer):
         run_state_hooks(self, "load_state_dict_post")
 
     def _lay_out(self, averaging: Averaging) -> ShardLayout:
-        """Put the weights into buckets with the same slices as those of the gradients."""
+        """Move the weights into buckets with the same slices as the buckets of the gradients."""
         self._averaging, self._comm = averaging, averaging.comm
         parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():

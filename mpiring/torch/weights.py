@@ -72,7 +72,7 @@ class WeightBuckets:
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 p = self._parameters[name]
-                # A separate storage, so that torch.save of one parameter writes no others.
+                # A separate storage, so that torch.save of one parameter saves no other parameters.
                 self._views[name] = in_shape_of(p, seen_as_tensor(view.reshape(-1)))
         self._fill()
 
@@ -93,7 +93,7 @@ class WeightBuckets:
     def written(self) -> list[str]:
         """Return the names of weights that the user has written since the last update.
 
-        Only writes that PyTorch's version counters show are detected.
+        Writes that bypass PyTorch's version counters are not detected.
 
         Collective: no.
         """
@@ -219,7 +219,7 @@ class NodeWeights(WeightBuckets):
 
     Ranks that share no memory (see `Communicator.memory_groups`) have private copies.
 
-    The arguments are those of WeightBuckets.
+    See WeightBuckets for the arguments.
 
     Raises:
         ConfigError: The weights are on a GPU, or a node's memory is too small; raised on all ranks.
@@ -340,7 +340,7 @@ class LoadHooks:
     """Allows `load_state_dict` of a module to write weights that ranks share.
 
     The hooks remain until `remove`, even without the optimizer, because ranks that share weights
-    must agree on the rank that writes them. Copies of the module have no such hooks.
+    must agree on the rank that writes them. Copies of the module do not have these hooks.
 
     Args:
         module: Module whose `load_state_dict` becomes a collective call.

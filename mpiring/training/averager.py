@@ -272,7 +272,7 @@ class Averager(FusedTensors):
         """Multiply the state of Reducers, because the tensors have another scale from now on.
 
         Args:
-            factor: Ratio of the new scale to the old one.
+            factor: Ratio of the new scale to the old scale.
 
         Raises:
             ConfigError: The factor is not a finite number above 0.
