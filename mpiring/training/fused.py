@@ -147,6 +147,7 @@ class FusedTensors:
         home: Bucket of each tensor.
         compressors: Reducers that have a state.
         mark: Function `mark` of the placement.
+        gpu: Description of the GPU that holds the buckets; "" for host memory.
         choice: Length of buckets, and other settings that change the speed.
         is_final: Whether the order is final.
         dense_bytes: Number of bytes that this rank would send to other nodes in a step without
@@ -164,6 +165,7 @@ class FusedTensors:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._comm, self._moved = comm, placement.moved
         self._device, self.mark = placement.device, placement.mark
+        self.gpu = "" if self._device is None else str(self._device)
         if self._device is not None and self.mark is None:
             self.mark = self._device.gpu.mark
         self._reducers = reducers_of(self.tensors, fusion.reducer)
@@ -261,7 +263,7 @@ class FusedTensors:
         """Return the tensors in the order of a saved state.
 
         Raises:
-            ConfigError: The state is of another model.
+            ConfigError: The state belongs to another model.
         """
         if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
             raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
@@ -275,11 +277,6 @@ class FusedTensors:
     def plan(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
         """Return the plans of the buckets for another bucket length."""
         return plan(self._fused, bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
-
-    @property
-    def gpu(self) -> str:
-        """The description of the GPU that holds the buckets; "" for host memory."""
-        return "" if self._device is None else str(self._device)
 
     def _rebuild(self) -> None:
         """Build buckets, one after another, and move the tensors into them."""
