@@ -45,17 +45,15 @@ class Uneven:
     """Ranks that still have batches, and the weights of their gradients.
 
     Args:
-        comm: Ranks that train together.
+        comm: Communicator of the ranks that train together.
         weighing: Weights of the gradients: numbers of tokens if the program has called `weigh` for
             a step, otherwise numbers of samples.
-
-    Attributes:
-        root: Lowest rank that had a batch in the last step.
+        buffers: Buffers of the model. In each step, their `root` becomes the lowest rank that has a
+            batch.
     """
 
-    def __init__(self, comm: Communicator, weighing: Weighing) -> None:
-        self.root = 0
-        self._comm, self._weighing = comm, weighing
+    def __init__(self, comm: Communicator, weighing: Weighing, buffers: Buffers) -> None:
+        self._comm, self._weighing, self._buffers = comm, weighing, buffers
         self._samples = 0
 
     def arrive(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, syncs: bool) -> None:
@@ -92,7 +90,7 @@ class Uneven:
     def _count(self, unit: int, weight: float) -> bool:
         """Weight this rank by its share of the total of all ranks; return whether any has a batch.
 
-        If any rank has a batch, set `root`.
+        If any rank has a batch, set `root` of the buffers.
         """
         # The unit of each rank, and the sum of the ranks' weights, which is exact below 2**53.
         counts = np.zeros(self._comm.size + 1)
@@ -108,7 +106,7 @@ class Uneven:
         self._weighing.use(weight, counts[-1])
         active = np.flatnonzero(counts[:-1])
         if active.size:
-            self.root = int(active[0])
+            self._buffers.root = int(active[0])
         return active.size > 0
 
 
@@ -226,7 +224,6 @@ class DataParallel(Wrapper):
         self._follow_freezing()
         if self._uneven is not None:
             self._uneven.arrive(args, kwargs, syncs=self._syncs)
-            self._shared_buffers.root = self._uneven.root
         with self._comm.recorder.phase("forward"):
             outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
@@ -316,17 +313,17 @@ class DataParallel(Wrapper):
                 f"rank {self._comm.rank}: join() with a Sharded optimizer: a rank without batches "
                 f"would have to update its slices, too; give all ranks as many batches, or use a "
                 f"plain optimizer")
-        self._uneven = uneven = Uneven(self._comm, self._weighing)
+        self._uneven = Uneven(self._comm, self._weighing, self._shared_buffers)
         # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
         try:
             yield
-            while uneven.others_continue():
-                self._shared_buffers.root = uneven.root
+            while self._uneven.others_continue():
                 if self._averaging is not None:
                     self._averaging.step_without_batch()
-            self._replicas.copy_from(uneven.root)
-            copy_from(uneven.root, self.module.buffers(), self._comm)
+            root = self._shared_buffers.root
+            self._replicas.copy_from(root)
+            copy_from(root, self.module.buffers(), self._comm)
         finally:
             self._uneven = None
             self._weighing.end_step()
