@@ -429,11 +429,11 @@ class DataParallel(Wrapper):
         if trace is not None and self._averaging is not None and self._averaging.is_for(optimizer):
             trace.span("optimizer", "phase", self._updating_s, time.monotonic())
 
-    def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
-        """Give the means to an optimizer of slices, or back to the parameters; for `Sharded`.
+    def give_gradients_to(self, owner: GradientOwner) -> Averaging:
+        """Give the means to an optimizer of slices instead of the parameters; for `Sharded`.
 
         Args:
-            owner: Optimizer of slices, or None for the parameters.
+            owner: Optimizer of slices.
 
         Returns:
             The averager of the gradients.
@@ -443,25 +443,27 @@ class DataParallel(Wrapper):
 
         Collective: yes. Blocking: yes.
         """
-        if owner is not None and self._owner is not None:
+        if self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
                               f"give it all parameters, in groups, or close() it first")
-        if owner is not None:
-            # Parameters may have been frozen since the last forward pass.
-            self._follow_freezing()
-        averaging = self._averaging
-        if averaging is None:
+        # Parameters may have been frozen since the last forward pass.
+        self._follow_freezing()
+        if self._averaging is None:
             raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
-        if owner is None:
-            # The next forward pass builds buckets whose means the parameters get.
-            self._trained = None
-        elif self._settings.defer_wait:
+        if self._settings.defer_wait:
             raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
                               f"end of backward; leave out defer_wait=True")
-        else:
-            averaging.give_to(owner)
+        self._averaging.give_to(owner)
         self._owner = owner
-        return averaging
+        return self._averaging
+
+    def restore_gradients(self) -> None:
+        """Give the means to the parameters again, from the next forward pass on; for `Sharded`.
+
+        Collective: no.
+        """
+        # The next forward pass builds new buckets.
+        self._owner = self._trained = None
 
     @property
     def shares_weights(self) -> bool:

@@ -454,7 +454,7 @@ class Sharded(torch.optim.Optimizer):
         self._detach()
 
     def _detach(self) -> None:
-        self._model.give_gradients_to(None)
+        self._model.restore_gradients()
         if self._guard is not None:
             self._guard.remove()
         if self._load_hooks is not None:
