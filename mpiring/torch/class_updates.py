@@ -404,7 +404,7 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
         per_bucket: If true, each step updates one parameter only, as for updates per bucket.
 
     Raises:
-        ConfigError: A small tensor, or its state, changes in another way if it is cut in two; or
+        ConfigError: A small tensor, or its state, changes in another way if it is cut in two. Or
             an attribute of the class holds data that would be lost when slices are cut again.
     """
     generator = torch.Generator().manual_seed(1)

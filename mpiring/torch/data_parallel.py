@@ -41,7 +41,7 @@ from .threads import share_cores
 _NO_BATCH, _SAMPLES, _TOKENS = range(3)
 
 
-class Uneven:
+class UnevenBatches:
     """Ranks that still have batches, and the weights of their gradients.
 
     Args:
@@ -207,7 +207,7 @@ class DataParallel(Wrapper):
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs, self._updating_s = True, 0.0
         self._owner: GradientOwner | None = None
-        self._uneven: Uneven | None = None
+        self._uneven: UnevenBatches | None = None
         share_cores(comm)
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
@@ -295,8 +295,8 @@ class DataParallel(Wrapper):
                     ...
 
         A rank without batches takes part in steps without gradients until all ranks have finished.
-        The mean is over samples: the gradient of a rank is weighted by the length of its batch,
-        which is the length of dimension 0 of the first tensor among the arguments of `forward`. If
+        The mean is over samples: the gradient of a rank is weighted by the length of its batch.
+        This is the length of dimension 0 of the first tensor among the arguments of `forward`. If
         `weigh` is called before the model, the weight is the number of tokens.
 
         Afterwards all ranks have the parameters and buffers of a rank that finished last, and the
@@ -313,7 +313,7 @@ class DataParallel(Wrapper):
                 f"rank {self._comm.rank}: join() with a Sharded optimizer: a rank without batches "
                 f"would have to update its slices, too; give all ranks as many batches, or use a "
                 f"plain optimizer")
-        self._uneven = Uneven(self._comm, self._weighing, self._shared_buffers)
+        self._uneven = UnevenBatches(self._comm, self._weighing, self._shared_buffers)
         # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
         try:

@@ -152,7 +152,7 @@ def weak_hook(method: Callable[..., object], *args: Any) -> Callable[..., None]:
     return hook
 
 
-class Uncopied(functools.partial[None]):
+class UncopiedHook(functools.partial[None]):
     """A hook of a module that does nothing in copies and pickles of the module."""
 
     def __reduce__(self) -> Any:

@@ -21,7 +21,7 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .modules import Uncopied, weak_hook
+from .modules import UncopiedHook, weak_hook
 from .private import is_compiled, parameters_of, set_parameters, version_of
 from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
 
@@ -353,8 +353,8 @@ class LoadHooks:
         self.weights: Any = None
         self._block: AbstractContextManager[None] | None = None
         self._hooks = ExitStack()
-        for hook in (module.register_load_state_dict_pre_hook(Uncopied(self._before)),
-                     module.register_load_state_dict_post_hook(Uncopied(self._after))):
+        for hook in (module.register_load_state_dict_pre_hook(UncopiedHook(self._before)),
+                     module.register_load_state_dict_post_hook(UncopiedHook(self._after))):
             self._hooks.enter_context(hook)
 
     def _before(self, *_: object) -> None:
@@ -396,15 +396,15 @@ def _node_array(collectives: Collectives, n: int,
 
 
 def _waiting(read: Callable[..., Any]) -> Any:
-    """Return a method for `Guarded` that waits, then calls a method of `dict`."""
-    def read_complete(parameters: "Guarded", *args: Any) -> Any:
+    """Return a method for `GuardedParameters` that waits, then calls a method of `dict`."""
+    def read_complete(parameters: "GuardedParameters", *args: Any) -> Any:
         parameters.wait()
         return read(parameters, *args)
 
     return read_complete
 
 
-class Guarded(dict[str, Any]):
+class GuardedParameters(dict[str, Any]):
     """A mapping of a module's parameters by name that waits before each read.
 
     PyTorch reads parameters from this mapping; see `private.parameters_of`.
@@ -456,8 +456,8 @@ class Guard:
             if part in compiled:
                 self.unguarded |= indices
             elif indices:
-                wait = Uncopied(weak_hook(weights.wait_for, sorted(indices)))
-                set_parameters(part, Guarded(parameters_of(part), wait))
+                wait = UncopiedHook(weak_hook(weights.wait_for, sorted(indices)))
+                set_parameters(part, GuardedParameters(parameters_of(part), wait))
                 restored.callback(_unguard, part)
                 restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
         # Removed only once, because another guard may have replaced this one.

@@ -142,7 +142,7 @@ class Averager(FusedTensors):
         """
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
-            self._refuse(name)
+            self._refuse_name(name)
         if not self._ready_s:
             self._begin_step()
         bucket = self.home[name]
@@ -157,7 +157,7 @@ class Averager(FusedTensors):
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
-    def _refuse(self, name: str) -> None:
+    def _refuse_name(self, name: str) -> None:
         if isinstance(name, str) and name in self.home:
             raise GradientError(
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
