@@ -116,9 +116,9 @@ class LocalSGD(outer.PeriodicAveraging):
             outer.step()
         outer.synchronize()
 
-    Rank 0 broadcasts its parameters at the start. Any inner optimizer will do; its state remains
-    local to the rank. Buffers (BatchNorm statistics) are copied from rank 0 at the start and with
-    every synchronization. Frozen parameters are broadcast at the start only.
+    Rank 0 broadcasts its parameters at the start. Any inner optimizer can be used; its state
+    remains local to the rank. Buffers (BatchNorm statistics) are copied from rank 0 at the start
+    and with every synchronization. Frozen parameters are broadcast at the start only.
 
     Args:
         model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
@@ -155,9 +155,9 @@ class DiLoCo(outer.StreamingDiLoCo):
 
     An outer step averages d = global - local parameters. Then v ← μ v + d and
     global ← global - η (d + μ v). Rank 0 broadcasts its parameters at the start. Any inner
-    optimizer will do (AdamW in the paper); its state remains local to the rank. Buffers (BatchNorm
-    statistics) are copied from rank 0 at the start and with the last fragment. Frozen parameters
-    are broadcast at the start only.
+    optimizer can be used (AdamW in the paper); its state remains local to the rank. Buffers
+    (BatchNorm statistics) are copied from rank 0 at the start and with the last fragment. Frozen
+    parameters are broadcast at the start only.
 
     The names of arguments in torchft, `sync_every`, `fragment_sync_delay` and
     `fragment_update_alpha`, are also accepted.

@@ -464,7 +464,7 @@ class Sharded(torch.optim.Optimizer):
             self._weights.release()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise ConfigError: slices and saved state depend on the groups given at the start.
+        """Raise ConfigError, because slices and saved state depend on the first groups.
 
         Args:
             param_group: Group of parameters, as for PyTorch optimizers.

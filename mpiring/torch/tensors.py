@@ -45,7 +45,7 @@ def seen_as_tensor(x: Any) -> torch.Tensor:
 
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a pytree, including those in sets and in fields of objects."""
+    """Yield the tensors of a pytree, including tensors in sets and in attributes of objects."""
     for _, leaf in leaves(nest):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -252,7 +252,7 @@ class FusedTensors:
         if not orders:
             return False
         self._fused = [self._ordered(order) for order in orders][0]
-        # This call fails on a rank that has not loaded a state.
+        # This call fails unless all ranks have loaded a state.
         self._comm.submit(Call("load", "the states of all ranks' reducers"),
                           lambda collectives: collectives.barrier()).wait()
         self.is_final = True
