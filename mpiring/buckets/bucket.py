@@ -16,18 +16,19 @@ from ..gpu.arrays import vector_of
 from ..gpu.device import Device, Event, await_event
 from ..memory.arrays import CACHE_LINE_BYTES, Array, aligned_bounds, is_finite
 
-# The first buckets are shorter, because more computation remains to hide what is sent early. Each
-# next one may be twice as long. Measured: between two hosts, a step with 52 MB of gradients took
-# 678 ms with two buckets of 25 MiB, and 599 ms with growing ones. The last ones are also short,
-# because no computation hides them: a bucket has at most half of the remaining bytes.
+# The first buckets are short, because more computation remains to hide a transfer that starts
+# early. Each of the following buckets may be twice as long as the one before. Measured: between two
+# hosts, a step with 52 MB of gradients took 678 ms with two buckets of 25 MiB, and 599 ms with
+# growing buckets. The last buckets are also short, because no computation hides their transfer: a
+# bucket has at most half of the remaining bytes.
 FIRST_BUCKET_BYTES = 1 << 20
 # Default length of buckets. On one node no network must be kept busy, and each bucket costs some
 # calls. Between nodes nothing is sent until a bucket is full, and returned weights are usable only
 # once their bucket is complete. Measured between two hosts at 1 Gbit/s, steps of Sharded with
 # overlap took 539, 517, 490 and 503 ms with buckets of 25, 8, 4 and 2 MiB. Steps of DataParallel
-# took 574 and 552 ms with 25 and 4. On many nodes, each node's share of a bucket must be worth its
-# messages. In `simulate`, buckets of 4 MiB are about as fast per byte as buckets of 25 MiB on up
-# to 32 nodes; buckets of 8 MiB on up to 64.
+# took 574 and 552 ms with 25 and 4. On many nodes, each node's share of a bucket must be large
+# enough to justify its messages. In `simulate`, buckets of 4 MiB are about as fast per byte as
+# buckets of 25 MiB on up to 32 nodes; buckets of 8 MiB on up to 64.
 _LONGEST_BYTES, _SHORTEST_BYTES, _BYTES_PER_NODE = 25 << 20, 4 << 20, 128 << 10
 
 
@@ -48,7 +49,7 @@ class TensorSpec:
     def padded_size(self) -> int:
         """Number of elements that the tensor takes up in a bucket.
 
-        Tensors start on cache lines, so that two threads or ranks never share one.
+        Tensors start on cache lines, so that two threads or ranks never write to the same line.
         """
         unit = max(1, CACHE_LINE_BYTES // self.dtype.itemsize)
         return -(-self.size // unit) * unit
@@ -63,17 +64,17 @@ class TensorSpec:
 
 
 def refuse_changed(rank: int, before: Sequence[TensorSpec], now: Sequence[TensorSpec]) -> None:
-    """Raise ConfigError if a model's tensors have changed; names the first difference.
+    """Raise ConfigError, which names the first difference, if a model's tensors have changed.
 
     Args:
         rank: Rank of this process.
         before, now: Tensors in the model's order.
     """
-    for was, its in itertools.zip_longest(before, now):
-        if was != its:
+    for old, new in itertools.zip_longest(before, now):
+        if old != new:
             raise ConfigError(
-                f"rank {rank}: the model now has {its or 'nothing'} in the place of "
-                f"{was or 'nothing'}; keep names, shapes and dtypes, or wrap the model again after "
+                f"rank {rank}: the model now has {new or 'nothing'} in the place of "
+                f"{old or 'nothing'}; keep names, shapes and dtypes, or wrap the model again after "
                 f"such a change")
 
 
@@ -111,16 +112,16 @@ def usual_bytes(nodes: int) -> int:
 
 
 def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
-         kind_of: Callable[[TensorSpec], Hashable] = lambda tensor: None,
-         ) -> tuple[BucketPlan, ...]:
-    """Fuse tensors, in their order, into buckets of one dtype and one kind each.
+         kind_of: Callable[[TensorSpec], Hashable] = lambda tensor: None) -> tuple[BucketPlan, ...]:
+    """Fuse tensors, in the given order, into buckets of one dtype and one kind each.
 
     Args:
         tensors: Tensors in the order in which they become ready.
-        bucket_bytes: Limit on the length of a bucket; a larger tensor has its own bucket. The
-            limit of the first buckets is FIRST_BUCKET_BYTES, twice that, and so on. The limit of
-            the last ones is half of the remaining bytes, but at least that of the first.
-        kind_of: Function of a tensor; tensors of different kinds do not share a bucket.
+        bucket_bytes: Limit on the length of a bucket; a larger tensor gets a separate bucket. For
+            the first buckets, the limit is FIRST_BUCKET_BYTES, then twice as much, and so on. For
+            the last buckets, it is half of the remaining bytes, but at least the first limit.
+        kind_of: Function that returns the kind of a tensor; tensors of different kinds do not share
+            a bucket.
 
     Returns:
         The buckets, in the order in which their last tensor becomes ready.
@@ -129,11 +130,11 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
         ConfigError: `bucket_bytes` is not positive.
     """
     whole_number("bucket_bytes", bucket_bytes, 1)
-    alike: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
+    groups: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
     for tensor in tensors:
-        alike[tensor.dtype, kind_of(tensor)].append(tensor)
+        groups[tensor.dtype, kind_of(tensor)].append(tensor)
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
-    fused = [bucket for same in alike.values() for bucket in _cut(same, bucket_bytes)]
+    fused = [bucket for group in groups.values() for bucket in _cut(group, bucket_bytes)]
     fused.sort(key=lambda bucket: position[bucket[-1].name])
     return tuple(BucketPlan(tuple(bucket)) for bucket in fused)
 
@@ -186,14 +187,15 @@ class Bucket:
         # Padding is reduced with the tensors and must not hold junk.
         self.flat[...] = 0
         self.views: dict[str, Array] = {}
+        self._elements: dict[str, slice] = {}
         self._padding: list[slice] = []
         start = 0
         for tensor in plan.tensors:
-            stop = start + tensor.size
-            self.views[tensor.name] = self.flat[start:stop].reshape(tensor.shape)
+            elements = self._elements[tensor.name] = slice(start, start + tensor.size)
+            self.views[tensor.name] = self.flat[elements].reshape(tensor.shape)
             start += tensor.padded_size
-            if stop < start:
-                self._padding.append(slice(stop, start))
+            if elements.stop < start:
+                self._padding.append(slice(elements.stop, start))
         self.missing = set(self.views)
         self.finite: bool | None = None
         self.label = f"bucket {index} ({', '.join(self.views)})"
@@ -206,7 +208,7 @@ class Bucket:
     def bounds(self, size: int) -> list[int]:
         """Return the offsets that cut the bucket into one slice for each of `size` ranks.
 
-        Slices start on cache lines; the last ones may be shorter than others, or empty.
+        Slices start on cache lines; the last slices may be shorter than others, or empty.
         """
         return aligned_bounds(self.plan.size, self.plan.dtype.itemsize, size)
 
@@ -222,30 +224,26 @@ class Bucket:
             vectors.clear(vector[gap])
 
     def holds_finite(self, x: Array) -> bool:
-        """Return whether `flat` or a view is finite; wait until the GPU has written it."""
+        """Return whether `flat` or a view is finite, after the GPU has written it."""
         if self.device is None:
             return is_finite(x.reshape(-1))
         for event in self.written:
             await_event(event)
         return self.device.gpu.is_finite(x)
 
-    def not_finite(self, start: int, stop: int) -> list[str]:
+    def nonfinite_names(self, start: int, stop: int) -> list[str]:
         """Return the names of tensors with NaN or Inf in elements from `start` to `stop`.
 
         Values that a lossy Reducer has left between the tensors do not count.
         """
         if self.holds_finite(self.flat[start:stop]):
             return []
-        names, first = [], 0
-        for tensor in self.plan.tensors:
-            part = self.flat[max(start, first):min(stop, first + tensor.size)]
-            if part.size and not self.holds_finite(part):
-                names.append(tensor.name)
-            first += tensor.padded_size
-        return names
+        parts = {name: self.flat[max(start, elements.start):min(stop, elements.stop)]
+                 for name, elements in self._elements.items()}
+        return [name for name, part in parts.items() if part.size and not self.holds_finite(part)]
 
     def retire(self) -> None:
-        """Make the views read-only, so that a write raises; in host memory."""
+        """Make views in host memory read-only, so that writes raise an error."""
         if self.device is None:
             for view in self.views.values():
                 view.flags.writeable = False
@@ -263,11 +261,8 @@ class Bucket:
         Args:
             but: Elements to keep; a tensor that is completely inside gets no NaN.
         """
-        start = 0
-        for tensor in self.plan.tensors:
-            last = start + tensor.size - 1
-            for element in (start, last):
-                if tensor.size and not but.start <= element < but.stop:
+        for elements in self._elements.values():
+            for element in (elements.start, elements.stop - 1):
+                if elements.start < elements.stop and not but.start <= element < but.stop:
                     self.flat[element:element + 1] = np.nan
                     break
-            start += tensor.padded_size

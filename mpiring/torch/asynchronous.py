@@ -12,7 +12,7 @@ from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..world import or_world
-from .modules import Wrapper, trained_alike
+from .modules import Wrapper, broadcast_model
 from .states import broadcast_parameters
 from .tensors import tensor_of
 from .threads import share_cores
@@ -55,7 +55,7 @@ class AsyncDataParallel(Wrapper):
                  optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         comm = or_world(comm)
-        trained = trained_alike(module, comm)
+        trained = broadcast_model(module, comm)
         super().__init__(module)
         self._comm = comm
         share_cores(comm)
@@ -71,7 +71,7 @@ class AsyncDataParallel(Wrapper):
     def step(self) -> bool:
         """Push the gradients and pull the weights; return whether the gradients were finite.
 
-        A parameter without a gradient counts as one with a zero gradient.
+        A missing gradient counts as zero.
 
         Raises:
             GradientError: No parameter has a gradient.

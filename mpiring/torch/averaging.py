@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch.nn import Parameter
 
-from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..memory.tensors import numpy_dtype
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
-from .modules import weakly
+from .modules import weak_hook
 from .private import (
-    adds_to_gradients, call_after_backward, current_pass, leaves_behind, without_subclasses,
+    adds_to_gradients, call_after_backward, current_pass, leaf_nodes, without_subclasses,
 )
 from .sparse import SparseGradients
-from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, tensors_in
+from .tensors import (
+    gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, spec_of, tensors_in,
+)
 from .threads import fill_only_node
 
 
@@ -64,10 +64,10 @@ class GradientOwner(Protocol):
 
 
 class Averaging:
-    """Turns gradients of parameters into views of buckets, and averages them in backward.
+    """Writes gradients of parameters into buckets, and averages them during backward.
 
     A complete gradient is written to its bucket, and a full bucket is sent. When backward ends, all
-    gradients have arrived, or are in flight if that is deferred.
+    gradients have arrived, or are in flight with `defer_wait`.
 
     Args:
         parameters: Parameters by name, in the same order on every rank; at least one, all on one
@@ -77,15 +77,15 @@ class Averaging:
         weighing: Weights of this rank's gradients.
         settings: Settings of the averaging.
         completed: Function that is called when all gradients of a step have arrived.
-        steps: Number of steps that were complete before.
+        steps: Number of steps that were completed before.
 
     Attributes:
         active: Whether backward passes average; otherwise, gradients accumulate on this rank.
         in_flight: Whether gradients are in flight.
         dense: Parameters with dense gradients, by name.
-        placeholders: Substitutes of the parameters' gradients if an owner has the means, by name.
+        placeholders: Substitutes for the parameters' gradients if an owner has the means, by name.
         comm: The ranks.
-        gradients: Averager of the dense gradients, with the statistics of all.
+        gradients: Averager of the dense gradients, with the statistics of all gradients.
 
     Collective: yes. Blocking: yes.
     """
@@ -98,15 +98,14 @@ class Averaging:
         self._trained = set(parameters.values())
         self.dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
-        # Whether this rank has a gradient of each parameter after backward; later, whether any has.
-        self._has = np.empty(0, bool)
-        # Substitutes of gradients in flight: a NaN, and the same NaN in their shape.
+        # For each dense parameter, whether this rank has a gradient; later, whether any rank has.
+        self._has_gradient = np.empty(0, bool)
+        # Substitutes for gradients in flight: a scalar NaN, and a view of it in the right shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # Number of the backward pass whose end will call `_end`; -1 for none.
         self._pass = -1
-        specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
-                 for name, p in self.dense.items()]
-        # The device of one parameter is that of all.
+        specs = [spec_of(name, p) for name, p in self.dense.items()]
+        # All parameters are on one device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
         overlap = not fill_only_node(comm) or gpu is not None
@@ -130,12 +129,11 @@ class Averaging:
         """Register `_accumulated` for each parameter to whose gradient a pass has added."""
         for name, p in self._parameters.items():
             self._hooks.enter_context(
-                p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
+                p.register_post_accumulate_grad_hook(weak_hook(self._accumulated, name)))
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
-        return any(p in self._trained for group in optimizer.param_groups
-                   for p in group["params"])
+        return any(p in self._trained for group in optimizer.param_groups for p in group["params"])
 
     def give_to(self, owner: GradientOwner) -> None:
         """Give this rank's slices of the means to an owner from now on.
@@ -159,7 +157,7 @@ class Averaging:
         self._hooks.close()
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the own state of this rank; see Averager. Collective, blocking."""
+        """Resume from this rank's own state; see Averager. Collective, blocking."""
         self.wait()
         with self._select_gpu():
             self.gradients.load_own_state_dict(state)
@@ -169,15 +167,15 @@ class Averaging:
     def watch(self, outputs: object) -> None:
         """Watch for the backward pass that begins at these outputs of the model.
 
-        The end of this pass must be detected, even if it reaches no parameter. The end of a pass
-        within it, from reentrant checkpointing, must be ignored.
+        The end of this pass must be detected, even if it reaches no parameter. The end of a nested
+        pass, from reentrant checkpointing, must be ignored.
         """
         if current_pass() < 0:
-            # A pass that raised an error has not reached its end.
+            # A pass that raised an error has not called `_end`.
             self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
-                leaves = leaves_behind(output.grad_fn, self._trained)
+                leaves = leaf_nodes(output.grad_fn, self._trained)
                 output.register_hook(functools.partial(self._reached_output, leaves))
 
     def wait(self) -> None:
@@ -190,28 +188,27 @@ class Averaging:
         if not self.in_flight:
             return
         self.in_flight = False
-        # First, since they also determine whether reducers count the step.
+        # Sparse gradients come first, since they also determine whether Reducers count the step.
         self._sparse.wait()
         with self._select_gpu():
             self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
-        if self._owner is None:
-            self._show()
-        else:
-            with self._select_gpu():
+            if self._owner is None:
+                self._assign_gradients()
+            else:
                 self._owner.take(self)
         self._completed()
 
-    def _show(self) -> None:
+    def _assign_gradients(self) -> None:
         """Give parameters the gradients that have arrived."""
         unreached: set[str] = set()
         if self._settings.find_unused_parameters:
-            self.comm.allreduce(self._has, op="max")
-            unreached = {name for name, has in zip(self.dense, self._has) if not has}
+            self.comm.allreduce(self._has_gradient, op="max")
+            unreached = {name for name, has in zip(self.dense, self._has_gradient) if not has}
         withheld, self._withheld = self._withheld, {}
-        # A substitute that the user has replaced needs no gradient any more.
+        # If the user has replaced a substitute, the gradient is not needed any more.
         blanks = {name: blank for name, (blank, gradient) in withheld.items()
                   if self.dense[name].grad is gradient}
-        # One call for all, since each answer of a GPU takes long.
+        # One call for all, since each read from a GPU takes long.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):
             if not is_untouched:
@@ -223,9 +220,9 @@ class Averaging:
     def _reached_output(self, leaves: list[Any], _: object) -> None:
         """Record that a pass has reached an output; only backward passes are steps."""
         if self._pass < 0 and adds_to_gradients(leaves):
-            self._begun()
+            self._begin()
 
-    def _begun(self) -> None:
+    def _begin(self) -> None:
         """Record that a backward pass has begun, and register `_end` for its end."""
         if self._pass < 0:
             self.wait()
@@ -236,7 +233,7 @@ class Averaging:
 
     def _accumulated(self, name: str, p: Parameter) -> None:
         """Put a complete gradient into its bucket; a full bucket is sent."""
-        self._begun()
+        self._begin()
         if p.grad is not None and p.grad.requires_grad:
             raise GradientError(
                 f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
@@ -303,7 +300,7 @@ class Averaging:
     def _withhold(self) -> None:
         """Replace gradients in flight by NaNs that cannot be written to.
 
-        Scaling and clipping thus cannot damage them, and gradients that are dropped stay dropped.
+        Scaling and clipping cannot change them, and gradients that the user drops stay dropped.
         """
         for name, p in self.dense.items():
             blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
@@ -311,17 +308,20 @@ class Averaging:
             p.grad = self._withheld[name][1]
 
     def _contribute(self, unreached: Sequence[str]) -> None:
-        """Complete this rank's part with previously accumulated gradients, or zeros."""
+        """Contribute accumulated gradients, or zeros, for parameters that backward did not reach.
+
+        Afterwards, this rank's part of the step is complete.
+        """
         for name in unreached:
             if name in self.dense:
                 self._put(name, self.dense[name])
             self._ready(name)
         self.in_flight = True
         if self._settings.find_unused_parameters:
-            self._has = np.array([name not in unreached or p.grad is not None
-                                  for name, p in self.dense.items()])
+            self._has_gradient = np.array([name not in unreached or p.grad is not None
+                                           for name, p in self.dense.items()])
 
-    def step_with_nothing(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step for which only other ranks have gradients.
 
         Collective: yes. Blocking: yes.
@@ -332,7 +332,7 @@ class Averaging:
         self.wait()
 
     def _move(self, name: str) -> None:
-        """Move a gradient to another bucket, without a reference to the old memory."""
+        """Move a gradient to another bucket, and drop the reference to the old memory."""
         p, old = self.dense[name], self._views.get(name)
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
@@ -342,8 +342,8 @@ class Averaging:
 class ScatteredGradient(torch.Tensor):
     """Gradient of a parameter whose mean is in slices, one per rank; see `Sharded`.
 
-    Shape, dtype and device can be read. Any other use raises GradientError, because clipping,
-    scaling or logging a plain tensor would have no effect.
+    Shape, dtype and device can be read. Any other use raises GradientError, because clipping or
+    scaling a plain tensor would have no effect, and its norm would be wrong.
     """
 
     @classmethod
@@ -357,7 +357,7 @@ class ScatteredGradient(torch.Tensor):
         return f"ScatteredGradient({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
 
 
-# Attributes of PyTorch tensors are functions of this name.
+# PyTorch calls `__get__` to read attributes of tensors.
 _HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
              "is_complex", "__hash__"}
 
@@ -365,8 +365,8 @@ _HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_fl
 class SliceGradient(torch.Tensor):
     """Gradient of one of this rank's slices, in `param_groups` of a Sharded optimizer.
 
-    It is a plain tensor, except that its norm raises GradientError: the norm of one slice would
-    clip by another factor than on other ranks.
+    It is a plain tensor, except that its norm raises GradientError, because clipping by the norm of
+    one slice would use a different factor on each rank.
     """
 
     @classmethod
@@ -390,6 +390,6 @@ def _refusal(func: Any) -> GradientError:
 
 
 def placeholder(p: torch.Tensor) -> torch.Tensor:
-    """Return a substitute for the gradient of `p`, which takes no memory for any shape."""
+    """Return a substitute for the gradient of `p` that needs memory for one element only."""
     nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
     return nan.expand(p.shape).as_subclass(ScatteredGradient)

@@ -31,8 +31,7 @@ class Tensors:
             raise ConfigError(f"a {type(x).__qualname__} of layout {x.layout} cannot be saved; "
                               f"save a dense torch.Tensor")
         if x.device.type == "meta" or x.is_quantized:
-            raise ConfigError("a tensor without data (meta, or quantized) cannot "
-                              "be saved")
+            raise ConfigError("a tensor without data (meta, or quantized) cannot be saved")
         return str(x.dtype).removeprefix("torch."), tuple(x.shape)
 
     def copy(self, x: Any, out: Bytes) -> None:
@@ -55,12 +54,12 @@ class Checkpoints(resilience.Checkpoints):
     without a GPU; `load_state_dict` copies them to the module's device.
 
     The pieces of `Sliced` leaves are NumPy arrays (`mpiring.memory.tensors.array_of` returns a
-    tensor as one); `mpiring.torch.whole` makes tensors of them.
+    tensor as an array); `mpiring.torch.whole` converts such leaves to tensors.
 
     Args:
-        folder: Folder on a file system that all nodes share; it is made if it is missing.
+        folder: Folder on a file system that all nodes share; it is created if it is missing.
         comm: Communicator whose ranks save together; by default, all ranks.
-        keep: Number of the newest checkpoints that stay, from 1.
+        keep: Number of the newest checkpoints to keep, from 1.
         seed: Seed of the training; a checkpoint of another seed is refused.
     """
 
@@ -68,24 +67,23 @@ class Checkpoints(resilience.Checkpoints):
 
 
 def whole(nest: Any) -> Any:
-    """Return a copy of a pytree in which each `Sliced` is a complete tensor, on the CPU.
+    """Return a copy of a pytree in which each `Sliced` is replaced by a complete tensor on the CPU.
 
     The plain optimizer's `load_state_dict` accepts the result for a sharded optimizer's state.
 
     Args:
-        nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves stay as they are.
+        nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves are unchanged.
 
     Raises:
         ConfigError: Elements of a tensor are in no piece; names them.
 
     Collective: no.
     """
-    return mapped(
-        nest, lambda leaf: tensor_of(leaf.whole()) if isinstance(leaf, Sliced) else leaf)
+    return mapped(nest, lambda leaf: tensor_of(leaf.whole()) if isinstance(leaf, Sliced) else leaf)
 
 
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a file of `python -m mpiring checkpoint consolidate`, with tensors.
+    """Return the content of a file of `python -m mpiring checkpoint consolidate`, as tensors.
 
     Args:
         file: Path of the file; see `mpiring.resilience.load_file`.
@@ -109,7 +107,7 @@ def random_state() -> dict[str, Any]:
     state["torch"] = torch.get_rng_state()
     for kind in GPU_TYPES:
         gpus = torch.get_device_module(kind)
-        # Reading it would open a GPU in a training on the CPU.
+        # Reading the state of a GPU that is not in use would initialize it.
         if gpus.is_initialized():
             state[kind] = gpus.get_rng_state()
     return state
@@ -143,9 +141,9 @@ class TrainState(resilience.TrainState):
 
     Args:
         comm: Communicator whose ranks train together; by default, all ranks.
-        own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
+        own: Parts, by name, whose state differs between ranks: with `LocalSGD` or `DiLoCo`, the
             model and its optimizer.
-        keep: Number of the newest checkpoints that stay in a folder, from 1.
+        keep: Number of the newest checkpoints to keep in a folder, from 1.
         seed: Seed of the training; a checkpoint of another seed is refused.
         parts: Parts by names of your choice; the same names in the same order on every rank.
     """

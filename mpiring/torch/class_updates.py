@@ -33,8 +33,8 @@ class ShardedState:
         layout: Layout of the shards.
 
     Attributes:
-        outline: Numbers of the state, by parameter and name, the same on all ranks. Elementwise
-            state, which is in slices, has its dtype there.
+        outline: Numbers in the state, by parameter and name, the same on all ranks. For elementwise
+            state, which is in slices, it has the dtype.
         elementwise: Names of the state with one element per element of the parameter.
 
     Collective: yes. Blocking: yes.
@@ -45,12 +45,12 @@ class ShardedState:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
                         if shard.ranges and state.get(shard.parameter)]
         self._parameters, self._comm = layout.parameters, layout.comm
-        outline = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
-                   for shard, its in self._shards for part in shard.ranges}
-        self.outline: States = {
-            name: its for of_rank in self._comm.allgather_object(outline)
-            for name, its in of_rank.items()}
-        self.elementwise = {key for its in self.outline.values() for key, x in its.items()
+        outline = {part.name: {key: _outlined(x, shard) for key, x in values.items()}
+                   for shard, values in self._shards for part in shard.ranges}
+        self.outline: States = {}
+        for rank_outline in self._comm.allgather_object(outline):
+            self.outline |= rank_outline
+        self.elementwise = {key for values in self.outline.values() for key, x in values.items()
                             if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
@@ -58,7 +58,7 @@ class ShardedState:
 
         Collective: yes. Blocking: yes.
         """
-        states: States = {name: dict(its) for name, its in self.outline.items()}
+        states: States = {name: dict(values) for name, values in self.outline.items()}
         for name, key, x in self._gathered(self._vectors(), keep=root in (None, self._comm.rank)):
             states[name][key] = x.to(self._parameters[name].device)
         return states
@@ -71,44 +71,44 @@ class ShardedState:
 
         Collective: yes. Blocking: yes.
         """
-        states: States = {name: dict(its) for name, its in self.outline.items()}
+        states: States = {name: dict(values) for name, values in self.outline.items()}
         other_orders: Leaves = {}
-        for name, its in self._vectors().items():
+        for name, slices in self._vectors().items():
             if self._parameters[name].is_contiguous():
-                states[name] |= copy.deepcopy(its)
+                states[name] |= copy.deepcopy(slices)
             else:
-                other_orders[name] = its
-        # In other memory orders, slices are not ranges in C order; the first owner saves all.
+                other_orders[name] = slices
+        # Slices in other memory orders are not ranges in C order; the first owner saves the tensor.
         for name, key, x in self._gathered(other_orders):
             is_first = any(start == 0 for start, _ in other_orders[name][key].pieces)
             states[name][key] = _sliced(x, is_saved=is_first)
         is_first = self._comm.rank == 0
-        return states | {name: {key: _sliced(x, is_saved=is_first) for key, x in its.items()}
-                         for name, its in aside.items()}
+        return states | {name: {key: _sliced(x, is_saved=is_first) for key, x in values.items()}
+                         for name, values in aside.items()}
 
     def _vectors(self) -> Leaves:
-        """Return this rank's ranges of all state, in the order of memory."""
-        dtypes = {name: {key: numpy_dtype(x) for key, x in its.items()
-                         if isinstance(x, torch.dtype)} for name, its in self.outline.items()}
+        """Return this rank's ranges of all elementwise state, in the order of memory."""
+        dtypes = {name: {key: numpy_dtype(x) for key, x in values.items()
+                         if isinstance(x, torch.dtype)} for name, values in self.outline.items()}
         return slices_of(
             {name: self._parameters[name].shape for name in dtypes}, dtypes,
             ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
-             for shard, its in self._shards for part in shard.ranges
-             for key, x in its.items() if key in dtypes[part.name]))
+             for shard, values in self._shards for part in shard.ranges
+             for key, x in values.items() if key in dtypes[part.name]))
 
     def _gathered(self, vectors: Leaves, *,
                   keep: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield parameter, name and complete tensor, joined from the ranges of all ranks."""
-        for name, its in vectors.items():
+        for name, slices in vectors.items():
             gathered = self._comm.run(
-                Call("gather", f"{', '.join(map(str, its))} of {name}"),
-                functools.partial(gather, slices=list(its.values()), keep=keep))
-            for key, x in zip(its, gathered):
+                Call("gather", f"{', '.join(map(str, slices))} of {name}"),
+                functools.partial(gather, slices=list(slices.values()), keep=keep))
+            for key, x in zip(slices, gathered):
                 yield name, key, in_shape_of(self._parameters[name], tensor_of(x.reshape(-1)))
 
 
 def _sliced(x: Any, *, is_saved: bool) -> Any:
-    """Return a tensor as a Sliced that this rank saves completely or not; numbers unchanged."""
+    """Return a tensor as a Sliced with all elements if `is_saved`, otherwise none; keep numbers."""
     if is_number(x):
         return x
     x = torch.as_tensor(x).cpu()
@@ -118,9 +118,9 @@ def _sliced(x: Any, *, is_saved: bool) -> Any:
 
 
 def _outlined(x: Any, shard: Shard) -> Any:
-    if isinstance(x, torch.Tensor) and x.shape == shard.parameter.shape:
+    if _is_like(x, shard.parameter):
         return x.dtype
-    # A clone, because each parameter will count its own steps.
+    # A clone, because each parameter will have a separate step count.
     return x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x
 
 
@@ -132,7 +132,7 @@ def numbers_of(state: Mapping[str, Any], elementwise: set[str]) -> tuple[Any, ..
 
 def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
              elementwise: set[str]) -> dict[str, Any]:
-    """Return the state of a shard, as far as the state of its parameters is known.
+    """Return the state of a shard, if the state of its parameters is known; otherwise nothing.
 
     Args:
         shard: The shard.
@@ -141,7 +141,7 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
         elementwise: Names of the state with one element per element of the parameter.
 
     Raises:
-        ConfigError: The state is of another model.
+        ConfigError: The state belongs to another model.
     """
     first = states.get(shard.ranges[0].name, {}) if shard.ranges else {}
     state: dict[str, Any] = {}
@@ -151,8 +151,7 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
             continue
         pieces = [(part, _piece(states[part.name][key], parameters[part.name], part))
                   for part in shard.ranges]
-        state[key] = torch.zeros(
-            shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
+        state[key] = torch.zeros(shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
         for part, piece in pieces:
             state[key][part.elements] = piece
     return state
@@ -168,7 +167,7 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         return tensor_of(x.read(*part.ends))
     x = torch.as_tensor(tensor_of(x.whole()) if isinstance(x, Sliced) else x).detach().cpu()
     if not p.is_contiguous():
-        # In the order of the parameter's memory, like its slices.
+        # Slices of the parameter are also in the order of its memory.
         in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
         in_shape_of(p, in_order).copy_(x)
         x = in_order
@@ -182,7 +181,7 @@ class ClassUpdates:
         optimizer_class, defaults: Class, and its arguments.
         groups: Parameter groups.
         trained: Trained parameters by name.
-        apart: If true, buckets are updated one after the other.
+        per_bucket: If true, buckets are updated one after the other.
 
     Attributes:
         shards: This rank's shards, after `begin`.
@@ -197,23 +196,22 @@ class ClassUpdates:
 
     def __init__(self, optimizer_class: Any, defaults: Mapping[str, Any],
                  groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
-                 apart: bool) -> None:
-        self._class, self._defaults, self._apart = optimizer_class, defaults, apart
+                 per_bucket: bool) -> None:
+        self._class, self._defaults, self._per_bucket = optimizer_class, defaults, per_bucket
         self._names = [group["params"] for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
         self._settings = settings_of(groups)
-        self._elementwise = self._tried(self._settings, trained)
+        self._elementwise = self._elementwise_names(self._settings, trained)
         self.optimizer: Any = None
 
-    def _tried(self, settings: Sequence[Mapping[str, Any]],
-               parameters: Mapping[str, Parameter]) -> set[str]:
+    def _elementwise_names(self, settings: Sequence[Mapping[str, Any]],
+                           parameters: Mapping[str, Parameter]) -> set[str]:
         """Return the names of the elementwise state with these settings of groups."""
         names = set()
-        for group, its in zip(self._names, settings):
-            trained = [parameters[name] for name in group if name in parameters]
-            for like in [*trained, *parameters.values()][:1]:
-                names |= elementwise_state(
-                    self._class, self._defaults, its, like, apart=self._apart)
+        for group, group_settings in zip(self._names, settings):
+            like = next(parameters[name] for name in [*group, *parameters] if name in parameters)
+            names |= elementwise_state(self._class, self._defaults, group_settings, like,
+                                       per_bucket=self._per_bucket)
         return names
 
     def begin(self, layout: ShardLayout) -> None:
@@ -221,7 +219,7 @@ class ClassUpdates:
 
         Collective: no.
         """
-        self._planned(layout, {}, self._settings, self._elementwise)()
+        self._prepare(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
         """Continue with the current memory of weights and gradients.
@@ -235,32 +233,31 @@ class ClassUpdates:
         state = self._state()
         # A setting that was raised from 0 may have added elementwise state.
         elementwise = self._elementwise | state.elementwise
-        self._planned(layout, state.whole() | self._aside,
+        self._prepare(layout, state.whole() | self._aside,
                       settings_of(self.optimizer.param_groups), elementwise)()
 
-    def _planned(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
+    def _prepare(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
                  elementwise: set[str]) -> Callable[[], None]:
-        """Cut new shards, create their optimizer and state, and return a function to use it."""
+        """Cut new shards, create their optimizer and state, and return a function to use them."""
         parameters = layout.parameters
-        # State that is cut now need not be kept complete.
+        # State that is cut into shards is not kept complete.
         aside = whole({name: x for name, x in states.items() if name not in parameters})
         groups = cut(layout, self._group_of, len(self._names),
                      lambda name: numbers_of(states.get(name, {}), elementwise))
-        optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
-                                 for group, its in zip(groups, settings)], **self._defaults)
+        optimizer = self._class([{**saved, "params": [shard.parameter for shard in group]}
+                                 for group, saved in zip(groups, settings)], **self._defaults)
         shards = list(chain.from_iterable(groups))
-        state_of_shards = {i: state_of(shard, states, parameters, elementwise)
-                           for i, shard in enumerate(shards)}
+        shard_states = [state_of(shard, states, parameters, elementwise) for shard in shards]
         optimizer.load_state_dict({
-            "state": {i: state for i, state in state_of_shards.items() if state},
-            "param_groups": _numbered([{**group, **its} for group, its in zip(
+            "state": {i: state for i, state in enumerate(shard_states) if state},
+            "param_groups": _numbered([{**group, **saved} for group, saved in zip(
                 optimizer.param_groups, settings)], groups)})
         return functools.partial(self._use, layout, shards, optimizer, aside, elementwise)
 
     def _use(self, layout: ShardLayout, shards: list[Shard], optimizer: Any, aside: States,
              elementwise: set[str]) -> None:
         if self.optimizer is not None:
-            # Plain attributes, such as a step count; others belong to the old parameters.
+            # Copy plain attributes, such as a step count; others belong to the old parameters.
             plain, _ = attributes(self.optimizer)
             vars(optimizer).update(plain)
             for old, new in zip(self.optimizer.param_groups, optimizer.param_groups):
@@ -280,7 +277,7 @@ class ClassUpdates:
         Collective: yes. Blocking: no.
         """
         buckets = range(len(self._layout.weights.buckets))
-        if not self._apart:
+        if not self._per_bucket:
             self.optimizer.step()
             for index in buckets:
                 send(index)
@@ -319,10 +316,10 @@ class ClassUpdates:
                 "param_groups": _numbered(self.optimizer.param_groups, self._names)}
 
     def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        """Return a function that loads a complete or sharded state; nothing changes before.
+        """Return a function that loads a complete or sharded state; this call changes nothing.
 
         Raises:
-            ConfigError: The state is of other groups or parameters, or slices are missing.
+            ConfigError: The state has other groups or parameters, or slices are missing.
 
         Collective: no.
         """
@@ -339,19 +336,19 @@ class ClassUpdates:
                   if number in state_dict["state"]}
         settings, elementwise = settings_of(groups), self._elementwise
         if any(_unknown(states, elementwise)):
-            elementwise = elementwise | self._tried(settings, self._layout.parameters)
+            elementwise = elementwise | self._elementwise_names(settings, self._layout.parameters)
         for name, key in _unknown(states, elementwise):
             raise ConfigError(
                 f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
                 f"{self._class.__name__} with these settings has not; load what an optimizer of "
                 f"this class has returned")
-        return self._planned(self._layout, states, settings, elementwise)
+        return self._prepare(self._layout, states, settings, elementwise)
 
 
 def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:
     """Yield parameter and name of array state that the class does not have."""
-    for name, its in states.items():
-        for key, x in its.items():
+    for name, values in states.items():
+        for key, x in values.items():
             if key not in elementwise and getattr(x, "shape", None):
                 yield name, key
 
@@ -360,8 +357,8 @@ def _numbered(groups: Iterable[Mapping[str, Any]],
               members: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
     """Return groups with numbers for parameters, as in the `state_dict` of an optimizer."""
     numbers = count()
-    return [{**group, "params": [next(numbers) for _ in its]}
-            for group, its in zip(groups, members)]
+    return [{**group, "params": [next(numbers) for _ in params]}
+            for group, params in zip(groups, members)]
 
 
 _REASONS = {
@@ -376,7 +373,7 @@ _TOLERANCE = {torch.bfloat16: 2 ** -5, torch.float16: 2 ** -8}
 
 
 def refuse_whole_tensors(optimizer_class: Any) -> None:
-    """Raise ConfigError unless this is a class, and not known to use whole tensors."""
+    """Raise ConfigError unless this is a class that is not known to need complete tensors."""
     if not (isinstance(optimizer_class, type)
             and issubclass(optimizer_class, torch.optim.Optimizer)):
         given = (f"an optimizer, {type(optimizer_class).__name__}(...)"
@@ -393,7 +390,8 @@ def refuse_whole_tensors(optimizer_class: Any) -> None:
 
 
 def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
-                      group: Mapping[str, Any], like: torch.Tensor, *, apart: bool) -> set[str]:
+                      group: Mapping[str, Any], like: torch.Tensor, *,
+                      per_bucket: bool) -> set[str]:
     """Return the names of an optimizer's elementwise state.
 
     Such state has one element per element of the parameter.
@@ -403,31 +401,30 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
         defaults: Arguments of the class.
         group: Settings of a parameter group.
         like: Parameter of this group.
-        apart: If true, parameters take their steps one after the other.
+        per_bucket: If true, each step updates one parameter only, as for updates per bucket.
 
     Raises:
         ConfigError: A small tensor, or its state, changes in another way if it is cut in two. Or
-            an attribute of the class keeps data that would be lost when slices are cut again.
+            an attribute of the class holds data that would be lost when slices are cut again.
     """
     generator = torch.Generator().manual_seed(1)
     first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
                          for _ in range(1 + _STEPS))
-    uncut = _stepped(optimizer_class, defaults, group, [first], [[g] for g in gradients], apart)
-    parts = _stepped(
-        optimizer_class, defaults, group, _cut(first), list(map(_cut, gradients)), apart)
+    stepped = functools.partial(_stepped, optimizer_class, defaults, group, per_bucket=per_bucket)
+    (p, state), = stepped([first], [[gradient] for gradient in gradients])
+    parts = stepped(_cut(first), list(map(_cut, gradients)))
     name = optimizer_class.__name__
     joined = torch.cat([p.detach() for p, _ in parts])
     tolerance = _TOLERANCE.get(like.dtype, 2 ** -16)
-    (p, state), = uncut
     if not torch.allclose(joined, p.detach().reshape(-1), rtol=tolerance, atol=tolerance):
         raise ConfigError(
             f"{name} cannot be sharded: a tensor became another one when it was cut in two; only "
             f"optimizers that treat each element for itself can")
     elementwise = {key for key, x in state.items() if _is_like(x, p)}
-    for q, its_state in parts:
-        if its_state.keys() != state.keys() or any(
+    for q, q_state in parts:
+        if q_state.keys() != state.keys() or any(
                 _is_like(x, q) != (key in elementwise) or not (key in elementwise or is_number(x))
-                for key, x in its_state.items()):
+                for key, x in q_state.items()):
             raise ConfigError(
                 f"{name} cannot be sharded: its state {sorted(map(str, state))} has neither an "
                 f"element for each of a parameter's nor is it a number")
@@ -435,18 +432,18 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
 
 
 def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an optimizer's own attributes: pytrees of numbers and strings, and others as texts.
+    """Return an optimizer's attributes: pytrees of numbers and strings, and others as strings.
 
-    Lists of its parameters give the same text for any values.
+    A list of parameters always has the same string, independent of their values.
     """
     plain, others = {}, {}
     for name, x in vars(optimizer).items():
         if name not in ("defaults", "state", "param_groups"):
-            its = [leaf for _, leaf in leaves(x)]
-            if all(isinstance(leaf, int | float | complex | str | None) for leaf in its):
+            values = [leaf for _, leaf in leaves(x)]
+            if all(isinstance(leaf, int | float | complex | str | None) for leaf in values):
                 plain[name] = x
             else:
-                others[name] = repr([leaf for leaf in its if not isinstance(leaf, Parameter)])
+                others[name] = repr([leaf for leaf in values if not isinstance(leaf, Parameter)])
     return plain, others
 
 
@@ -464,8 +461,8 @@ def _cut(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[str, Any],
-             weights: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]],
-             apart: bool) -> list[tuple[Parameter, Mapping[str, Any]]]:
+             weights: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], *,
+             per_bucket: bool) -> list[tuple[Parameter, Mapping[str, Any]]]:
     """Return parameters and their state after some steps."""
     parts = [Parameter(x.clone()) for x in weights]
     optimizer = optimizer_class([{"params": parts, **group}], **defaults)
@@ -473,10 +470,10 @@ def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[s
     for step in gradients:
         for p, gradient in zip(parts, step):
             p.grad = gradient.clone()
-            if apart:
+            if per_bucket:
                 optimizer.step()
                 p.grad = None
-        if not apart:
+        if not per_bucket:
             optimizer.step()
     for name, text in attributes(optimizer)[1].items():
         if text != before.get(name):

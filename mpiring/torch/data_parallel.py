@@ -1,4 +1,4 @@
-"""Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
+"""Wraps a PyTorch module so that every backward pass computes the mean gradients of all ranks."""
 
 import functools
 import time
@@ -29,7 +29,7 @@ from ..world import or_world
 from .averaging import Averaging, GradientOwner, Settings
 from .weights import without_waiting
 from .modules import (
-    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly,
+    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weak_hook,
 )
 from .sparse import sparse_parameters
 from .states import copy_from, replicated_parts
@@ -41,28 +41,27 @@ from .threads import share_cores
 _NO_BATCH, _SAMPLES, _TOKENS = range(3)
 
 
-class Uneven:
+class UnevenBatches:
     """Ranks that still have batches, and the weights of their gradients.
 
     Args:
-        comm: Ranks that train together.
-        weighing: Weights of the gradients. If the program has told it the tokens of a step, tokens
-            count; otherwise samples do.
-
-    Attributes:
-        root: Lowest rank that had a batch in the last step.
+        comm: Communicator of the ranks that train together.
+        weighing: Weights of the gradients: numbers of tokens if the program has called `weigh` for
+            a step, otherwise numbers of samples.
+        buffers: Buffers of the model. In each step, their `root` becomes the lowest rank that has a
+            batch.
     """
 
-    def __init__(self, comm: Communicator, weighing: Weighing) -> None:
-        self.root = 0
-        self._comm, self._weighing = comm, weighing
+    def __init__(self, comm: Communicator, weighing: Weighing, buffers: Buffers) -> None:
+        self._comm, self._weighing, self._buffers = comm, weighing, buffers
         self._samples = 0
 
     def arrive(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, syncs: bool) -> None:
         """Begin a step with a batch.
 
         Args:
-            args, kwargs: Arguments of the model; dimension 0 of the first tensor counts samples.
+            args, kwargs: Arguments of the model; the number of samples is the length of dimension 0
+                of the first tensor.
             syncs: If true, gradients are averaged in this step, not only accumulated.
 
         Raises:
@@ -79,36 +78,36 @@ class Uneven:
             self._samples = 0
 
     def others_continue(self) -> bool:
-        """Return True if another rank still has a batch; begin a step without a batch.
+        """Begin a step without a batch; return whether another rank still has one.
 
         Raises:
             GradientError: Some ranks called `weigh`, and others did not.
 
         Collective: yes. Blocking: yes.
         """
-        root = self.root
-        self._count(_NO_BATCH, 0)
-        if self.root == self._comm.size:
-            self.root = root
-            return False
-        return True
+        return self._count(_NO_BATCH, 0)
 
-    def _count(self, unit: int, weight: float) -> None:
-        """Weight this rank by its share of the total of all ranks, and set `root`."""
-        # The unit of each rank, and the sum of their counts: exact below 2**53.
+    def _count(self, unit: int, weight: float) -> bool:
+        """Weight this rank by its share of the total of all ranks; return whether any has a batch.
+
+        If any rank has a batch, set `root` of the buffers.
+        """
+        # The unit of each rank, and the sum of the ranks' weights, which is exact below 2**53.
         counts = np.zeros(self._comm.size + 1)
         counts[self._comm.rank], counts[-1] = unit, weight
         self._comm.allreduce(counts)
-        weighed, others = (np.flatnonzero(counts[:-1] == each) for each in (_TOKENS, _SAMPLES))
+        weighed, others = (np.flatnonzero(counts[:-1] == kind) for kind in (_TOKENS, _SAMPLES))
         if weighed.size and others.size:
             with_tokens, without = (ranks_text(ranks.tolist()) for ranks in (weighed, others))
             raise GradientError(
                 f"rank {self._comm.rank}: in join(), {with_tokens} called weigh(tokens) for this "
                 f"step, but {without} did not; call it before the model, on all ranks that have a "
                 f"batch, or on none")
-        active = np.flatnonzero(counts[:-1])
-        self.root = int(active[0]) if active.size else self._comm.size
         self._weighing.use(weight, counts[-1])
+        active = np.flatnonzero(counts[:-1])
+        if active.size:
+            self._buffers.root = int(active[0])
+        return active.size > 0
 
 
 class DataParallel(Wrapper):
@@ -119,18 +118,18 @@ class DataParallel(Wrapper):
     The rest of the program does not change: `forward`, the loss, `backward`, any optimizer. The
     constructor broadcasts the parameters and buffers of rank 0. Gradients are fused, and sent while
     the backward pass computes later gradients. If all ranks are on one node and leave no core idle,
-    they are combined at the end of the backward pass. `p.grad` is a view of a bucket, which the
-    next backward pass overwrites, so clone gradients that you need longer. The backward pass of
+    gradients are combined at the end of the backward pass. `p.grad` is a view of a bucket, which
+    the next backward pass overwrites, so clone gradients that you need longer. The backward pass of
     every `digest_steps`-th step (see Config) compares parameters and optimizer state between ranks.
 
     Buffers (BatchNorm statistics) are copied from rank 0 after each step, when gradients have
-    arrived. Every rank then evaluates the same model and has the same `state_dict()`, and one rank
-    may do either alone. Forward passes in training mode may change buffers without such a step:
-    under `torch.no_grad()`, in `no_sync()` or without backward. Such changes stay on this rank
-    until the next step.
+    arrived. Every rank then has the same model and the same `state_dict()`, so that one rank alone
+    may evaluate or save the model. Forward passes in training mode may change buffers without such
+    a step: under `torch.no_grad()`, in `no_sync()` or without backward. Such changes stay on this
+    rank until the next step.
 
-    A step is a pass of `backward()` through the outputs, or one that reaches a parameter.
-    torch.autograd.grad, and backward(inputs=[...]) of other tensors, only affect this rank.
+    A step is a `backward()` pass that goes through the outputs or reaches a parameter.
+    `torch.autograd.grad`, and `backward(inputs=[...])` of other tensors, affect only this rank.
 
     PyTorch uses this rank's share of the cores of the node, unless OMP_NUM_THREADS, MKL_NUM_THREADS
     or an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
@@ -141,11 +140,11 @@ class DataParallel(Wrapper):
 
     Args:
         module: Module with the same parameters, in the same order, on every rank. They are on the
-            CPU or all on one GPU, where the gradients stay.
-        comm: Ranks to average over; by default all ranks of the job.
+            CPU or all on one GPU. Gradients stay on this device.
+        comm: Communicator of the ranks to average over; by default, all ranks of the job.
         bucket_bytes: Length in bytes of the buckets into which gradients are fused; the first
-            buckets are shorter, to be sent early. By default 25 MiB on one node. Between nodes the
-            default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
+            buckets are shorter, so that they are sent early. By default 25 MiB on one node. Between
+            nodes the default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
             patterns to reducers; by default a plain mean.
         find_unused_parameters: If true, backward passes may leave out parameters, on any rank. This
@@ -160,8 +159,8 @@ class DataParallel(Wrapper):
             `step` of a GradScaler.
         order: Value of `order` from a checkpoint, to continue bitwise identically.
         autotune: If true, try bucket lengths, algorithms and numbers of operations in flight in the
-            first 60 steps or fewer, and keep the fastest, also for later jobs. By default the
-            setting `autotune` decides. A change of frozen parameters ends this.
+            first 60 steps or fewer, and keep the fastest, also for later jobs. By default, the
+            setting `autotune` applies. Freezing or thawing parameters ends the tuning.
 
     Attributes:
         module: The module.
@@ -198,7 +197,7 @@ class DataParallel(Wrapper):
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
         self._settings = settings
         self._watched: dict[str, Any] = {}
-        # A set of weak references, in the order of their last steps.
+        # A weak set of optimizers, in the order of their last steps.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
             weakref.WeakKeyDictionary())
         self._replicas = Replicas(
@@ -208,15 +207,15 @@ class DataParallel(Wrapper):
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs, self._updating_s = True, 0.0
         self._owner: GradientOwner | None = None
-        self._uneven: Uneven | None = None
+        self._uneven: UnevenBatches | None = None
         share_cores(comm)
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
         self._follow_freezing()
-        # For good: a hook that is removed while others run breaks PyTorch's loop over them.
-        register_optimizer_step_pre_hook(weakly(self.before_step))
-        register_optimizer_step_post_hook(weakly(self.after_step))
-        self.register_load_state_dict_pre_hook(_as_part)
+        # These hooks are never removed, because this breaks PyTorch's loop if hooks are running.
+        register_optimizer_step_pre_hook(weak_hook(self.before_step))
+        register_optimizer_step_post_hook(weak_hook(self.after_step))
+        self.register_load_state_dict_pre_hook(_add_module_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare to average the gradients of the backward pass."""
@@ -225,7 +224,6 @@ class DataParallel(Wrapper):
         self._follow_freezing()
         if self._uneven is not None:
             self._uneven.arrive(args, kwargs, syncs=self._syncs)
-            self._shared_buffers.root = self._uneven.root
         with self._comm.recorder.phase("forward"):
             outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
@@ -245,8 +243,8 @@ class DataParallel(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in backward passes, without averaging them.
 
-        Run both the forward and the backward pass inside. The first backward pass after the block
-        averages the accumulated gradients.
+        Run both the forward and the backward pass in the block. The first backward pass after the
+        block averages the accumulated gradients.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -258,7 +256,7 @@ class DataParallel(Wrapper):
         """Weight this rank's gradients in this step by its number of tokens, or samples.
 
         Use this if the batches of ranks have different lengths. The mean over ranks becomes the
-        mean over all tokens, as if one rank had all of them.
+        mean over all tokens, as if one rank had all tokens.
 
             model.weigh(tokens)
             loss = cross_entropy(model(x), y, reduction="sum") / max(tokens, 1)
@@ -273,8 +271,8 @@ class DataParallel(Wrapper):
 
         Args:
             tokens: Number of tokens of this rank in this step, finite and at least 0; or a tensor
-                with this number, which synchronizes with a GPU. If all ranks have 0, the means
-                are 0.
+                with this number (reading it from a GPU synchronizes). If all ranks have 0, the
+                means are 0.
 
         Raises:
             ConfigError: `tokens` is not such a number.
@@ -290,20 +288,20 @@ class DataParallel(Wrapper):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Train on different numbers of batches per rank, of different numbers of samples.
+        """Train with different numbers of batches, and batches of different sizes, on each rank.
 
             with model.join():
                 for x, y in batches:
                     ...
 
         A rank without batches takes part in steps without gradients until all ranks have finished.
-        The mean is over samples: the gradient of a rank is weighted by the length of its batch,
-        which is dimension 0 of the first tensor that `forward` takes. If `weigh` is called before
-        the model, the weight is the number of tokens.
+        The mean is over samples: the gradient of a rank is weighted by the length of its batch.
+        This is the length of dimension 0 of the first tensor among the arguments of `forward`. If
+        `weigh` is called before the model, the weight is the number of tokens.
 
-        Afterwards all ranks have the parameters and buffers of a rank that finished last. They also
-        have the state of its optimizers, unless they never took a step. Each scheduler has counted
-        the batches of its rank.
+        Afterwards all ranks have the parameters and buffers of a rank that finished last, and the
+        state of its optimizers if all ranks have taken a step. The schedulers of each rank have
+        counted the batches of this rank.
 
         Raises:
             ConfigError: The model has a `Sharded` optimizer.
@@ -315,17 +313,17 @@ class DataParallel(Wrapper):
                 f"rank {self._comm.rank}: join() with a Sharded optimizer: a rank without batches "
                 f"would have to update its slices, too; give all ranks as many batches, or use a "
                 f"plain optimizer")
-        self._uneven = uneven = Uneven(self._comm, self._weighing)
+        self._uneven = UnevenBatches(self._comm, self._weighing, self._shared_buffers)
         # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
         try:
             yield
-            while uneven.others_continue():
-                self._shared_buffers.root = uneven.root
+            while self._uneven.others_continue():
                 if self._averaging is not None:
-                    self._averaging.step_with_nothing()
-            self._replicas.copy_from(uneven.root)
-            copy_from(uneven.root, self.module.buffers(), self._comm)
+                    self._averaging.step_without_batch()
+            root = self._shared_buffers.root
+            self._replicas.copy_from(root)
+            copy_from(root, self.module.buffers(), self._comm)
         finally:
             self._uneven = None
             self._weighing.end_step()
@@ -336,8 +334,8 @@ class DataParallel(Wrapper):
     def statistics(self) -> Statistics:
         """Cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, such as those that compare replicas, copy
-        buffers or find unused parameters.
+        Other operations on the communicator do not count, such as comparing replicas, copying
+        buffers or finding unused parameters.
         """
         return Statistics() if self._averaging is None else self._averaging.gradients.statistics
 
@@ -369,7 +367,7 @@ class DataParallel(Wrapper):
     def watch(self, **state: Any) -> None:
         """Compare more tensors between ranks, and restore them, in the same way as parameters.
 
-        Parameters, and the state of optimizers that have taken a step, need no such call.
+        Parameters, and the state of optimizers that have taken a step, are always compared.
 
             model.watch(average=averaged.state_dict())
 
@@ -378,7 +376,7 @@ class DataParallel(Wrapper):
                 names that are the same on all ranks. The contents may change and be replaced.
 
         Raises:
-            ConfigError: A value is no such state.
+            ConfigError: A value is not such a tensor or pytree.
 
         Collective: no. Blocking: no.
         """
@@ -417,10 +415,10 @@ class DataParallel(Wrapper):
                 f"model that has a Sharded optimizer; take steps with that one only, or close() it "
                 f"first")
         averaging.wait()
-        # In `join`, ranks that have finished take no steps; in `no_sync`, a rank may take its own.
+        # In `join`, ranks that have finished take no steps; in `no_sync`, ranks may differ.
         if self._uneven is None and self._syncs and averaging.active:
             averaging.gradients.updates += 1
-        # Set by GradScaler on fused optimizers, which skip such a step by themselves.
+        # GradScaler sets `found_inf` on fused optimizers, which skip such a step themselves.
         if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
             averaging.gradients.nonfinite.report()
         self._updating_s = time.monotonic()
@@ -431,11 +429,11 @@ class DataParallel(Wrapper):
         if trace is not None and self._averaging is not None and self._averaging.is_for(optimizer):
             trace.span("optimizer", "phase", self._updating_s, time.monotonic())
 
-    def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
-        """Give the means to an optimizer of slices, or back to the parameters; for `Sharded`.
+    def give_gradients_to(self, owner: GradientOwner) -> Averaging:
+        """Give the means to an optimizer of slices instead of the parameters; for `Sharded`.
 
         Args:
-            owner: Optimizer of slices, or None for the parameters.
+            owner: Optimizer of slices.
 
         Returns:
             The averager of the gradients.
@@ -445,25 +443,27 @@ class DataParallel(Wrapper):
 
         Collective: yes. Blocking: yes.
         """
-        if owner is not None and self._owner is not None:
+        if self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
                               f"give it all parameters, in groups, or close() it first")
-        if owner is not None:
-            # Parameters may have been frozen since the last forward pass.
-            self._follow_freezing()
-        averaging = self._averaging
-        if averaging is None:
+        # Parameters may have been frozen since the last forward pass.
+        self._follow_freezing()
+        if self._averaging is None:
             raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
-        if owner is None:
-            # In the next forward pass, for the parameters.
-            self._trained = None
-        elif self._settings.defer_wait:
+        if self._settings.defer_wait:
             raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
                               f"end of backward; leave out defer_wait=True")
-        else:
-            averaging.give_to(owner)
+        self._averaging.give_to(owner)
         self._owner = owner
-        return averaging
+        return self._averaging
+
+    def restore_gradients(self) -> None:
+        """Give the means to the parameters again, from the next forward pass on; for `Sharded`.
+
+        Collective: no.
+        """
+        # The next forward pass builds new buckets.
+        self._owner = self._trained = None
 
     @property
     def shares_weights(self) -> bool:
@@ -482,7 +482,7 @@ class DataParallel(Wrapper):
             self._averaging.gradients.rescale(factor)
 
     def _follow_freezing(self) -> None:
-        """Build new buckets if other parameters than before are trained."""
+        """Build new buckets if the set of trained parameters has changed."""
         parameters = {name: p for name, p in without_waiting(self.module) if p.requires_grad}
         # Buckets keep their parameters alive: no other parameter can have the same id.
         trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
@@ -509,7 +509,7 @@ class DataParallel(Wrapper):
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             if self._owner is not None:
                 self._averaging.give_to(self._owner)
-            # The user's order is of the parameters that are trained first.
+            # The user's order applies only to the first set of trained parameters.
             self._settings = replace(self._settings, order=None)
         self._trained = trained
 
@@ -532,7 +532,7 @@ class DataParallel(Wrapper):
         return {} if self._averaging is None else self._averaging.gradients.own_state_dict()
 
     def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what `own_state_dict` returned on this rank; call it on all ranks.
+        """Resume from the result of `own_state_dict` on this rank; call it on all ranks.
 
         Args:
             state_dict: Result of `own_state_dict`.
@@ -547,7 +547,8 @@ class DataParallel(Wrapper):
             self._averaging.load_own_state_dict(state_dict)
 
 
-def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str,
+                       *_: object) -> None:
     """Rename keys of a state, for a module that contains the DataParallel."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)

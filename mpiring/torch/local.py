@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.bucket import TensorSpec, refuse_changed
+from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.device import await_event
-from ..memory.tensors import array_of, numpy_dtype
+from ..memory.tensors import array_of
 from ..optim import outer
 from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import DataParallel
-from .modules import Buffers, trained_alike
-from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of
+from .modules import Buffers, broadcast_model
+from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of, spec_of
 from .threads import share_cores
 
 
@@ -36,28 +36,27 @@ class ParameterWeights(LocalWeights):
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self._model = model
-        self._module = model.module if isinstance(model, DataParallel) else model
-        module = self._module
-        trained = trained_alike(module, comm)
+        self._module = module = model.module if isinstance(model, DataParallel) else model
+        trained = broadcast_model(module, comm)
         if module is model:
             share_cores(comm)
         self._comm, self._buffers = comm, Buffers(module, comm)
-        self.tensors = [_spec_of(name, p) for name, p in trained.items()]
+        self.tensors = [spec_of(name, p) for name, p in trained.items()]
         first = next(iter(trained.values()))
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
-        where = first.device
+        location = first.device
         if self.device is not None and not self.device.gpu.programmable:
             # The outer optimizer has no kernels for this GPU.
-            self.device, self.mark, where = None, None, torch.device("cpu")
-        self._global = {name: torch.empty_like(
-            p.detach(), device=where, memory_format=torch.contiguous_format).copy_(p.detach())
-            for name, p in trained.items()}
+            self.device, self.mark, location = None, None, torch.device("cpu")
+        self._global = {name: p.detach().to(location, copy=True,
+                                            memory_format=torch.contiguous_format)
+                        for name, p in trained.items()}
         if self.mark is not None:
             await_event(self.mark())
 
     def local(self, name: str) -> torch.Tensor:
         """Return local weights."""
-        # A lookup by name waits until the weights are complete.
+        # With a Sharded optimizer, this waits until the weights are complete.
         return self._module.get_parameter(name).detach()
 
     def vector(self, name: str) -> Any:
@@ -99,16 +98,12 @@ class ParameterWeights(LocalWeights):
                 f"this was made, and are trained now; thaw them before, or synchronize() and make "
                 f"another one")
         refuse_changed(self._comm.rank, self.tensors, [
-            _spec_of(name, p) for name, p in self._module.named_parameters()
+            spec_of(name, p) for name, p in self._module.named_parameters()
             if name in self._global])
 
     def complete(self) -> None:
         """Copy rank 0's buffers to all ranks. Collective, blocking."""
         self._buffers.copy()
-
-
-def _spec_of(name: str, p: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
 
 
 class LocalSGD(outer.PeriodicAveraging):
@@ -121,13 +116,13 @@ class LocalSGD(outer.PeriodicAveraging):
             outer.step()
         outer.synchronize()
 
-    Rank 0 broadcasts its parameters at the start. Any inner optimizer will do; its state remains
-    local to the rank. Buffers (BatchNorm statistics) are copied from rank 0 at the start and with
-    every synchronization. Frozen parameters are broadcast at the start only.
+    Rank 0 broadcasts its parameters at the start. Any inner optimizer can be used; its state
+    remains local to the rank. Buffers (BatchNorm statistics) are copied from rank 0 at the start
+    and with every synchronization. Frozen parameters are broadcast at the start only.
 
     Args:
         model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
-            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+            ranks, from `comm.split(...)`: each group averages in every step, and the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
         every: Number of inner steps between two averages, from 1. `sync_every`, the name in
             torchft, is also accepted.
@@ -149,7 +144,7 @@ class LocalSGD(outer.PeriodicAveraging):
 
 
 class DiLoCo(outer.StreamingDiLoCo):
-    """Takes outer steps with Nesterov momentum on the changes that local steps have made.
+    """Takes outer steps with Nesterov momentum on the changes from local steps.
 
         outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
         for x, y in batches:
@@ -160,16 +155,16 @@ class DiLoCo(outer.StreamingDiLoCo):
 
     An outer step averages d = global - local parameters. Then v ← μ v + d and
     global ← global - η (d + μ v). Rank 0 broadcasts its parameters at the start. Any inner
-    optimizer will do (AdamW in the paper); its state remains local to the rank. Buffers (BatchNorm
-    statistics) are copied from rank 0 at the start and with the last fragment. Frozen parameters
-    are broadcast at the start only.
+    optimizer can be used (AdamW in the paper); its state remains local to the rank. Buffers
+    (BatchNorm statistics) are copied from rank 0 at the start and with the last fragment. Frozen
+    parameters are broadcast at the start only.
 
     The names of arguments in torchft, `sync_every`, `fragment_sync_delay` and
     `fragment_update_alpha`, are also accepted.
 
     Args:
         model: Module to train, the same on all ranks. It may also be a DataParallel over a group of
-            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
+            ranks, from `comm.split(...)`: each group averages in every step, and the groups rarely.
         comm: Communicator whose ranks train together; by default, all ranks.
         every: Number of inner steps between two synchronizations of a fragment, from 1.
         lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.

@@ -1,4 +1,4 @@
-"""Shared parts of adapters of PyTorch modules: a wrapper, buffers, checks, and hooks."""
+"""Shared parts of the adapters for PyTorch modules: a wrapper, buffers, checks, and hooks."""
 
 import functools
 import weakref
@@ -20,7 +20,7 @@ SAME_MODEL = "build the same model, in the same order, on every rank"
 
 
 class Wrapper(nn.Module):
-    """A module around another one, which provides the attributes that the wrapper lacks.
+    """A wrapper of a module that also has the attributes of this module.
 
     Args:
         module: The bare module.
@@ -75,8 +75,8 @@ class Buffers:
         Collective: yes. Blocking: yes.
         """
         if self.copied:
-            # Changes of `data` do not invalidate retained graphs, as changes of the tensors would.
-            # BatchNorm's own changes do not either.
+            # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor
+            # do the updates by BatchNorm itself.
             copy_from(self.root, (x.data for x in self.module.buffers()), self.comm)
 
 
@@ -105,7 +105,7 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
         numpy_dtype(p.dtype)
 
 
-def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
+def broadcast_model(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
     """Copy rank 0's parameters and buffers to all ranks; return the trained parameters.
 
     Raises:
@@ -136,8 +136,8 @@ def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communi
                 f"{parameters[first].device}; expected all of them on one device")
 
 
-def weakly(method: Callable[..., object], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls a method, with these first arguments, while its object exists.
+def weak_hook(method: Callable[..., object], *args: Any) -> Callable[..., None]:
+    """Return a hook that calls a method, with `args` first, only while the method's object exists.
 
     Python's garbage collector does not find cycles through tensor hooks, and some hooks are never
     removed.
@@ -152,7 +152,7 @@ def weakly(method: Callable[..., object], *args: Any) -> Callable[..., None]:
     return hook
 
 
-class Uncopied(functools.partial[None]):
+class UncopiedHook(functools.partial[None]):
     """A hook of a module that does nothing in copies and pickles of the module."""
 
     def __reduce__(self) -> Any:
@@ -160,4 +160,4 @@ class Uncopied(functools.partial[None]):
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing; replaces a hook."""
+    """Do nothing, in place of a hook."""

@@ -1,7 +1,7 @@
-"""All of PyTorch's private functions that mpiring uses.
+"""All private functions of PyTorch that mpiring uses.
 
 Verified with PyTorch 2.13, written for 2.10 and later. If a function is missing, the import of
-`mpiring.torch` raises an error that names it, or a test of its user fails.
+`mpiring.torch` raises an error that names it, or a test of the code that uses it fails.
 """
 
 from collections import deque
@@ -37,11 +37,11 @@ def call_after_backward(callback: Callable[[], Any]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
-    """Return leaves with which `adds_to_gradients` can decide, for a pass through `node`.
+def leaf_nodes(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
+    """Return the leaves that `adds_to_gradients` needs to classify a pass through `node`.
 
-    The result is the nearest leaf of a parameter, which is quickly found. If there is none, the
-    result is all leaves.
+    The result is the nearest leaf of a parameter, which is found quickly. If a pass through `node`
+    reaches no parameter, the result is all leaves.
 
     Args:
         node: Node of the autograd graph.
@@ -64,11 +64,11 @@ def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
 def adds_to_gradients(leaves: list[Any]) -> bool:
     """Return whether the running pass adds to the gradients of all these leaves.
 
-    `backward()` adds to the gradients of all leaves that it reaches, torch.autograd.grad to none,
-    and backward(inputs=[...]) to those of the named leaves.
+    `backward()` adds to the gradients of all leaves that it reaches, and `backward(inputs=[...])`
+    to the gradients of these inputs only. `torch.autograd.grad` adds to none.
 
     Args:
-        leaves: Result of `leaves_behind` for a node that the pass has reached.
+        leaves: Result of `leaf_nodes` for a node that the pass has reached.
     """
     try:
         return bool(leaves) and all(map(torch._C._will_engine_execute_node, leaves))
@@ -127,13 +127,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def run_state_hooks(optimizer: torch.optim.Optimizer, event: str, *state: Any) -> Any:
-    """Call the user's hooks of an optimizer's state; return the state as the hooks changed it.
+    """Call the user's hooks for an optimizer's state, and return the state after these hooks.
 
     Args:
         optimizer: The optimizer.
         event: Name "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
             "load_state_dict_post".
-        state: The state that the hooks accept, if any.
+        state: State to pass to the hooks, if any.
     """
     for hook in getattr(optimizer, f"_optimizer_{event}_hooks").values():
         changed = hook(optimizer, *state)

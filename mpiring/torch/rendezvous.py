@@ -1,4 +1,4 @@
-"""Agrees by MPI on the address of the store that torch.distributed needs."""
+"""Uses MPI to agree on the address of the store that torch.distributed needs."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,8 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     """Implement `init_method="mpi://"`: yield a store, and the rank and size in MPI.
 
     The store listens on an address of rank 0 that all ranks have reached. If all ranks are on one
-    node, it listens on the loopback address. PyTorch stores serve any client that can
-    connect. Keys therefore get a random prefix, which only the ranks know, unless a client lists
-    the keys.
+    node, it listens on the loopback address. PyTorch stores serve any client that can connect. Keys
+    therefore get a random prefix, which only the ranks know, unless a client lists the keys.
 
     It also calls `export_environment`, because frameworks that use the default process group still
     read the number of processes from the environment.
@@ -53,8 +53,8 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     Collective: yes. Blocking: yes.
     """
     with init() as comm:
-        _refuse_others(url, comm)
-        address, port, listener = _meet(comm)
+        _check_url(url, comm)
+        address, port, listener = _agree_on_address(comm)
         export_environment(comm)
         rank, size = comm.rank, comm.size
         prefix = comm.broadcast_object(secrets.token_hex(16), root=0)
@@ -69,9 +69,9 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     raise ConfigError("init_method='mpi://' cannot be used again in one call")
 
 
-def _refuse_others(url: str, comm: Communicator) -> None:
+def _check_url(url: str, comm: Communicator) -> None:
     """Raise ConfigError if the rank or world size in a URL differs from MPI's."""
-    query = dict(part.split("=") for part in url.partition("?")[2].split("&") if part)
+    query = dict(parse_qsl(urlsplit(url).query))
     for name, mpi in (("rank", comm.rank), ("world_size", comm.size)):
         if query.get(name, "-1") not in ("-1", str(mpi)):
             raise ConfigError(
@@ -97,7 +97,7 @@ def export_environment(comm: Communicator | None = None) -> None:
     Collective: yes. Blocking: yes.
     """
     comm = or_world(comm)
-    address, port, listener = _meet(comm)
+    address, port, listener = _agree_on_address(comm)
     if listener is not None:
         listener.close()
     set_variables({
@@ -105,11 +105,11 @@ def export_environment(comm: Communicator | None = None) -> None:
         "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size),
         "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size),
         **({} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"})})
-    _watch_others()
+    _warn_of_other_backends()
 
 
 @functools.cache
-def _watch_others() -> None:
+def _warn_of_other_backends() -> None:
     """From now on, warn if `env://` creates a default process group of another back end."""
     handler = rendezvous_handlers["env"]
 
@@ -117,8 +117,7 @@ def _watch_others() -> None:
         try:
             yield from handler(url, **options)
         finally:
-            # init_process_group drops this generator when it returns. Only then is the back end
-            # known.
+            # The back end is not known before init_process_group returns and drops this generator.
             backend = dist.get_backend_config() if dist.is_initialized() else "mpiring"
             if "mpiring" not in backend and dist.get_rank() == 0:
                 _log.warning(
@@ -130,13 +129,13 @@ def _watch_others() -> None:
     rendezvous_handlers["env"] = rendezvous_by_environment
 
 
-def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
-    """Return an address and port of rank 0 that every rank reaches; on rank 0, also its listener.
+def _agree_on_address(comm: Communicator) -> tuple[str, int, socket.socket | None]:
+    """Return an address and port of rank 0 that every rank reaches; on rank 0, also the listener.
 
     Raises:
         TransportError: A rank reaches none of the addresses of rank 0.
     """
-    # Listeners use free ports of the loopback, or of each address of rank 0's host.
+    # Listeners use free ports of the loopback address, or of each address of rank 0's host.
     addresses: Iterable[str] = ["127.0.0.1"] if comm.rank == 0 else []
     if comm.rank == 0 and comm.num_nodes > 1:
         addresses = ipv4_addresses().values()
@@ -171,7 +170,7 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
-    """Send every peer that connects a token, by which it recognizes rank 0's host."""
+    """Send a token, which identifies rank 0's host, to every peer that connects."""
     done = threading.Event()
     listener.settimeout(0.05)
 

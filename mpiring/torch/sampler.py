@@ -21,16 +21,16 @@ class DistributedSampler(Sampler[int]):
         for epoch in range(10):
             sampler.set_epoch(epoch)
 
-    It replaces the PyTorch class of this name. In training, every rank gets the same number of
-    samples, so that all take part in every step. In evaluation (`pad=False`), every sample is drawn
-    exactly once.
+    It replaces the PyTorch class with the same name. In training, every rank gets the same number
+    of samples, so that all ranks take part in every step. In evaluation (`pad=False`), every sample
+    is drawn exactly once.
 
     Args:
         dataset: Any object with a length, the same on every rank.
         comm: Communicator whose ranks train together; by default, all ranks.
         shuffle: If true, each epoch has a new random order, which depends on `seed` and the epoch.
         seed: Seed of the order, the same on every rank; from 0 to 2**31 - 1.
-        drop_last: If true, leave out the last samples, fewer than `comm.size`, that cannot be
+        drop_last: If true, leave out the last samples (fewer than `comm.size`) that cannot be
             divided evenly.
         pad: If true, repeat samples from the start of the epoch until all ranks have the same
             number. If false, the first ranks get one sample more than the others.
@@ -60,12 +60,12 @@ class DistributedSampler(Sampler[int]):
         self._epoch = 0
         # Number of samples, over all ranks, before the current position and before this iteration.
         self._position = self._start = 0
-        # Whether the iteration has ended; the next one has all samples.
+        # Whether the iteration has ended; the next iteration has all samples.
         self._over = False
 
     @property
     def epoch(self) -> int:
-        """Number of the present epoch, from 0."""
+        """Number of the current epoch, from 0."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -93,27 +93,23 @@ class DistributedSampler(Sampler[int]):
         for position in self._positions(self._start):
             self._position += self._size
             yield order[position % self._n]
-        # Not yet 0, since training may be behind. Ranks may have different numbers of samples, but
-        # the position must be the same on all.
+        # Not reset to 0 yet, since training may lag behind. The position must be the same on all
+        # ranks, which may have different numbers of samples.
         self._position, self._over = self._n, True
 
     def _positions(self, start: int) -> range:
         """Return the positions of this rank's samples in the epoch; positions from n on repeat."""
         left = self._n - start
-        even = left // self._size * self._size
-        stop = self._n
-        if self._drop_last:
-            stop = start + even
-        elif self._pad and left > even:
-            stop = start + even + self._size
+        samples = left // self._size if self._drop_last else -(-left // self._size)
+        stop = start + samples * self._size if self._drop_last or self._pad else self._n
         return range(start + self._rank, stop, self._size)
 
     def _order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._n))
         generator = torch.Generator("cpu").manual_seed(self._seed << 32 ^ self._epoch)
-        return [int(index) for index in torch.randperm(
-            self._n, generator=generator, device="cpu")]
+        order: list[int] = torch.randperm(self._n, generator=generator, device="cpu").tolist()
+        return order
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
         """Return the position in the epoch, the same on every rank.
@@ -130,13 +126,13 @@ class DistributedSampler(Sampler[int]):
                 "length": self._n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at a saved position, also with another number of ranks.
+        """Resume at a saved position; the number of ranks may differ.
 
         Args:
             state: Result of `state_dict`.
 
         Raises:
-            ConfigError: The state is of another length or seed, or is not of a sampler.
+            ConfigError: The state has another length or seed, or is not the state of a sampler.
         """
         refuse_other_state(state, ("epoch", "position", "seed", "length"),
                            "of a DistributedSampler")

@@ -1,4 +1,4 @@
-"""An optimizer that runs on one slice per rank: of gradients, of state and of weights."""
+"""An optimizer whose gradients, state and updates are divided into one slice per rank."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from ..errors import ConfigError, GradientError, MpiringError
 from ..names import WeightCopies
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all, text_of
-from ..optim.optimizer import Optimizer as Named
+from ..optim.optimizer import Optimizer as MpiringOptimizer
 from ..text import first_few
 from .averaging import Averaging, SliceGradient
 from .class_updates import ClassUpdates, refuse_whole_tensors
@@ -34,15 +34,16 @@ class Sharded(torch.optim.Optimizer):
         optimizer = mpiring.torch.Sharded(torch.optim.AdamW, model, lr=3e-4, fused=True)
 
     Each rank receives the averaged gradients of its slice, updates that slice of the weights, and
-    sends the result to all ranks. It stores optimizer state for its slice only. The traffic equals
-    that of an allreduce, and no update is computed twice. Up to rounding, the result is that of the
-    optimizer class. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv 1910.02054.)
+    sends the result to all ranks. It stores optimizer state for its slice only. The traffic is the
+    same as for an allreduce, and no update is computed twice. Up to rounding, the result is the
+    same as with the optimizer class alone. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv
+    1910.02054.)
 
     The training loop remains the same, except for gradients, because no rank has complete
     gradients. After backward, using `p.grad` of the model raises an error, and `param_groups` has
     this rank's slices as vectors. Clip gradients with `clip_grad_norm_` of this class;
     `torch.nn.utils.clip_grad_norm_` would use the norm of one slice. Each step uses the gradients
-    of one backward pass. Earlier passes may add to them in `model.no_sync()`.
+    of one backward pass, to which earlier passes in `model.no_sync()` may add.
 
     If a gradient on any rank is not finite, `step` changes nothing on any rank, and rank 0 warns.
     GradScaler gets the same result on all ranks. A parameter that no rank has reached
@@ -62,9 +63,9 @@ class Sharded(torch.optim.Optimizer):
         defaults: Arguments of the optimizer class, such as `lr`, `foreach` and `fused`.
 
     Raises:
-        ConfigError: The class is not elementwise, or the model has such an optimizer or sparse
-            gradients. Parameters are missing or not of the model. An argument, or the order of
-            parameters, differs between ranks.
+        ConfigError: The class is not elementwise, or the model has a Sharded optimizer already, or
+            sparse gradients. Parameters are missing, or are not parameters of the model. An
+            argument, or the order of parameters, differs between ranks.
 
     Collective: yes, and so are `step`, `clip_grad_norm_`, `grad_norm`, `state_dict`,
     `sharded_state_dict` and `load_state_dict`. Blocking: yes.
@@ -92,29 +93,29 @@ class Sharded(torch.optim.Optimizer):
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
         # Whether there are averaged gradients that no step has used.
-        self._is_fresh = False
+        self._has_new_gradients = False
         averaging = model.give_gradients_to(self)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
             layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
                 self._updates: ClassUpdates | TensorUpdates = updates(
-                    optimizer_class, defaults, groups, layout.parameters, apart=self._overlaps)
+                    optimizer_class, defaults, groups, layout.parameters, per_bucket=self._overlaps)
             self._updates.begin(layout)
         except BaseException:
-            # If ranks no longer agree, this fails as well; the first error names the reason.
+            # If ranks no longer agree, this fails as well, but the first error names the reason.
             with suppress(MpiringError):
                 self._detach()
             raise
         # Hooks, schedulers and GradScaler read these attributes.
         inner = self._updates.optimizer
         super().__init__(inner.param_groups, inner.defaults)
-        self._is_made, self.state = True, inner.state
+        self._is_initialized, self.state = True, inner.state
 
     # A step
 
     def begin(self) -> None:
-        """Refuse a backward pass before a step has used the gradients of the last one.
+        """Refuse a backward pass before a step has used the gradients of the last pass.
 
         Raises:
             GradientError: There are unused gradients.
@@ -122,7 +123,7 @@ class Sharded(torch.optim.Optimizer):
         Collective: no.
         """
         unused = [name for name, placeholder in self._averaging.placeholders.items()
-                  if self._is_fresh and self._layout.parameters[name].grad is placeholder]
+                  if self._has_new_gradients and self._layout.parameters[name].grad is placeholder]
         if unused and self._averaging.gradients.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
@@ -131,7 +132,7 @@ class Sharded(torch.optim.Optimizer):
         for name in unused:
             # GradScaler has skipped the step of these gradients, which were not finite.
             self._layout.parameters[name].grad = None
-        # The user has dropped the other gradients with model.zero_grad().
+        # Other gradients were dropped by the user, with model.zero_grad().
         self._drop()
 
     def take(self, averaging: Averaging) -> None:
@@ -140,11 +141,11 @@ class Sharded(torch.optim.Optimizer):
         Collective: yes. Blocking: if buckets were rebuilt.
         """
         self.follow(averaging)
-        self._give()
-        self._is_fresh = True
+        self._assign_gradients()
+        self._has_new_gradients = True
 
     def follow(self, averaging: Averaging) -> None:
-        """Move weights and state to the slices of the present buckets of the gradients.
+        """Move weights and state to the slices of the current buckets of the gradients.
 
         Collective: yes. Blocking: if buckets were built again.
         """
@@ -156,7 +157,7 @@ class Sharded(torch.optim.Optimizer):
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
 
-    def _give(self) -> None:
+    def _assign_gradients(self) -> None:
         """Give the shards their gradients."""
         for shard in self._updates.shards:
             if not shard.ranges:
@@ -226,10 +227,10 @@ class Sharded(torch.optim.Optimizer):
                 for p in model.parameters():
                     p.clamp_(-1, 1)
 
-        All ranks then receive the weights of rank 0. With weights="node", weights may only be
-        written in such a block, in which all ranks but the first of each node have private copies.
-        With weights="rank", no block is needed if all ranks write the same values.
-        `model.load_state_dict` needs no block.
+        At the end of the block, all ranks receive the weights of rank 0. With weights="node", write
+        weights in such a block only; all ranks but the first of each node then have private copies.
+        With weights="rank", no block is needed if all ranks write the same values. No block is
+        needed for `model.load_state_dict`.
 
         Collective: yes. Blocking: yes.
         """
@@ -239,7 +240,7 @@ class Sharded(torch.optim.Optimizer):
         """Drop the gradients of the model and of this rank's slices.
 
         Args:
-            set_to_none: Argument for compatibility with PyTorch; gradients are always set to None.
+            set_to_none: Ignored, for compatibility with PyTorch; gradients are always set to None.
 
         Collective: no.
         """
@@ -250,14 +251,14 @@ class Sharded(torch.optim.Optimizer):
     def _drop(self) -> None:
         for shard in self._updates.shards:
             shard.parameter.grad = None
-        if self._is_fresh and not self._averaging.gradients.finite:
-            # Scaling by NaN also scales the padding between tensors.
+        if self._has_new_gradients and not self._averaging.gradients.finite:
+            # If the user has scaled slices by NaN, the padding between tensors is also NaN.
             for bucket in self._averaging.gradients.buckets:
                 bucket.clear_padding()
-        self._is_fresh = False
+        self._has_new_gradients = False
 
     def _refuse_without_gradients(self, method: str) -> None:
-        if not self._is_fresh:
+        if not self._has_new_gradients:
             raise GradientError(
                 f"rank {self._comm.rank}: {method} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
@@ -291,7 +292,7 @@ class Sharded(torch.optim.Optimizer):
         return self._norm("grad_norm", norm_type)
 
     def _norm(self, method: str, norm_type: float, **more: Any) -> float:
-        """Return the norm over all ranks' slices, and compare the arguments of the method.
+        """Compare the arguments of the method across ranks, and return the norm over all slices.
 
         Raises:
             ConfigError: An argument is out of range, on all ranks.
@@ -308,14 +309,14 @@ class Sharded(torch.optim.Optimizer):
             norm_type = checked["norm_type"]
             total = _norm_of([shard.gradient for shard in self._updates.shards], norm_type)
         except ConfigError as error:
-            # Raised later, when all ranks are known to have passed the same arguments.
+            # Raised below, after the arguments of all ranks were compared.
             failure, norm_type = error, 1.0
         if norm_type == math.inf:
             largest = np.array([total])
             self._comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
             return float(largest[0])
         with np.errstate(over="ignore"):
-            total = _sum(self._comm, call, float(np.float64(total) ** norm_type))
+            total = _checked_sum(self._comm, call, float(np.float64(total) ** norm_type))
         if failure is not None:
             raise failure
         return total ** (1 / norm_type)
@@ -338,7 +339,8 @@ class Sharded(torch.optim.Optimizer):
         Raises:
             ConfigError: An argument is out of range.
             BufferMismatchError: Arguments differ between ranks.
-            GradientError: There are no gradients, or see `error_if_nonfinite`.
+            GradientError: There are no gradients, or the norm is not finite and
+                `error_if_nonfinite` is true.
 
         Collective: yes. Blocking: yes.
         """
@@ -347,7 +349,7 @@ class Sharded(torch.optim.Optimizer):
         if error_if_nonfinite and not math.isfinite(norm):
             raise GradientError(f"rank {self._comm.rank}: the norm of the gradients is {norm}")
         factor = max_norm / (norm + 1e-6)
-        # Negated, so that NaN is also multiplied.
+        # Negated, so that gradients are also scaled if the factor is NaN.
         if not factor >= 1:
             for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
@@ -361,8 +363,8 @@ class Sharded(torch.optim.Optimizer):
     def state_dict(self, *, root: int | None = None) -> Any:
         """Return the state of complete parameters, as `state_dict` of the optimizer class does.
 
-        An optimizer of that class can load it for the same groups, without other ranks. Conversely,
-        `load_state_dict` of this class can load the state of such an optimizer.
+        An optimizer of that class, with the same groups, can load the state on a single rank.
+        Conversely, `load_state_dict` of this class can load the state of such an optimizer.
 
         Args:
             root: Rank that gets the state; the others get None. By default, all ranks get it.
@@ -380,7 +382,7 @@ class Sharded(torch.optim.Optimizer):
         return run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return a state with copies of this rank's slices, in the form that checkpoints save.
+        """Return a state with copies of this rank's slices, in the format of checkpoints.
 
             checkpoints.save(step, replicated=model.state_dict(),
                              sharded=optimizer.sharded_state_dict())
@@ -390,11 +392,11 @@ class Sharded(torch.optim.Optimizer):
         return self._updates.sharded_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, which any number of ranks has saved.
+        """Load a state; the number of ranks may have changed since it was saved.
 
         Args:
-            state_dict: Result of `state_dict` of this class or of the optimizer class, or of
-                `sharded_state_dict` with the slices of all ranks that saved.
+            state_dict: Result of `state_dict` of this class or of the optimizer class; or of
+                `sharded_state_dict`, with the slices of all ranks that have saved it.
 
         Raises:
             ConfigError: The state has other groups, parameters or classes, lacks slices, or differs
@@ -418,12 +420,12 @@ class Sharded(torch.optim.Optimizer):
                 ) from error
         load()
         self.state = self._updates.optimizer.state
-        if self._is_fresh:
-            self._give()
+        if self._has_new_gradients:
+            self._assign_gradients()
         run_state_hooks(self, "load_state_dict_post")
 
     def _lay_out(self, averaging: Averaging) -> ShardLayout:
-        """Put the weights into buckets with the same slices as those of the gradients."""
+        """Move the weights into buckets with the same slices as the buckets of the gradients."""
         self._averaging, self._comm = averaging, averaging.comm
         parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():
@@ -443,7 +445,7 @@ class Sharded(torch.optim.Optimizer):
     def close(self) -> None:
         """Restore complete gradients of the model, from the next forward pass on.
 
-        Afterwards another optimizer can use the model, and this one cannot take further steps.
+        Afterwards, another optimizer can use the model, and this one cannot take further steps.
 
         Collective: yes. Blocking: yes.
         """
@@ -452,23 +454,23 @@ class Sharded(torch.optim.Optimizer):
         self._detach()
 
     def _detach(self) -> None:
-        self._model.give_gradients_to(None)
+        self._model.restore_gradients()
         if self._guard is not None:
             self._guard.remove()
         if self._load_hooks is not None:
             self._load_hooks.remove()
-        # The weights are missing if their allocation has failed.
+        # There are no weights if their allocation has failed.
         if "_weights" in vars(self):
             self._weights.release()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Raise ConfigError: slices and saved state depend on the groups given at the start.
+        """Raise ConfigError, because slices and saved state depend on the first groups.
 
         Args:
             param_group: Group of parameters, as for PyTorch optimizers.
         """
         # The constructor of the base class adds the groups one by one.
-        if getattr(self, "_is_made", False):
+        if getattr(self, "_is_initialized", False):
             raise ConfigError(
                 f"rank {self._comm.rank}: add_param_group on a Sharded optimizer: its slices are "
                 f"cut by the groups that it was made with; make those for parameters that are "
@@ -482,7 +484,7 @@ class Sharded(torch.optim.Optimizer):
 
 def _updates_of(optimizer_class: Any) -> Any:
     """Return the class that updates shards with a given optimizer class."""
-    if isinstance(optimizer_class, type) and issubclass(optimizer_class, Named):
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, MpiringOptimizer):
         return TensorUpdates
     refuse_whole_tensors(optimizer_class)
     return ClassUpdates
@@ -490,7 +492,7 @@ def _updates_of(optimizer_class: Any) -> Any:
 
 # Number of elements whose powers are summed at once, in float64.
 _BLOCK = 1 << 18
-# Numerical arguments: condition, and its description.
+# Conditions for numerical arguments, and their descriptions.
 _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
                                "max_norm": (lambda x: x >= 0, "a number from 0")}
 
@@ -502,11 +504,11 @@ def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
     return float(torch.linalg.vector_norm(torch.stack(parts), norm_type))
 
 
-def _sum(comm: Communicator, call: Call, x: float) -> float:
+def _checked_sum(comm: Communicator, call: Call, x: float) -> float:
     """Return the sum of all ranks' numbers, if all ranks have made the same call.
 
-    An allreduce with a constant call is several times as fast as one with varying calls. Therefore
-    each rank sends a digest k of its call along with the number, and its square. The sums are
+    An allreduce with a constant Call is several times as fast as one with varying Calls. Each rank
+    therefore sends its number with a digest k of the call, and k². The sums of k and k² are
     consistent only if all digests are equal. They are exact below 8,192 ranks.
     """
     key = call.digest % 2**20

@@ -1,4 +1,4 @@
-"""Reads an optimizer's parameter groups, and cuts this rank's slices of them into shards."""
+"""Reads an optimizer's parameter groups, and cuts this rank's slices of buckets into shards."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ from .weights import WeightBuckets, flat
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
-# Parameters with the same settings: their names in the model, as "params", in the user's order, and
-# the settings of the group.
+# Settings of a group of parameters, and the names of these parameters in the model, as "params", in
+# the user's order.
 ParamGroup = Mapping[str, Any]
 
 
@@ -31,8 +31,8 @@ def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
             "params" and with settings. None for all parameters.
 
     Raises:
-        ConfigError: A parameter is not of the module, or in two groups, or a trained one is
-            missing.
+        ConfigError: A parameter is not in the module, or is in two groups; or a trained parameter
+            is in no group.
     """
     names = {p: name for name, p in module.named_parameters()}
     given = list(names) if params is None else params
@@ -88,18 +88,19 @@ def settings_of(groups: Iterable[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings of groups as a text, which ranks compare.
+    """Return the settings of groups as a string, which ranks compare.
 
-    Settings that schedules change come first, since long texts are cut. A setting that is equal in
-    all groups appears once.
+    Settings that schedules change come first, since long strings are truncated. A setting that is
+    equal in all groups appears once.
     """
-    texts = [{name: f"{float(x) if isinstance(x, torch.Tensor) else x}"
-              for name, x in its.items() if _is_plain(x)} for its in settings_of(groups)]
-    names = sorted({name for its in texts for name in its},
-                   key=lambda name: (name not in _SCHEDULED, name))
-    values = {name: [its.get(name, "nothing") for its in texts] for name in names}
-    return ", ".join(f"{name}={its[0]}" if len(set(its)) == 1 else f"{name}=[{', '.join(its)}]"
-                     for name, its in values.items())
+    plain = [{name: f"{float(x) if isinstance(x, torch.Tensor) else x}"
+              for name, x in settings.items() if _is_plain(x)} for settings in settings_of(groups)]
+    texts = []
+    for name in sorted(set().union(*plain), key=lambda name: (name not in _SCHEDULED, name)):
+        values = [settings.get(name, "nothing") for settings in plain]
+        is_equal = len(set(values)) == 1
+        texts.append(f"{name}={values[0]}" if is_equal else f"{name}=[{', '.join(values)}]")
+    return ", ".join(texts)
 
 
 def _is_plain(x: Any) -> bool:
@@ -111,14 +112,14 @@ def _is_plain(x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Consecutive tensors, or ranges of them, that this rank updates as one parameter.
+    """Consecutive tensors, or ranges of tensors, that this rank updates as one parameter.
 
     Attributes:
         parameter: Shape (n,); a view of the weights.
         gradient: Shape (n,); a view of the bucket, which holds the means once they have arrived.
         bucket: Index of the bucket.
-        ranges: The tensors, by elements of the shard, separated by padding, which is 0. A
-            placeholder without weights has none.
+        ranges: Ranges of the tensors in the shard, separated by padding of zeros; none in a
+            placeholder without weights.
     """
 
     parameter: Parameter
@@ -133,7 +134,7 @@ class ShardLayout:
 
     Attributes:
         parameters: The trained parameters, by name.
-        weights, gradients: Their buckets.
+        weights, gradients: Buckets of the weights and of the gradients.
         comm: The ranks.
     """
 
@@ -168,8 +169,8 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
         gradients = layout.gradients.buckets[index]
         own_slice = layout.gradients.own_slice(gradients)
         ranges = ranges_in(bucket.plan, own_slice.start, own_slice.stop)
-        for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
-            run = list(alike)
+        for _, group in itertools.groupby(ranges, lambda part: kind_of(part.name)):
+            run = list(group)
             start, stop = own_slice.start + run[0].start, own_slice.start + run[-1].stop
             shards.append(Shard(
                 Parameter(flat(bucket, slice(start, stop))), flat(gradients, slice(start, stop)),

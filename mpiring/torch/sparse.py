@@ -27,7 +27,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         op: Reduction "sum" or "mean".
 
     Raises:
-        ConfigError: The layout or op is another one.
+        ConfigError: The tensor is not a COO tensor, or the op is neither a sum nor a mean.
     """
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
@@ -44,7 +44,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         total = torch.sparse_coo_tensor(
             _joined(all_indices, indices).T, _joined(all_values, values), addend.shape,
             check_invariants=False).coalesce()
-        # Not detached, because a copy into a detached sparse tensor does not change the user's.
+        # Not detached, because a copy into a detached sparse tensor does not change `tensor`.
         yield from buffers.copied_back(
             [(tensor, quotient(total, op.divisor) if op.divisor else
               total / collectives.size if op.name == "mean" else total)])
@@ -53,7 +53,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
 
 
 def _joined(gathered: Sequence[Array], like: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' rows as one tensor of the dtype and row shape of `like`."""
+    """Return the rows of all ranks as one tensor with the dtype and row shape of `like`."""
     raw = torch.from_numpy(np.concatenate(gathered))
     return raw.view(like.dtype).reshape(-1, *like.shape[1:])
 
@@ -65,7 +65,7 @@ def sparse_parameters(module: nn.Module) -> set[Parameter]:
 
 
 class SparseGradients:
-    """Sparse gradients, averaged when all dense gradients have arrived.
+    """Averages sparse gradients when all gradients of a step are complete.
 
     Args:
         parameters: Parameters by name, in the same order on every rank.
@@ -75,7 +75,7 @@ class SparseGradients:
     Attributes:
         missing: Names of the gradients that are not ready in this step.
         finite: Whether all means of the last complete step are finite; the same on all ranks.
-        nonfinite: Names of this rank's gradients in that step that were not finite.
+        nonfinite: Names of this rank's nonfinite gradients in the last complete step.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
@@ -88,11 +88,11 @@ class SparseGradients:
         self._comm, self._tally = comm, tally
 
     def ready(self, name: str, weight: float) -> None:
-        """Mark a gradient as complete; this rank may also have none.
+        """Mark a gradient as complete; it may be None on this rank.
 
         Args:
             name: Name of the parameter.
-            weight: Factor of this rank's gradient; with 0 it counts as none.
+            weight: Factor of this rank's gradient; 0 if the gradient does not count.
 
         Raises:
             GradientError: The gradient is dense.
@@ -106,7 +106,7 @@ class SparseGradients:
         self._weights[name] = weight
 
     def wait(self) -> None:
-        """Return when every gradient is the mean over ranks, or None if no rank has one.
+        """Return when every gradient is the mean over ranks; None if no rank has a gradient.
 
         Collective: yes. Blocking: yes.
         """
@@ -114,7 +114,7 @@ class SparseGradients:
         self.finite, self.nonfinite = True, []
         for name, p in self._parameters.items():
             weight = self._weights[name]
-            gradient = _nothing_like(p) if p.grad is None or weight == 0 else p.grad * weight
+            gradient = _empty_gradient(p) if p.grad is None or weight == 0 else p.grad * weight
             if not _is_finite(gradient):
                 self.nonfinite.append(name)
             call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
@@ -131,9 +131,8 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     return is_finite(array_of(values_of(gradient).contiguous().cpu()))
 
 
-def _nothing_like(p: Parameter) -> torch.Tensor:
+def _empty_gradient(p: Parameter) -> torch.Tensor:
     # Gradients of embeddings have one sparse dimension.
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=p.device),
-        torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),
-        p.shape, check_invariants=False, device=p.device)
+        p.detach().new_empty((0, *p.shape[1:])), p.shape, check_invariants=False)

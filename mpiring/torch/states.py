@@ -1,4 +1,4 @@
-"""State that is equal on all ranks: copies it from one rank to all, and lists it to compare it."""
+"""Copies state from one rank to all, and lists the state that should be equal on all ranks."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,7 +65,7 @@ def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) ->
     for on_one_device in by_device.values():
         for fused in _fused(on_one_device):
             _broadcast(fused, comm, root)
-    # Copies differ in how they write; this makes the version counters agree on all ranks.
+    # Ranks may write in different ways; this makes the version counters agree on all ranks.
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -89,10 +89,10 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> No
         comm.broadcast(flat, root=root)
         if comm.rank == root:
             return
-        if len(parts) > 1:
-            for part, received in zip(parts, flat.split([part.nbytes for part in parts])):
-                part.copy_(received)
-        for tensor, part in zip(tensors, parts):
+        received = flat.split([part.nbytes for part in parts])
+        for tensor, part, new in zip(tensors, parts, received, strict=True):
+            if new.data_ptr() != part.data_ptr():
+                part.copy_(new)
             if part.data_ptr() != tensor.data_ptr():
                 tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
@@ -107,8 +107,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
         root: Rank to copy from.
 
     Raises:
-        ConfigError: This is no optimizer, or classes or groups differ between ranks. Raised on all
-            ranks.
+        ConfigError: `optimizer` is not a PyTorch optimizer, or classes or groups differ between
+            ranks; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -121,9 +121,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
         same["optimizer"] = type(optimizer).__qualname__
         same["groups"] = [[str(tuple(p.shape)) for p in group["params"]]
                           for group in optimizer.param_groups]
-    # In host memory: load_state_dict copies tensors to the devices of the parameters.
+    # Tensors are sent in host memory; load_state_dict copies them to the parameters' devices.
     state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
-    # Tensors are sent separately; pickled, each would be in memory three times.
+    # Tensors are sent separately, because a pickled tensor would be in memory three times.
     outline = comm.broadcast_object(
         _changed(state, functools.partial(torch.empty_like, device="meta")), root=root)
     if comm.rank != root:
@@ -153,9 +153,8 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
     seen: set[int] = set()
 
     def leaf(name: str, x: Any) -> Replicated | None:
-        if not isinstance(x, torch.Tensor) or id(x) in seen:
-            return None
-        if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
+        if (not isinstance(x, torch.Tensor) or id(x) in seen
+                or x.device.type not in DEVICE_TYPES or x.layout is not torch.strided):
             return None
         seen.add(id(x))
         return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x),
@@ -174,7 +173,7 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
         for group in optimizer.param_groups:
             first = next((p for p in group["params"] if latest.get(p) is optimizer), None)
             if first is not None:
-                # Compares the settings of the group, not its parameters.
+                # Only the settings of the group are compared here, not its parameters.
                 seen.update(map(id, group["params"]))
                 yield from replicated_in(
                     group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
@@ -183,5 +182,5 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:
-    # Writes to `data`, because NodeWeights would take other writes for the user's.
+    # Writes to `data`, because NodeWeights would attribute other writes to the user.
     tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))

@@ -1,4 +1,4 @@
-"""Updates this rank's shards with an optimizer of mpiring.optim, which knows tensors by name."""
+"""Updates this rank's shards with an mpiring optimizer, which identifies tensors by name."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from .shards import ParamGroup, Shard, ShardLayout, cut, settings_of
 
 
 class _Model:
-    """The interface of the model that mpiring.optim needs."""
+    """A model with the interface that optimizers of mpiring.optim need."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.comm: Communicator = layout.comm
@@ -30,7 +30,7 @@ class _Model:
                     if name in bucket.views)
 
     def wait(self) -> None:
-        """Return; gradients have always arrived before."""
+        """Do nothing, because gradients have arrived before each update."""
 
 
 class TensorUpdates:
@@ -44,12 +44,12 @@ class TensorUpdates:
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any],
                  groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
-                 apart: bool) -> None:
-        self._class, self._defaults, self._apart = optimizer_class, dict(defaults), apart
+                 per_bucket: bool) -> None:
+        self._class, self._defaults, self._per_bucket = optimizer_class, defaults, per_bucket
         self._groups = [[name for name in group["params"] if name in trained] for group in groups]
         self._settings = settings_of(groups)
-        for its in self._settings:
-            its.pop("param_names", None)
+        for settings in self._settings:
+            settings.pop("param_names", None)
         for name, p in trained.items():
             if p.device.type != "cpu" or not p.is_contiguous():
                 raise ConfigError(
@@ -61,21 +61,21 @@ class TensorUpdates:
         self._model = _Model(layout)
         self._method: Any = self._class(
             self._model, **self._defaults, sharded=True,
-            groups={name: its for its, names in zip(self._settings, self._groups)
+            groups={name: settings for settings, names in zip(self._settings, self._groups)
                     for name in names})
-        shown = [self._method.settings[names[0]] if names else its
-                 for its, names in zip(self._settings, self._groups)]
+        groups = [self._method.settings[names[0]] if names else settings
+                  for settings, names in zip(self._settings, self._groups)]
         self.optimizer: Any = torch.optim.Optimizer(
-            [{"params": [], **{key: x for key, x in its.items() if key != ADAPTS}}
-             for its in shown], {})
+            [{"params": [], **{key: x for key, x in group.items() if key != ADAPTS}}
+             for group in groups], {})
         self._cut()
 
     def _cut(self) -> None:
         group_of = {name: i for i, names in enumerate(self._groups) for name in names}
         groups = cut(self._model.layout, group_of, len(self._groups), lambda name: None)
         self.shards: list[Shard] = list(chain.from_iterable(groups))
-        for shown, shards in zip(self.optimizer.param_groups, groups):
-            shown["params"] = [shard.parameter for shard in shards]
+        for group, shards in zip(self.optimizer.param_groups, groups):
+            group["params"] = [shard.parameter for shard in shards]
 
     def follow(self, layout: ShardLayout) -> None:
         """Continue with the current memory of weights and gradients.
@@ -96,14 +96,14 @@ class TensorUpdates:
 
         Collective: yes. Blocking: yes.
         """
-        for names, shown in zip(self._groups, self.optimizer.param_groups):
+        for names, group in zip(self._groups, self.optimizer.param_groups):
             for name in names:
-                its = self._method.settings[name]
-                for key in its.keys() & shown.keys():
+                settings = self._method.settings[name]
+                for key in settings.keys() & group.keys():
                     # Tensors of `no_decay` remain without decay.
-                    if its[ADAPTS] or key != "weight_decay":
-                        its[key] = shown[key]
-        self._method.update(1.0, send, last_first=self._apart)
+                    if settings[ADAPTS] or key != "weight_decay":
+                        settings[key] = group[key]
+        self._method.update(1.0, send, last_first=self._per_bucket)
 
     # State
 
@@ -130,12 +130,12 @@ class TensorUpdates:
         return functools.partial(self._load, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; if it is of another optimizer or model, nothing changes.
+        """Load a state; if it belongs to another optimizer or model, nothing changes.
 
         Collective: yes. Blocking: yes.
         """
         self._method.load_state_dict(
             {key: x for key, x in state_dict.items() if key != "param_groups"})
-        for shown, saved in zip(
+        for group, saved in zip(
                 self.optimizer.param_groups, settings_of(state_dict["param_groups"])):
-            shown.update(saved)
+            group.update(saved)

@@ -23,9 +23,9 @@ def share_cores(comm: Communicator | None = None) -> int:
     By default, each rank starts one thread for every core of the node. If OMP_NUM_THREADS or
     MKL_NUM_THREADS is set, or if `torch.set_num_threads` was called before, nothing changes.
 
-    PyTorch does not report whether `set_num_threads` was called. This function therefore replaces
-    a number that equals a default of PyTorch (one thread per core or per hardware thread) or its
-    own previous result. To keep such a number, call `torch.set_num_threads` afterwards.
+    PyTorch does not report whether `set_num_threads` was called. This function therefore changes
+    the number of threads if it equals a default of PyTorch (one per core or hardware thread) or a
+    previous result. To choose such a number yourself, call `torch.set_num_threads` afterwards.
 
     Args:
         comm: Communicator whose ranks compute at the same time; by default, all ranks.
@@ -54,13 +54,13 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
     Collective: yes. Blocking: yes.
     """
     numbers_sent = np.array([node_rank, *sorted(usable_processors())], np.int64)
-    of_ranks = run(Call("cores"), lambda collectives: collectives.allgather_bytes(
+    gathered = run(Call("cores"), lambda collectives: collectives.allgather_bytes(
         numbers_sent.view(np.uint8)))
-    cores, taken = set(numbers_sent[1:]), 0.0
-    for node, *other_cores in (numbers.view(np.int64) for numbers in of_ranks):
+    cores, used = set(numbers_sent[1:]), 0.0
+    for node, *other_cores in (numbers.view(np.int64) for numbers in gathered):
         if node == node_rank:
-            taken += len(cores.intersection(other_cores)) / len(other_cores)
-    return len(cores) / taken
+            used += len(cores.intersection(other_cores)) / len(other_cores)
+    return len(cores) / used
 
 
 def fill_cores(share: float) -> bool:
@@ -73,7 +73,9 @@ def fill_cores(share: float) -> bool:
 
 
 def fill_only_node(comm: Communicator) -> bool:
-    """Return whether all ranks are on one node and keep its cores busy; the same on all ranks.
+    """Return whether all ranks are on one node and have a thread for each core of this node.
+
+    The result is the same on all ranks.
 
     Collective: yes. Blocking: yes.
     """

@@ -1,4 +1,4 @@
-"""Lends tensors to a collective as vectors, copied if they are not contiguous."""
+"""Converts tensors to vectors for collectives; tensors that are not contiguous are copied."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ _NAMES = {
     _Kind.SUM: "sum", _Kind.AVG: "mean", _Kind.PRODUCT: "prod", _Kind.MIN: "min",
     _Kind.MAX: "max", _Kind.BAND: "band", _Kind.BOR: "bor", _Kind.BXOR: "bxor",
     _Kind.PREMUL_SUM: "sum"}
-# As in Gloo, which adds bytes: any nonzero value is true.
+# As with Gloo, which adds bytes, any nonzero value is true.
 _ON_BOOL = {"sum": "bor", "prod": "band"}
 
 
@@ -50,9 +50,9 @@ class Op:
 def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
     """Return the reduction for a dtype, given options of torch.distributed.
 
-    An average of integers is computed as by NCCL: a sum in their dtype, which may wrap, then a
-    division that rounds toward zero. `Communicator.allreduce` refuses a mean of integers, because
-    NumPy users would expect 2.5, not 2.
+    An average of integers is computed in the same way as by NCCL: a sum in their dtype, which may
+    overflow, then a division that rounds toward zero. `Communicator.allreduce` refuses a mean of
+    integers, because NumPy users would expect 2.5, not 2.
 
     Raises:
         ConfigError: The operator is unknown, or undefined for the dtype.
@@ -68,17 +68,17 @@ def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
     if dtype is torch.complex32 and name not in ("sum", "mean"):
         raise ConfigError(f"{kind.name} is not defined for {dtype}; use SUM or AVG, or convert to "
                           f"torch.complex64")
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
     return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor,
-              size if name == "mean" and is_whole else None)
+              size if name == "mean" and is_integer else None)
 
 
 def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return integers divided by a positive number, rounded toward zero, as in C and NCCL.
 
     Args:
-        x: Tensor of any integer dtype but uint64. The result is int64, as a divisor may exceed
-            int8.
+        x: Tensor of any integer dtype but uint64. The result is int64, since the divisor may exceed
+            the range of int8.
         divisor: The divisor.
     """
     return x.to(torch.int64).div(divisor, rounding_mode="trunc")
@@ -87,11 +87,10 @@ def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
 class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
-    Tensors that are not contiguous are copied. When an operation that writes them is complete, they
-    are copied back.
+    Tensors that are not contiguous are copied, and copied back if the operation writes them.
 
     Args:
-        staged: If true, lend copies in host memory of tensors on a GPU.
+        staged: If true, use copies in host memory of tensors on a GPU.
 
     Attributes:
         nbytes: Number of bytes of all tensors.
@@ -117,13 +116,13 @@ class TensorBuffers:
             divisor: Divisor of the result, for integers.
 
         Raises:
-            ConfigError: The tensor is not dense, is on another device than the others, or has a
-                dtype without arithmetic.
+            ConfigError: The tensor is not dense, is on a different device than other tensors, or
+                has a dtype without arithmetic.
         """
         x = self._contiguous(tensor, written)
         if x.dtype is torch.complex32:
-            # NumPy lacks this dtype; sums add real and imaginary parts.
-            x = _seen_as(x, torch.float16)
+            # NumPy lacks this dtype; a sum can add real and imaginary parts separately.
+            x = _viewed_as(x, torch.float16)
         if factor is not None:
             x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
         if divisor is not None:
@@ -132,7 +131,7 @@ class TensorBuffers:
 
     def raw(self, tensor: torch.Tensor, *, written: bool = False) -> Array:
         """Return a tensor's bytes, as `numbers` does, for any dtype."""
-        return self._vector(_seen_as(self._contiguous(tensor, written), torch.uint8))
+        return self._vector(_viewed_as(self._contiguous(tensor, written), torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.device.type not in DEVICE_TYPES:
@@ -142,8 +141,7 @@ class TensorBuffers:
         if tensor.device != (self._where or tensor.device):
             raise ConfigError(f"tensors on {self._where} and on {tensor.device}: expected all of "
                               f"one collective on one device")
-        if written and any(step == 0 and n > 1 for step, n in zip(
-                tensor.stride(), tensor.shape)):
+        if written and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape)):
             raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
                               f"{tensor.stride()}, several of whose elements are one: it cannot "
                               f"take a result; pass tensor.clone()")
@@ -176,14 +174,12 @@ class TensorBuffers:
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Run a schedule, then divide sums and copy results back into the user's tensors."""
+        """Run a schedule, then divide sums, and copy results back into the user's tensors."""
         result = yield from schedule
         yield from self.copied_back(self._copies)
         return result
 
-    def copied_back(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> Schedule[None]:
+    def copied_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Schedule[None]:
         """Copy results into the user's tensors.
 
         Args:
@@ -191,8 +187,8 @@ class TensorBuffers:
         """
         if not (copies or self._sums):
             return
-        # On the user's stream, this follows work that may read the old values, and PyTorch's
-        # allocator expects this memory to be used there.
+        # The user's stream may still read the old values, and PyTorch's allocator expects that this
+        # memory is used on this stream.
         with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
             for x, divisor in self._sums:
                 x.copy_(quotient(x, divisor))
@@ -202,9 +198,9 @@ class TensorBuffers:
             yield (self.stream.mark(),)
 
 
-def _seen_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _viewed_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a vector of another dtype."""
-    # PyTorch calls a single element contiguous with any stride, but `view` does not.
+    # PyTorch considers a single element contiguous with any stride, but `view` does not.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
 
 
@@ -235,7 +231,7 @@ def check_alike(tensors: Sequence[torch.Tensor], model: torch.Tensor, label: str
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype and shape as a text."""
+    """Return a tensor's dtype and shape as a string."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -246,12 +242,12 @@ def by_splits(x: Array, tensor: torch.Tensor, splits: Sequence[int], size: int,
     Args:
         x: The bytes.
         tensor: The tensor.
-        splits: Number of rows (the first dimension) for each rank; none for equal shares.
+        splits: Number of rows (the first dimension) for each rank; empty for equal shares.
         size: Number of ranks.
         label: Name of the tensor in messages.
 
     Raises:
-        ConfigError: The rows cannot be divided like this.
+        ConfigError: The rows cannot be divided in this way.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:

@@ -21,7 +21,7 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .modules import Uncopied, weakly
+from .modules import UncopiedHook, weak_hook
 from .private import is_compiled, parameters_of, set_parameters, version_of
 from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
 
@@ -32,18 +32,19 @@ _REMEDY = ("give param_groups the same settings on every rank, and write weights
 class WeightBuckets:
     """Weights as views into buckets with the same slices as the buckets of their gradients.
 
-    Rank r owns slice r of each bucket. It updates this slice, and `send` copies it to the others.
+    Rank r owns slice r of each bucket. It updates this slice, and `send` copies the slice to all
+    ranks.
 
     Args:
         parameters: Parameters, by name, whose gradients are averaged. Their `data` become views.
-        gradients: Averager of their gradients.
+        gradients: Averager of the gradients.
         comm: Communicator whose ranks train together.
 
     Attributes:
-        comm: As given.
+        comm: The same.
         buckets: Buckets in the order of the gradients' buckets.
-        written_before: Names of the weights that the user had written before these buckets replaced
-            others.
+        written_before: Names of the weights that the user had written since the last update when
+            these buckets replaced others.
 
     Collective: yes. Blocking: yes.
     """
@@ -64,14 +65,14 @@ class WeightBuckets:
             await_event(self._device.gpu.mark())
         self.written_before = list[str]()
         # Description of user writes and of the update, which ranks compare.
-        self._made_with = ""
+        self._description = ""
         self._versions: dict[str, int] = {}
         self._handles: dict[int, Handle[None]] = {}
         self._views: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             for name, view in bucket.views.items():
                 p = self._parameters[name]
-                # A separate storage, so that torch.save of one parameter writes no others.
+                # A separate storage, so that torch.save of one parameter saves no other parameters.
                 self._views[name] = in_shape_of(p, seen_as_tensor(view.reshape(-1)))
         self._fill()
 
@@ -81,10 +82,10 @@ class WeightBuckets:
 
     def _fill(self) -> None:
         """Move the weights into the buckets."""
-        self._adopt(self._views)
-        self._note()
+        self._copy_in(self._views)
+        self._record_versions()
 
-    def _note(self) -> None:
+    def _record_versions(self) -> None:
         """Record that all ranks now have these weights."""
         self._versions = {name: version_of(self._parameters[name]) for name in self._views}
         self.written_before = []
@@ -92,27 +93,23 @@ class WeightBuckets:
     def written(self) -> list[str]:
         """Return the names of weights that the user has written since the last update.
 
-        It detects writes that PyTorch's version counters show.
+        Writes that bypass PyTorch's version counters are not detected.
 
         Collective: no.
         """
-        names = [*self.written_before]
-        for name, version in self._versions.items():
-            p = self._parameters[name]
-            if name not in names and (
-                    version_of(p) != version or p.data_ptr() != self._views[name].data_ptr()):
-                names.append(name)
-        return names
+        return [name for name, version in self._versions.items()
+                if name in self.written_before or version_of(self._parameters[name]) != version
+                or self._parameters[name].data_ptr() != self._views[name].data_ptr()]
 
-    def follow(self, made_with: str) -> None:
+    def follow(self, update: str) -> None:
         """Prepare for an update of slices.
 
         Copy the weights of parameters to which the user has given other memory (`p.data = ...`).
         When slices are sent, ranks compare which weights users have written. The update would keep
-        only one slice of a change that was made on one rank.
+        only one slice of a write that was made on one rank.
 
         Args:
-            made_with: Description of the update; compared across ranks.
+            update: Description of the update; compared across ranks.
 
         Raises:
             ConfigError: The new weights do not fit.
@@ -120,11 +117,11 @@ class WeightBuckets:
         Collective: yes.
         """
         written = self.written()
-        self._adopt(written)
+        self._copy_in(written)
         writes = f"after writes outside of writing_weights() to {first_few(written, 3)}; "
-        self._made_with = f"{writes if written else ''}{made_with}"
+        self._description = f"{writes if written else ''}{update}"
 
-    def _adopt(self, names: Iterable[str]) -> None:
+    def _copy_in(self, names: Iterable[str]) -> None:
         """Copy weights that are in other memory into the buckets."""
         for name in names:
             p, view = self._parameters[name], self._views[name]
@@ -145,7 +142,7 @@ class WeightBuckets:
         Collective: no.
         """
         torch.autograd.graph.increment_version(self._parameters.values())
-        self._note()
+        self._record_versions()
 
     def send(self, index: int) -> None:
         """Start to copy each rank's slice of a bucket to all ranks.
@@ -158,12 +155,11 @@ class WeightBuckets:
     def _send(self, bucket: Bucket, bounds: Sequence[int]) -> None:
         if not bucket.plan.size:
             return
-        vector = bucket.vector
-        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},) {self._made_with}",
-                    bucket.label, bucket.flat.nbytes, remedy=_REMEDY)
+        vector, plan = bucket.vector, bucket.plan
+        call = Call("weights", f"{plan.dtype.name} ({plan.size},) {self._description}",
+                    bucket.label, plan.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
-            call,
-            lambda collectives: self._allgather(collectives, vector, bounds=bounds),
+            call, lambda collectives: self._allgather(collectives, vector, bounds=bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
@@ -172,17 +168,10 @@ class WeightBuckets:
         Collective: no. Blocking: yes.
         """
         for index in indices:
-            self.wait(index)
-
-    def wait(self, index: int) -> None:
-        """Return when a bucket is complete, if it was sent.
-
-        Collective: no. Blocking: yes.
-        """
-        handle = self._handles.get(index)
-        if handle is not None:
-            handle.wait()
-            self._handles.pop(index, None)
+            handle = self._handles.get(index)
+            if handle is not None:
+                handle.wait()
+                self._handles.pop(index, None)
 
     def synchronize(self) -> None:
         """Return when all weights are complete.
@@ -199,38 +188,38 @@ class WeightBuckets:
         """
         self.synchronize()
         yield
-        self._adopt(self.written())
-        self._hand_out()
+        self._copy_in(self.written())
+        self._broadcast()
 
-    def _hand_out(self) -> None:
+    def _broadcast(self) -> None:
         """Give all ranks the weights of rank 0."""
         for bucket in self.buckets:
             self._send(bucket, [0] + [bucket.plan.size] * self.comm.size)
         self.synchronize()
-        self._note()
+        self._record_versions()
 
     def release(self) -> None:
-        """Leave the weights to the module; this object updates nothing any more.
+        """Leave the weights to the module; afterwards, this object updates nothing.
 
         Collective: yes. Blocking: yes.
         """
 
 
 def flat(bucket: Bucket, elements: slice) -> Any:
-    """Return elements of a bucket as a tensor of the same memory."""
+    """Return elements of a bucket as a tensor that shares their memory."""
     return seen_as_tensor(bucket.flat[elements])
 
 
 class NodeWeights(WeightBuckets):
     """Weight buckets with one copy per node, in host memory.
 
-    All ranks of a node see what one of them writes. No rank may therefore read weights while slices
-    are updated, from `follow` until `wait` has returned. `follow` returns on no rank before all
-    ranks of its node have called it. Each slice is sent to each other node once.
+    Writes of one rank are visible to all ranks of its node. No rank may therefore read weights
+    while slices are updated: after `follow`, until `wait_for` has returned. `follow` returns when
+    all ranks of the node have called it. Each slice is sent to each other node once.
 
     Ranks that share no memory (see `Communicator.memory_groups`) have private copies.
 
-    The arguments are those of WeightBuckets.
+    See WeightBuckets for the arguments.
 
     Raises:
         ConfigError: The weights are on a GPU, or a node's memory is too small; raised on all ranks.
@@ -238,7 +227,7 @@ class NodeWeights(WeightBuckets):
 
     _allgather = staticmethod(Collectives.allgather_once)
     # Whether a block is running in which weights may be written.
-    _is_written = False
+    _is_writing = False
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Array:
         device = next(iter(self._parameters.values())).device
@@ -255,24 +244,24 @@ class NodeWeights(WeightBuckets):
 
     def _fill(self) -> None:
         self._is_first = any(ranks[0] == self.comm.rank for ranks in self.comm.memory_groups)
-        # All ranks of the node clear a bucket.
-        self._meet()
+        # Wait until all ranks of the node have cleared the buckets.
+        self._node_barrier()
         if self._is_first:
             for name, view in self._views.items():
                 view.copy_(self._parameters[name].data)
-        self._meet()
-        self._show()
+        self._node_barrier()
+        self._use_views()
 
-    def _show(self) -> None:
+    def _use_views(self) -> None:
         for name, view in self._views.items():
             self._parameters[name].data = view
-        self._note()
+        self._record_versions()
 
-    def _meet(self) -> None:
-        """Return when all ranks of this node have called."""
-        self.comm.run(Call("meet", "the ranks that share weights"), _met)
+    def _node_barrier(self) -> None:
+        """Return when all ranks of this node have called this method."""
+        self.comm.run(Call("meet", "the ranks that share weights"), _barrier)
 
-    def follow(self, made_with: str) -> None:
+    def follow(self, update: str) -> None:
         """Return when all ranks of this node have finished reading, and slices may be updated.
 
         Arrival of the gradients is not sufficient, because a rank may read its weights between
@@ -291,37 +280,37 @@ class NodeWeights(WeightBuckets):
                 f"optimizer; with weights='node' they lie once in the memory of the node, so that "
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
-        self._meet()
-        self._made_with = made_with
+        self._node_barrier()
+        self._description = update
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Allow weights to be written within a block; all ranks then get rank 0's weights.
 
-        Within the block, every rank but the first of each node has private copies. All ranks may
-        thus run the same code, and read what they write.
+        Within the block, all ranks except the first of each node have private copies. All ranks may
+        therefore run the same code, and read the values that they have written.
 
         Collective: yes. Blocking: yes.
         """
-        if self._is_written:
+        if self._is_writing:
             yield
             return
-        self._is_written = True
+        self._is_writing = True
         try:
             self.synchronize()
             if not self._is_first:
                 self.leave()
-            self._meet()
+            self._node_barrier()
             yield
         finally:
-            self._is_written = False
+            self._is_writing = False
             written = {name: self._parameters[name].data for name in self._views}
-            self._show()
+            self._use_views()
         with torch.no_grad():
             for name, x in written.items() if self.comm.rank == 0 else ():
                 if x.data_ptr() != self._views[name].data_ptr():
                     self._views[name].copy_(x)
-        self._hand_out()
+        self._broadcast()
 
     @property
     def is_in_use(self) -> bool:
@@ -343,15 +332,15 @@ class NodeWeights(WeightBuckets):
         Collective: yes. Blocking: yes.
         """
         self.leave()
-        # Until then, no other rank writes them.
-        self._meet()
+        # No rank may write the shared weights before all ranks have copied them.
+        self._node_barrier()
 
 
 class LoadHooks:
-    """Allows each load of a module to write its weights, which ranks share.
+    """Allows `load_state_dict` of a module to write weights that ranks share.
 
-    The hooks remain until `remove`, even without the optimizer: as long as ranks share weights, all
-    must agree on the rank that writes them. Copies of the module have no such hooks.
+    The hooks remain until `remove`, even without the optimizer, because ranks that share weights
+    must agree on the rank that writes them. Copies of the module do not have these hooks.
 
     Args:
         module: Module whose `load_state_dict` becomes a collective call.
@@ -364,8 +353,8 @@ class LoadHooks:
         self.weights: Any = None
         self._block: AbstractContextManager[None] | None = None
         self._hooks = ExitStack()
-        for hook in (module.register_load_state_dict_pre_hook(Uncopied(self._before)),
-                     module.register_load_state_dict_post_hook(Uncopied(self._after))):
+        for hook in (module.register_load_state_dict_pre_hook(UncopiedHook(self._before)),
+                     module.register_load_state_dict_post_hook(UncopiedHook(self._after))):
             self._hooks.enter_context(hook)
 
     def _before(self, *_: object) -> None:
@@ -390,13 +379,16 @@ class LoadHooks:
         self._hooks.close()
 
 
-def _met(collectives: Collectives) -> Schedule[None]:
+def _barrier(collectives: Collectives) -> Schedule[None]:
     yield (collectives.node.barrier(),)
 
 
 def _node_array(collectives: Collectives, n: int,
                 dtype: "np.dtype[Any]") -> Schedule[Array | ConfigError]:
-    """Return a node array, or the error that prevented it, so that all ranks continue without."""
+    """Return a node array, or the error that prevented it.
+
+    An error that is raised by a schedule would end the communicator.
+    """
     try:
         return (yield from collectives.node_array(n, dtype))
     except ConfigError as error:
@@ -404,18 +396,18 @@ def _node_array(collectives: Collectives, n: int,
 
 
 def _waiting(read: Callable[..., Any]) -> Any:
-    """Return a method of `dict` for `Guarded` that first waits."""
-    def read_complete(parameters: "Guarded", *args: Any) -> Any:
+    """Return a method for `GuardedParameters` that waits, then calls a method of `dict`."""
+    def read_complete(parameters: "GuardedParameters", *args: Any) -> Any:
         parameters.wait()
         return read(parameters, *args)
 
     return read_complete
 
 
-class Guarded(dict[str, Any]):
-    """The parameters of a module by name, which wait before they are read.
+class GuardedParameters(dict[str, Any]):
+    """A mapping of a module's parameters by name that waits before each read.
 
-    PyTorch reads them here; see `private.parameters_of`.
+    PyTorch reads parameters from this mapping; see `private.parameters_of`.
 
     Args:
         parameters: The parameters by name.
@@ -437,15 +429,15 @@ class Guarded(dict[str, Any]):
 
 
 class Guard:
-    """Guards the weights of a module while they are in flight.
+    """Delays reads of a module's weights while the weights are in flight.
 
-    Each module with parameters waits for their buckets before its forward pass, since some modules
-    keep references to their parameters (LSTM). It also waits when a parameter is looked up, since
-    modules use those of others (MultiheadAttention).
+    Each submodule waits for the buckets of its parameters before its forward pass, since some
+    modules keep references to their parameters (LSTM). It also waits when a parameter is looked up,
+    since some modules use parameters of other modules (MultiheadAttention).
 
     Args:
         module: The module.
-        weights: Its weights.
+        weights: Weights of the module.
         buckets: Index of the bucket of each parameter.
 
     Attributes:
@@ -464,11 +456,11 @@ class Guard:
             if part in compiled:
                 self.unguarded |= indices
             elif indices:
-                wait = Uncopied(weakly(weights.wait_for, sorted(indices)))
-                set_parameters(part, Guarded(parameters_of(part), wait))
+                wait = UncopiedHook(weak_hook(weights.wait_for, sorted(indices)))
+                set_parameters(part, GuardedParameters(parameters_of(part), wait))
                 restored.callback(_unguard, part)
                 restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
-        # Only once, because others may guard the module afterwards.
+        # Removed only once, because another guard may have replaced this one.
         self.remove = weakref.finalize(self, restored.close)
         self.remove.atexit = False
 
@@ -478,7 +470,7 @@ def _unguard(part: nn.Module) -> None:
 
 
 def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
-    """Yield what `named_parameters` does, without waiting; the values may be incomplete."""
+    """Yield the same as `named_parameters`, without waiting; the values may be incomplete."""
     seen = set()
     for prefix, part in module.named_modules():
         parameters = parameters_of(part)

@@ -19,14 +19,14 @@ from .search import TURNS, Axis, Choice, Descent, Outcome, Search
 
 _log = logging.getLogger("mpiring")
 
-# Increase it when saved choices change their meaning.
+# Increase this number when saved choices change their meaning.
 _EDITION = 1
 MAX_STEPS = 60
-# The first step with other settings allocates memory; the fastest of the following ones counts.
+# The first step with other settings allocates memory; the fastest of the following steps counts.
 _IGNORED_STEPS, _TIMED_STEPS = 1, 2
 # The step that orders the gradients comes first, and a comparison last.
 _MAX_TRIALS = (MAX_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
-# On any network, shorter buckets cost more messages than they hide.
+# On any network, the additional messages of shorter buckets cost more time than they hide.
 _SHORTEST_BUCKET = 256 << 10
 _OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
 
@@ -35,7 +35,7 @@ def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
     """Return whether to tune in the first steps.
 
     Raises:
-        ConfigError: The user asks for tuning, and for identical bits in all runs.
+        ConfigError: The user requests both tuning and bitwise identical runs.
     """
     if fusion.autotune is None:
         if fusion.deterministic and comm.config.autotune and comm.rank == 0:
@@ -51,15 +51,15 @@ def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
 class Autotuner:
     """Times the first steps with different settings, and keeps the fastest ones.
 
-    Each rank measures its own time. After the last step of a trial the ranks agree on the time of
-    the slowest rank, and so make the same decisions. Other steps need no message.
+    Each rank measures its own time. After the last step of a trial, the ranks agree on the time of
+    the slowest rank, so they make the same decisions. Other steps need no message.
 
     Args:
         comm: Communicator of the ranks.
         overlaps: If true, several operations may be in flight.
 
     Attributes:
-        first: Settings before the first trial; None before it.
+        first: Settings before the first trial; None until the first trial begins.
     """
 
     def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
@@ -71,11 +71,11 @@ class Autotuner:
         self._times: list[float] = []
 
     def end_step(self, fused: FusedTensors, *, fixed: bool) -> bool:
-        """Time the step that ends; return whether tuning is over.
+        """Record the time of the step that ends; return whether tuning is over.
 
         Args:
             fused: Tensors whose settings are tuned.
-            fixed: If true, buckets must stay unchanged.
+            fixed: If true, buckets must not change.
 
         Collective: yes. Blocking: yes, at the end of a trial.
         """
@@ -95,7 +95,7 @@ class Autotuner:
         return False
 
     def _begin(self, fused: FusedTensors, *, fixed: bool) -> bool:
-        """Use saved settings, or begin to search; return whether there are saved settings."""
+        """Use saved settings, or begin a search; return whether there are saved settings."""
         self.first = first = fused.choice
         plans = _plans(fused, fixed=fixed)
         axes = self._axes(fused, list(plans))
@@ -114,10 +114,10 @@ class Autotuner:
 
         def identity(choice: Choice) -> object:
             plan = plans[choice.bucket_bytes]
-            algorithms = [
+            algorithms = tuple(
                 algorithm_for(bucket.nbytes, bucket.dtype, choice.algorithm(bucket.nbytes), gpu)
-                for bucket in plan]
-            return (plan, tuple(algorithms), choice.operations, choice.pieces, choice.slices)
+                for bucket in plan)
+            return plan, algorithms, choice.operations, choice.pieces, choice.slices
 
         self._search = Descent(first, axes, identity, _MAX_TRIALS).search()
         fused.use(next(self._search))
@@ -125,12 +125,12 @@ class Autotuner:
         return False
 
     def _axes(self, fused: FusedTensors, lengths: list[int]) -> list[Axis]:
-        """Return the settings that matter here, and the values to try."""
+        """Return the settings that matter for this model, and the values to try."""
         comm, nodes = self._comm, self._comm.memory_groups
         names = candidates(comm.size, len(nodes), {bucket.plan.dtype for bucket in fused.buckets},
                            fused.gpu)
         algorithms = ["auto", *names] if comm.config.algorithm == "auto" else ["auto"]
-        # Pieces and slices matter for messages only. On GPUs they fill memory of a fixed size.
+        # Pieces and slices only affect messages. On GPUs, their size is fixed.
         sends = len(nodes) > 1 and not fused.gpu
         axes = [Axis("bucket_bytes", lengths), Axis("long", algorithms, ordered=False)]
         if self._overlaps:
@@ -166,18 +166,16 @@ class Autotuner:
 
     def _report(self, text: object) -> None:
         if self._comm.rank == 0:
-            # A warning appears even if nobody configures logging: the user has asked for tuning.
+            # The user has asked for tuning, and a warning appears even without configured logging.
             _log.warning("autotune: %s", text)
 
 
 def _plans(fused: FusedTensors, *, fixed: bool) -> dict[int, tuple[BucketPlan, ...]]:
-    """Return lengths of buckets, ascending, that make different buckets, and the present length."""
-    first = fused.choice.bucket_bytes
-    present = fused.plan(first)
+    """Return different plans of buckets, including the current one, by increasing bucket length."""
+    plans = {fused.choice.bucket_bytes: fused.plan(fused.choice.bucket_bytes)}
     if fixed:
-        return {first: present}
+        return plans
     total = sum(tensor.padded_bytes for tensor in fused.tensors.values())
-    plans = {first: present}
     nbytes = _SHORTEST_BUCKET
     while nbytes < 2 * total:
         plan = fused.plan(nbytes)

@@ -1,4 +1,4 @@
-"""Averages named tensors in buckets, which are sent once they are full, in an agreed order."""
+"""Averages named tensors in buckets, which are sent in an agreed order once they are full."""
 
 import difflib
 import logging
@@ -31,32 +31,32 @@ from .fused import FusedTensors, Fusion, Placement
 from .search import Choice
 from .weighing import Weighing
 
-# Each rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. If there are more, each
-# rank checks its slices only, and a short message spreads the result.
+# A rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. If there are more bytes,
+# each rank checks its slices only, and a short message distributes the result.
 _LONGEST_CHECK_BYTES = 1 << 20
-# Checking all gradients takes 1.0 to 1.7 % of a step (13 MB in 80 ms: 0.8 to 1.4 ms), and checking
-# the last bucket 0.1 %. It holds the gradients of the first layers, to which backward carries every
-# NaN of later layers.
-_CLOSE_STEPS = 10
-# After this many steps in a row, a large loss scale is no longer the reason.
+# Number of steps after a step with nonfinite means in which all gradients are checked. This takes
+# 1.0 to 1.7 % of a step (13 MB in 80 ms: 0.8 to 1.4 ms), and a check of the last bucket 0.1 %. The
+# last bucket holds the gradients of the first layers, which every NaN of later layers reaches.
+_FULL_CHECKS = 10
+# After this many nonfinite steps in a row, a large loss scale can no longer be the reason.
 HOPELESS_STEPS = 10
 
 _log = logging.getLogger("mpiring")
 
 
 class Averager(FusedTensors):
-    """Tensors as views into buckets, averaged over ranks while others are still being written.
+    """Averages tensors in buckets over ranks while later tensors are still being written.
 
     In a step, write tensors into `views`, mark each with `ready`, and call `wait`. Buckets are sent
-    in one order, the same on all ranks. After the first step the buckets are rebuilt, once, in the
-    order in which rank 0's tensors became ready.
+    in the same order on all ranks. After the first step the buckets are rebuilt, once, in the order
+    in which rank 0's tensors became ready.
 
     Args:
         tensors: Tensors, the same and in the same order on every rank.
         comm: Communicator of the ranks to average over.
         fusion: Settings by which tensors are fused and averaged.
         placement: Memory of the tensors.
-        weighing: Weighing of earlier buckets; a new one by default.
+        weighing: Weighing that earlier buckets have used; by default, a new Weighing.
         steps: Number of steps that were completed in earlier buckets.
         overlap: If true, send buckets as soon as they are full. Otherwise `wait` sends them, one
             after another, since ranks compute on all cores until then. The same on all ranks.
@@ -64,16 +64,16 @@ class Averager(FusedTensors):
     Attributes:
         steps: Number of completed steps.
         updates: Number of optimizer steps since the last completed step; the adapter counts them.
-        label: Description of the present step, if the adapter counts steps; see `step_label`.
-        compared: Texts by source, for example what an optimizer has done with the means of the
-            last step. Ranks compare them when they send the next buckets.
+        label: Description of the current step, if the adapter counts steps; see `step_label`.
+        compared: Strings by source, for example a description of an optimizer's last update. Ranks
+            compare these strings when they send the next buckets.
         scatters: If true, only this rank's slices of the buckets receive means; see `scatter`.
         finite: Whether all means of the last completed step are finite; the same on all ranks. True
             before the first step.
         nonfinite: Record of the ranks whose own gradients contained NaN or Inf.
-        tally: Counter of a step's operations. (Gradients in other memory may belong to the step.)
+        tally: Counter of a step's operations, including operations on gradients in no bucket.
         statistics: Costs of the last completed step's operations only.
-        weighing: Factor by which to multiply gradients before they are ready.
+        weighing: Weighing whose factor multiplies gradients before they are ready.
 
     FusedTensors documents the other attributes.
 
@@ -88,7 +88,7 @@ class Averager(FusedTensors):
                  weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
         super().__init__(tensors, comm, fusion, placement)
         self._overlaps = overlap
-        # Tensors in buckets that replace earlier ones would be tuned again each time.
+        # Buckets that replace earlier buckets are not tuned again.
         self._autotuner = (Autotuner(comm, overlaps=overlap)
                            if not steps and is_wanted(fusion, comm) else None)
         self.weighing = weighing or Weighing(comm)
@@ -96,20 +96,20 @@ class Averager(FusedTensors):
         self.compared: dict[str, str] = {}
         self.label = ""
         self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
-        # The time when each tensor became ready in the present step, in this order, and the
-        # reductions of the sent buckets. None stands for one that was waited for at once.
+        # Time at which each tensor became ready in the current step, in the order of these times.
         self._ready_s: dict[str, float] = {}
+        # Reductions of the sent buckets; None for a completed reduction without overlap.
         self._handles: list[Handle[None] | None] = []
         # Trace that already describes these tensors.
         self._described_in: object = None
-        # Factor between the scale of the tensors now and in the previous step.
+        # Ratio of the current scale of the tensors to their scale in the previous step.
         self._rescaled = 1.0
         self._optimizer: weakref.ref[object] | None = None
         comm.prepare()
 
     @property
     def step_label(self) -> str:
-        """The description of the present step, which ranks compare."""
+        """The description of the current step, which ranks compare."""
         # This rank has skipped a step of other ranks, unless all ranks have several optimizers.
         more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
                 if self.updates > min(self.steps, 1) else "")
@@ -117,7 +117,7 @@ class Averager(FusedTensors):
 
     @property
     def step_started(self) -> bool:
-        """Whether a step has begun, so that some tensor is ready."""
+        """Whether a step has begun, which means that at least one tensor is ready."""
         return bool(self._ready_s)
 
     @property
@@ -130,7 +130,7 @@ class Averager(FusedTensors):
         return name in self.home[name].missing
 
     def ready(self, name: str) -> None:
-        """Mark a tensor as written; send its bucket if this bucket and all earlier ones are full.
+        """Mark a tensor as written; send each bucket that is full if all earlier buckets are sent.
 
         Args:
             name: Name of the tensor.
@@ -142,7 +142,7 @@ class Averager(FusedTensors):
         """
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
-            self._refuse(name)
+            self._refuse_name(name)
         if not self._ready_s:
             self._begin_step()
         bucket = self.home[name]
@@ -157,7 +157,7 @@ class Averager(FusedTensors):
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
-    def _refuse(self, name: str) -> None:
+    def _refuse_name(self, name: str) -> None:
         if isinstance(name, str) and name in self.home:
             raise GradientError(
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
@@ -182,14 +182,14 @@ class Averager(FusedTensors):
 
     @property
     def _leaves_slices(self) -> bool:
-        # Complete means are needed to move them to other buckets.
+        # Only complete means can be moved to other buckets.
         return self.scatters and self.is_final
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
         """Wait until every tensor is the mean over ranks, and end the step.
 
         Args:
-            elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
+            elsewhere: Names of this rank's nonfinite gradients that are in no bucket.
             finite: False if any rank has such gradients.
 
         Raises:
@@ -227,7 +227,7 @@ class Averager(FusedTensors):
         super().use(choice)
 
     def _await_means(self) -> tuple[bool, list[str]]:
-        """Return whether the means are finite, on all ranks, and names of some that are not."""
+        """Return whether all means are finite, and the names of nonfinite means on this rank."""
         shares_check = self.scatters or sum(
             bucket.flat.nbytes for bucket in self.buckets) > _LONGEST_CHECK_BYTES
         rank, size = (self._comm.rank, self._comm.size) if shares_check else (0, 1)
@@ -246,7 +246,7 @@ class Averager(FusedTensors):
         self._handles.clear()
         finite = all(bucket.finite for bucket in self.buckets)
         bad_means = [name for bucket in self.buckets if not bucket.finite
-                     for name in bucket.not_finite(*bucket.bounds(size)[rank:rank + 2])]
+                     for name in bucket.nonfinite_names(*bucket.bounds(size)[rank:rank + 2])]
         if shares_check:
             finite = not self._comm.allreduce(np.array([not finite]), op="max")[0]
         if self.scatters and not finite:
@@ -255,7 +255,7 @@ class Averager(FusedTensors):
         return finite, bad_means
 
     def _record_step(self, waited_s: float) -> None:
-        """End a step in the trace; describe the tensors once."""
+        """Record the end of a step; in a new trace, also describe the tensors."""
         recorder = self._comm.recorder
         if recorder.trace is not None and recorder.trace is not self._described_in:
             self._described_in = recorder.trace
@@ -269,13 +269,13 @@ class Averager(FusedTensors):
     # Between two steps
 
     def rescale(self, factor: float) -> None:
-        """Multiply what Reducers remember, because the tensors have another scale from now on.
+        """Multiply the state of Reducers, because the tensors have another scale from now on.
 
         Args:
-            factor: Ratio of the new scale to the old one.
+            factor: Ratio of the new scale to the old scale.
 
         Raises:
-            ConfigError: The factor is no finite number above 0.
+            ConfigError: The factor is not a finite number above 0.
         """
         factor = number(f"rank {self._comm.rank}: factor", factor,
                         lambda x: 0 < x < math.inf, "a finite number above 0")
@@ -293,7 +293,7 @@ class Averager(FusedTensors):
                 "reducers": [compressor.state_dict() for compressor in self.compressors]}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `own_state_dict` returned on this rank.
+        """Resume from the result of `own_state_dict` on this rank.
 
         Raises:
             ConfigError: The state belongs to another model or to other Reducers.
@@ -308,15 +308,14 @@ class Averager(FusedTensors):
             raise ConfigError(
                 f"rank {self._comm.rank}: the state has {count(len(states), 'reducer')}, but the "
                 f"model has {len(self.compressors)}; resume with the reducers that were saved")
-        for compressor, its in zip(self.compressors, states):
-            compressor.load_state_dict(its)
+        for compressor, reducer_state in zip(self.compressors, states):
+            compressor.load_state_dict(reducer_state)
         if state["order"] is not None:
-            tensors = self._ordered(state["order"])
-            self.is_final = True
-            self.fuse([tensor.name for tensor in tensors])
+            self._fused, self.is_final = self._ordered(state["order"]), True
+            self._follow_plan()
 
     def close(self) -> None:
-        """Release Reducers for another model, or for these tensors in other buckets."""
+        """Release Reducers, so that other buckets, also of another model, can use them."""
         operations = self._comm.config.operations_in_flight
         if self.choice.operations != operations:
             self._comm.tunable.operations_in_flight = operations
@@ -331,29 +330,29 @@ class Averager(FusedTensors):
     # Slices
 
     def scatter(self) -> None:
-        """From the next step on, leave each rank the means of its slices only; see `own_slice`.
+        """From the next step on, give each rank the means of its slices only; see `own_slice`.
 
-        After a step, the rest of the buckets holds junk, and a NaN in each tensor that is not
-        completely in the slices. Copy the slices before the next step, since rebuilding buckets
-        discards them. If a slice of any rank contains NaN or Inf, all buckets of all ranks are
-        filled with NaN.
+        After a step, the other elements of the buckets are undefined, with a NaN in each tensor
+        that is not completely in the slices. Copy the slices before the next step, since rebuilding
+        buckets discards them. If a slice of any rank contains NaN or Inf, all buckets of all ranks
+        are filled with NaN.
 
         Raises:
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: while settings are being tuned, which ends.
+        Collective: yes. Blocking: if settings are being tuned, which this call ends.
         """
         self._refuse_during_step("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
-            # From now on buckets must not move, but a trial's buckets are not the ones to keep.
+            # From now on buckets must not move, but the buckets of a trial may be slow.
             self.use(self._autotuner.first)
             self._autotuner = None
         self.scatters = True
 
     def bounds(self, bucket: Bucket) -> list[int]:
-        """Return the offsets that cut a bucket into slices, one for each rank.
+        """Return the offsets that cut a bucket into slices, one per rank.
 
-        Without `scatter` every rank has the complete bucket: [0, size].
+        Without `scatter`, every rank has the complete bucket: [0, size].
         """
         return bucket.bounds(self._comm.size) if self.scatters else [0, bucket.plan.size]
 
@@ -403,9 +402,10 @@ class Averager(FusedTensors):
 class NonFinite:
     """Finds NaN and Inf in the gradients of all ranks before they are averaged.
 
-    Once one rank's gradient is NaN, so is the mean on all ranks, which overwrites the gradient. In
-    each step each rank therefore checks the bucket that is sent last. In the ten steps after a step
-    with nonfinite means it checks all buckets. Ranks exchange names only if means are not finite.
+    A NaN in one rank's gradient makes the mean NaN on all ranks, and the mean overwrites the
+    gradient. In each step, each rank therefore checks the bucket that is sent last. In the ten
+    steps after a step with nonfinite means, it checks all buckets. Ranks exchange names only if
+    means are not finite.
 
     Args:
         comm: Communicator of the ranks.
@@ -420,18 +420,18 @@ class NonFinite:
         # Names of nonfinite gradients of this rank, and of nonfinite means.
         self._names: list[str] = []
         self._means: Sequence[str] = ()
-        self._step = self._steps_in_row = self._close_steps = 0
-        self._is_reported = self._is_known = self._saw_all = False
+        self._step = self._steps_in_row = self._full_checks_left = 0
+        self._is_reported = self._is_known = self._has_checked_all = False
 
     def check(self, bucket: Bucket, *, last: bool) -> None:
         """Check a bucket that is about to be sent, if it is the last one or all are checked.
 
-        On a GPU it is checked only if all are, since the check waits for backward.
+        The last bucket on a GPU is an exception, since the check would wait for backward.
 
         Collective: no.
         """
-        if self._close_steps or last and bucket.device is None:
-            self._names += bucket.not_finite(0, bucket.plan.size)
+        if self._full_checks_left or last and bucket.device is None:
+            self._names += bucket.nonfinite_names(0, bucket.plan.size)
 
     @property
     def unreported(self) -> bool:
@@ -444,7 +444,7 @@ class NonFinite:
 
         Args:
             step: Number of the step.
-            elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
+            elsewhere: Names of this rank's nonfinite gradients that are in no bucket.
             bad_means: Names of means in which this rank has found NaN or Inf.
             finite: True if all means of all ranks are finite.
 
@@ -454,26 +454,27 @@ class NonFinite:
         self._step, self._is_known = step, False
         if finite:
             self.by_rank, self._steps_in_row, self._is_reported = {}, 0, False
-            self._close_steps = max(0, self._close_steps - 1)
+            self._full_checks_left = max(0, self._full_checks_left - 1)
             return
         ranks = self._comm.allgather_object((names, bad_means))
         self.by_rank = {rank: names for rank, (names, _) in enumerate(ranks) if names}
         self._means = sorted({name for _, means in ranks for name in means})
-        self._saw_all, self._close_steps = self._close_steps > 0, _CLOSE_STEPS
+        self._has_checked_all = self._full_checks_left > 0
+        self._full_checks_left = _FULL_CHECKS
         self._steps_in_row += 1
         if self._steps_in_row == HOPELESS_STEPS and not self._is_reported:
             self._warn(f"; it was the {HOPELESS_STEPS}th such step in a row, which no loss scale "
                        f"explains")
 
-    def leave_to_user(self) -> None:
-        """Record that the user has asked about the last completed step, which needs no report.
+    def skip_report(self) -> None:
+        """Do not report the last completed step, because the user has asked for its result.
 
         Collective: no.
         """
         self._is_known = True
 
     def report(self) -> None:
-        """Warn on rank 0 that such gradients are used, once for several such steps in a row.
+        """Warn on rank 0 that nonfinite gradients are used, once for several steps in a row.
 
         Collective: no.
         """
@@ -481,28 +482,28 @@ class NonFinite:
             self._warn()
 
     def _warn(self, more: str = "") -> None:
-        # The next step, which checks all buckets, can then name the rank in a second warning.
-        self._is_known, self._is_reported = True, bool(self.by_rank) or self._saw_all
+        # The next step checks all buckets; a second warning can then name a rank unknown now.
+        self._is_known, self._is_reported = True, bool(self.by_rank) or self._has_checked_all
         if self._comm.rank:
             return
         before = ("NaN or Inf in gradients before they were averaged, and so in the means of all "
                   "ranks")
         if self.by_rank:
-            unseen = "" if self._saw_all else (
+            unseen = "" if self._has_checked_all else (
                 " (of those that leave last: others were not looked at)")
             text = f"{before}: {_described(self.by_rank)}{unseen}"
-        elif self._saw_all:
+        elif self._has_checked_all:
             text = (f"NaN or Inf in the means of {first_few(self._means, 3)}, although all ranks' "
                     f"gradients were finite: their sum exceeds the range of the dtype, or a "
                     f"Reducer writes NaN or Inf")
         else:
             text = (f"{before}, of {first_few(self._means, 3)} (of an unknown rank: these were not "
-                    f"looked at before; in the next {_CLOSE_STEPS} steps all are)")
+                    f"looked at before; in the next {_FULL_CHECKS} steps all are)")
         _log.warning("step %d: %s%s", self._step, text, more)
 
 
 def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
-    """Return ranks and names as a text that groups ranks with the same names."""
+    """Return the ranks and names as a string, in which ranks with the same names are grouped."""
     ranks_by_names: dict[tuple[str, ...], list[str]] = {}
     for rank, names in names_by_rank.items():
         ranks_by_names.setdefault(tuple(names), []).append(str(rank))
@@ -512,7 +513,7 @@ def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
 
 
 class Tally:
-    """Costs of the operations submitted through it, whatever else is in flight."""
+    """Counts the costs of the operations that are submitted through it, and of no others."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -521,14 +522,14 @@ class Tally:
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:
-        """Begin an operation that is counted; see Communicator.submit."""
+        """Begin an operation, and count it; see Communicator.submit."""
         handle = self._comm.submit(call, self._counted(build), device=device, ready=ready)
         self._flights.append(handle.flight)
         return handle
 
     def run(self, call: Call, build: Build[T], *, device: Device | None = None,
             ready: Sequence[Event] = ()) -> T:
-        """Run an operation that is counted; see Communicator.run."""
+        """Run an operation, and count it; see Communicator.run."""
         began_s = time.monotonic()
         result = self._comm.run(call, self._counted(build), device=device, ready=ready)
         if self._comm.size > 1:

@@ -22,20 +22,17 @@ from ..text import first_few
 from ..transport.base import Schedule
 from .search import Choice
 
-# So many names are told where one is unknown.
-_MAX_NAMES = 8
-
 
 @dataclass(frozen=True)
 class Fusion:
-    """How tensors are fused into buckets, and how buckets are averaged: the user's choices.
+    """The user's choices of how tensors are fused into buckets, and how buckets are averaged.
 
     Attributes:
         bucket_bytes: Length of a bucket; None for `usual_bytes`.
         reducer: Reducer that averages buckets; or a mapping from names and patterns to Reducers.
         deterministic: If true, keep the first plan, so that results do not depend on the order in
             which tensors became ready.
-        order: Value of `order` when a state was saved, to continue with the same buckets.
+        order: Value of `order` in a saved state, to continue with the same buckets.
         autotune: If true, find the fastest settings in the first steps; None for Config's setting.
     """
 
@@ -48,16 +45,16 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of an adapter's tensors, and the function that tells it that they have moved.
+    """The memory of an adapter's tensors, and the function to call when tensors have moved.
 
     Attributes:
         device: GPU that holds the tensors; None for host memory.
         mark: Function that returns the event after which the GPU has written a ready tensor; by
-            default it marks CuPy's stream.
+            default, it marks CuPy's stream.
         moved: Function to call with a tensor's name when its view has moved to a new bucket. It
-            must drop the old view, because an old bucket's memory is free once all its views have
-            moved. Without this function, old buckets are filled with NaN, so that use of an old
-            view is noticed.
+            must drop the old view, because an old bucket's memory is freed once all its views have
+            moved. Without this function, old buckets are filled with NaN, to reveal the use of an
+            old view.
     """
 
     device: Device | None = None
@@ -66,11 +63,11 @@ class Placement:
 
 
 class Views(Mapping[str, Array]):
-    """Tensors by name, which can be written into, but not replaced.
+    """Tensors by name, which can be changed in place, but not replaced.
 
     Args:
-        views: The tensors; may change.
-        holder: Name by which the user knows this mapping, for messages.
+        views: The tensors; the mapping may change later.
+        holder: Name of this mapping in messages.
     """
 
     _error: type[MpiringError] = GradientError
@@ -83,7 +80,7 @@ class Views(Mapping[str, Array]):
         try:
             return self._views[name]
         except KeyError:
-            known = first_few(nearest(str(name), self._views), _MAX_NAMES)
+            known = first_few(nearest(str(name), self._views), 8)
             raise KeyError(f"no parameter is called {name!r}; {self._holder} has {known}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -96,8 +93,8 @@ class Views(Mapping[str, Array]):
         """Accept the end of `views[name] += value`, which has already written in place.
 
         Raises:
-            GradientError: Another array is assigned, which would not be used. For masters, the
-                error is a ConfigError.
+            GradientError: Another array is assigned, which would not be used. For master weights,
+                the error is a ConfigError.
         """
         if value is not self._views.get(name):
             view = f"{self._holder}[{name!r}]"
@@ -107,7 +104,7 @@ class Views(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """How a bucket is averaged, decided when the bucket is built.
+    """The method by which a bucket is averaged, chosen when the bucket is built.
 
     Attributes:
         reducer: Reducer of the bucket.
@@ -131,7 +128,7 @@ class BucketReduction:
 
 
 class FusedTensors:
-    """Tensors as views into buckets, which are rebuilt when a better order is known.
+    """Fuses tensors into buckets, which are rebuilt when a better order is known.
 
     At first, tensors are fused in reverse order, which is the order of most backward passes.
 
@@ -146,11 +143,12 @@ class FusedTensors:
         views: Views by name; replaced by new views when buckets are rebuilt.
         buckets: Buckets in the order in which they are sent.
         version: Number of times that buckets were built.
-        reductions: How each bucket is averaged.
+        reductions: Reduction of each bucket.
         home: Bucket of each tensor.
         compressors: Reducers that have a state.
         mark: Function `mark` of the placement.
-        choice: Length of buckets, and other settings of speed.
+        gpu: Description of the GPU that holds the buckets; "" for host memory.
+        choice: Length of buckets, and other settings that change the speed.
         is_final: Whether the order is final.
         dense_bytes: Number of bytes that this rank would send to other nodes in a step without
             compression.
@@ -167,6 +165,7 @@ class FusedTensors:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._comm, self._moved = comm, placement.moved
         self._device, self.mark = placement.device, placement.mark
+        self.gpu = "" if self._device is None else str(self._device)
         if self._device is not None and self.mark is None:
             self.mark = self._device.gpu.mark
         self._reducers = reducers_of(self.tensors, fusion.reducer)
@@ -180,7 +179,7 @@ class FusedTensors:
         self.buckets: list[Bucket] = []
         self.version = 0
         self.reductions: list[BucketReduction] = []
-        # Buckets that were replaced, but that the user's views may still show.
+        # Replaced buckets; the user may still have views into them.
         self._retired: list[Bucket] = []
         self.is_final = fusion.deterministic or fusion.order is not None
         for compressor in self.compressors:
@@ -196,7 +195,7 @@ class FusedTensors:
         return [tensor.name for tensor in self._fused] if self.is_final else None
 
     def _begin_step(self) -> None:
-        """Apply a state that a Reducer has loaded; give up the buckets that were replaced.
+        """Apply a state that a Reducer has loaded, and discard the buckets that were replaced.
 
         Collective: if there is such a state. Blocking: if there is.
         """
@@ -206,7 +205,7 @@ class FusedTensors:
         self._retired = []
 
     def _end_step(self, ready: Sequence[str]) -> None:
-        """Expect all tensors again; after the first step, fuse them in rank 0's order.
+        """Mark all tensors as missing; after the first step, fuse them in rank 0's order.
 
         Args:
             ready: Names in the order in which this rank's tensors became ready.
@@ -247,13 +246,13 @@ class FusedTensors:
             self._rebuild()
 
     def _resume(self) -> bool:
-        """Build the buckets of the state that a Reducer has loaded; return False without one."""
+        """Build the buckets of the state that a Reducer has loaded; return whether there is one."""
         orders = [compressor.loaded_order for compressor in self.compressors
                   if compressor.loaded_order is not None]
         if not orders:
             return False
         self._fused = [self._ordered(order) for order in orders][0]
-        # This call fails on a rank that has not loaded a state.
+        # This call fails unless all ranks have loaded a state.
         self._comm.submit(Call("load", "the states of all ranks' reducers"),
                           lambda collectives: collectives.barrier()).wait()
         self.is_final = True
@@ -264,7 +263,7 @@ class FusedTensors:
         """Return the tensors in the order of a saved state.
 
         Raises:
-            ConfigError: The state is of another model.
+            ConfigError: The state belongs to another model.
         """
         if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
             raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
@@ -279,11 +278,6 @@ class FusedTensors:
         """Return the plans of the buckets for another bucket length."""
         return plan(self._fused, bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
 
-    @property
-    def gpu(self) -> str:
-        """The description of the GPU that holds the buckets; "" for host memory."""
-        return "" if self._device is None else str(self._device)
-
     def _rebuild(self) -> None:
         """Build buckets, one after another, and move the tensors into them."""
         if self._moved is None:
@@ -293,7 +287,7 @@ class FusedTensors:
         self.home.clear()
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         if self._arrays and self.mark is not None:
-            # Tensors to be moved may have been written a moment ago.
+            # The GPU may not have written the tensors that are moved.
             await_event(self.mark())
         for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
             bucket = Bucket(index, bucket_plan, empty, self._device)
@@ -341,11 +335,11 @@ class FusedTensors:
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,
              reducer: Reducer) -> BucketReduction:
-    """Return the reduction of a bucket on a GPU through a copy in pinned host memory."""
+    """Return a reduction of a bucket on a GPU that uses a copy in pinned host memory."""
     def pinned(n: int, dtype: "np.dtype[Any]") -> Array:
         return device.gpu.pinned(n * dtype.itemsize).view(dtype)
 
-    # Memory that the node's ranks share can be pinned; other memory may begin anywhere in a page.
+    # Memory that a node's ranks share begins at a page, so that `pin` can lock it.
     shared = comm.local_size > 1
     copy = Bucket(bucket.index, bucket.plan, comm.empty if shared else pinned)
     if shared:

@@ -24,12 +24,12 @@ _log = logging.getLogger("mpiring")
 
 @dataclass(frozen=True)
 class Replicated:
-    """Memory that should have the same bits on all ranks: an array or a number.
+    """An array or a number that should have the same bits on all ranks.
 
     Attributes:
         name: A unique name.
-        read: Function that returns its bytes, perhaps a copy: shape (n,), uint8.
-        write: Function that replaces its bytes by such a vector.
+        read: Function that returns the bytes, or a copy of them: shape (n,), uint8.
+        write: Function that replaces the bytes, given a vector of this shape and dtype.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Replicas:
     """The parameters and the optimizer state of a model, of which each rank has a replica.
 
     Args:
-        comm: The ranks. Its settings say how often to compare, and what to do.
-        items: Function that yields their present state; names are the same on all ranks.
+        comm: Communicator of the ranks, whose settings `digest_steps` and `digest_action` apply.
+        items: Function that yields the current state; names are the same on all ranks.
 
     Attributes:
-        paused: Whether nothing is compared at present, since ranks may differ for a while.
+        paused: Whether comparisons are suspended, because ranks may differ temporarily.
     """
 
     def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]]) -> None:
@@ -68,13 +68,13 @@ class Replicas:
             self.compare()
 
     def compare(self) -> None:
-        """Find out whether all ranks have the same bits, by a message of 16 bytes if they do.
+        """Compare the bits of all ranks; if they are equal, this costs a message of 16 bytes.
 
-        Items that only some ranks have do not count.
+        Items that only some ranks have are ignored.
 
         Raises:
-            ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority
-                to restore from. On all ranks.
+            ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority to
+                restore from; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -82,7 +82,7 @@ class Replicas:
         if self._comm.size == 1:
             return
         if self._fast is None:
-            # A rank that lacks xxhash would report other digests of the same bits.
+            # A rank without xxhash would compute other digests of the same bits.
             self._fast = bool(self._comm.allreduce(np.array([has_xxh3()]), op="min")[0])
         items = {item.name: item for item in self._items()}
         digests = {name: digest([items[name].read()], fast=self._fast) for name in sorted(items)}
@@ -111,10 +111,10 @@ class Replicas:
 
     def _are_equal(self, digests: Mapping[str, int]) -> bool:
         """Return whether all ranks have the same digests; the same answer on all."""
-        of_all = np.uint64(digest(
+        combined = np.uint64(digest(
             [f"{name} {number:x}\n".encode() for name, number in digests.items()]))
-        # The least of all ranks', and the greatest: its complement is the least.
-        both = np.array([of_all, ~of_all])
+        # The minimum, and the complement of the maximum.
+        both = np.array([combined, ~combined])
         self._comm.submit(
             Call("compare digests", f"after {self._steps} steps"),
             lambda collectives: collectives.allreduce(both, op="min")).wait()
@@ -129,7 +129,7 @@ class Replicas:
             item.write(raw)
 
     def copy_from(self, root: int) -> None:
-        """Copy the items of one rank to all ranks, as far as all ranks have them.
+        """Copy the items that all ranks have from one rank to all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -139,8 +139,8 @@ class Replicas:
             self._copy(items[name], root, range(self._comm.size))
 
 
-# Names of items that differ between ranks. The keys are the ranks outside of the majority, and the
-# majority: the ranks that agree and are more than any others that do. Two ranks often have none.
+# Names of items that differ between ranks, by the ranks outside of the majority, and the majority.
+# The majority is the largest group of ranks that agree; it is empty if two groups are the largest.
 _Differences = Mapping[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]]
 
 
@@ -160,7 +160,7 @@ def _differences(by_rank: Sequence[Mapping[str, int]]) -> _Differences:
 
 
 def _described(differences: _Differences, hosts: Sequence[str]) -> str:
-    """Return as text which ranks differ, and in which items."""
+    """Return a string with the ranks that differ, and the items in which they differ."""
     return "; ".join(
         f"{_ranks(odd, hosts)} "
         + (f"differ{'s' * (len(odd) == 1)} from ranks {first_few([*map(str, majority)], 8)}"
@@ -184,16 +184,16 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
             arrays that were yielded before.
     """
     for path, value in leaves(nest):
-        its_name = name + "".join(f"[{key!r}]" for key in path)
+        full_name = name + "".join(f"[{key!r}]" for key in path)
         if not isinstance(value, bool | int | float):
-            item = leaf(its_name, value)
+            item = leaf(full_name, value)
             if item is not None:
                 yield item
         elif path and abs(value) < 2**63:
             holder = functools.reduce(operator.getitem, path[:-1], nest)
-            # Those of a tuple cannot be replaced.
+            # Numbers in a tuple cannot be replaced.
             if isinstance(holder, MutableMapping | list):
-                yield _number(holder, path[-1], its_name)
+                yield _number(holder, path[-1], full_name)
 
 
 def _number(holder: Any, key: Any, name: str) -> Replicated:

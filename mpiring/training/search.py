@@ -1,7 +1,7 @@
 """Settings that change the speed of a training step, and the search for the fastest ones.
 
-They are tried in real steps, during the computation that competes with communication: AutoCCL, Xu
-et al., NSDI 2025.
+They are tried in real steps, in which computation competes with communication (AutoCCL, Xu et al.,
+NSDI 2025).
 """
 
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -27,12 +27,12 @@ class Choice:
     """Settings that change the speed of a step, and at most the rounding of its results.
 
     Attributes:
-        bucket_bytes: Length of buckets, see Fusion.
-        operations: Number of operations that advance at a time, see Config.
-        long, short: Algorithm for buckets, and for those of at most FIRST_BUCKET_BYTES; "auto"
-            means the configured one.
-        pieces: Factor for the lengths into which algorithms cut buckets.
-        slices: Number of a rank's slices that are in flight between nodes at a time.
+        bucket_bytes: Length of buckets; see Fusion.
+        operations: Number of operations that advance at the same time; see Config.
+        long, short: Algorithms for buckets longer than FIRST_BUCKET_BYTES, and for others; "auto"
+            means the configured algorithm.
+        pieces: Factor for the length of the pieces into which algorithms cut buckets.
+        slices: Number of a rank's slices that are in flight between nodes at the same time.
     """
 
     bucket_bytes: int
@@ -83,7 +83,7 @@ class Axis:
 
     Attributes:
         name: Field of Choice.
-        values: Values to try, including the first one of the search.
+        values: Values to try, including the value at the start of the search.
         ordered: If true, neighboring values give similar speeds, so the search walks along them;
             otherwise it tries all values.
     """
@@ -100,7 +100,7 @@ class Outcome:
     Attributes:
         choice: Settings to keep.
         first: Settings of the first steps.
-        seconds, first_s: Duration of a step with each of them, in seconds.
+        seconds, first_s: Duration of a step with `choice` and with `first`, in seconds.
     """
 
     choice: Choice
@@ -123,7 +123,7 @@ class _Exhausted(Exception):
 
 
 class Descent:
-    """A search that changes one setting after another, as long as steps become faster.
+    """A search that changes one setting at a time, as long as steps become faster.
 
     Args:
         first: Settings to begin with.
@@ -141,11 +141,11 @@ class Descent:
         self._others_s: dict[Choice, float] = {}
 
     def search(self) -> Search:
-        """Yield settings to try; receive the duration of a step with them, in seconds.
+        """Yield settings to try, and receive the duration of a step with them, in seconds.
 
         Returns:
-            The outcome: the best settings, if a comparison at the end confirms that they are
-            faster than the first ones.
+            The best settings, if a comparison at the end confirms that they are faster than the
+            first settings; otherwise the first settings.
         """
         try:
             yield from self._try(self._first)
@@ -162,7 +162,7 @@ class Descent:
         return (yield from self._compare())
 
     def _try(self, choice: Choice) -> Generator[Choice, float, bool]:
-        """Try settings, unless equal ones were tried; return whether they are the best so far."""
+        """Try settings, unless equivalent ones were tried; return whether they are the best yet."""
         identity = self._identity(choice)
         if identity in self._tried:
             return False
@@ -186,7 +186,7 @@ class Descent:
             yield from self._try(replace(self._best, **{axis.name: value}))
 
     def _walk(self, axis: Axis) -> Generator[Choice, float, None]:
-        """Walk along the values in either direction, first in steps of two, then of one."""
+        """Walk along the values in either direction, first in strides of two, then of one."""
         for stride in (2, 1):
             for direction in (stride, -stride):
                 start, moves = self._best, True
@@ -200,8 +200,8 @@ class Descent:
     def _compare(self) -> Search:
         """Compare the best settings with the first, alternately; in doubt, keep the first.
 
-        If the first settings were the best, the next best have another chance, because a step
-        that was fast by luck would hide all others.
+        If the first settings were the best, compare the second best, because one step that was fast
+        by chance would exclude all other settings.
         """
         best, first = self._best, self._first
         if best == first:

@@ -10,42 +10,43 @@ from ..engine.handle import Handle
 from ..errors import GradientError
 from ..operations.agreement import Call
 
-# Beyond it, float64 cannot represent all whole numbers.
+# Above this number, float64 cannot represent all whole numbers.
 _MAX_TOKENS = 2**53
 
 
 class Weighing:
     """The factor of this rank's gradients in the mean over ranks, step by step.
 
-    A rank with n of all N tokens of a step, whose gradient is the mean over its own tokens, gets
-    the factor n * size / N. All ranks' tokens are summed in the background.
+    The gradient of each rank is the mean over the rank's tokens. A rank with n of the N tokens of a
+    step gets the factor n * size / N. All ranks' tokens are summed in the background.
 
     Args:
         comm: Communicator of the ranks.
 
     Attributes:
-        tokens: Number of tokens of this rank in the present step; None if `begin` was not called.
+        tokens: Number of tokens of this rank in the current step; None if `begin` was not called.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.tokens: float | None = None
         self._comm = comm
         self._factor = 1.0
-        # Whether gradients of the present step have been weighed.
+        # Whether gradients of the current step have been weighed.
         self._is_used = False
+        # Sum of all ranks' tokens, once the operation is complete.
         self._total = np.empty(1)
         self._handle: Handle[None] | None = None
 
     def begin(self, tokens: Any, *, sums: bool = True) -> None:
-        """Set the number of tokens over which this rank's gradients of the present step are a mean.
+        """Set the number of tokens over which this rank's gradients in the current step are a mean.
 
         Args:
             tokens: Number of tokens, finite, at least 0.
             sums: If true, sum the tokens of all ranks; otherwise `use` must be called.
 
         Raises:
-            ConfigError: It is not such a number.
-            GradientError: This was already called in this step, or comes too late.
+            ConfigError: `tokens` is not such a number.
+            GradientError: This is the second call in a step, or gradients were already weighed.
 
         Collective: yes, if `sums`. Blocking: no.
         """
@@ -70,10 +71,10 @@ class Weighing:
 
     @property
     def factor(self) -> float:
-        """The factor of this rank's gradients in the present step; read it when one is ready.
+        """The factor of this rank's gradients in the current step; read it when one is ready.
 
-        A factor of 0 means that gradients count as zeros, whatever they contain: a mean over no
-        tokens is NaN.
+        With a factor of 0, gradients count as zeros even if they are NaN, as a mean over no tokens
+        is.
 
         Collective: no. Blocking: until the ranks' tokens are summed.
         """
@@ -85,7 +86,7 @@ class Weighing:
         return self._factor
 
     def use(self, tokens: float, total: float) -> None:
-        """Weigh this rank's gradients of the present step.
+        """Weigh this rank's gradients of the current step.
 
         Args:
             tokens: Number of tokens over which the gradients are a mean.
@@ -95,7 +96,7 @@ class Weighing:
         self._factor = tokens * self._comm.size / total if total else 0.0
 
     def end_step(self) -> float | None:
-        """Reset the factor to 1; return `tokens` of the step that ends.
+        """Reset the factor to 1, and return `tokens` of the step that ends.
 
         Collective: no. Blocking: no.
         """

@@ -99,9 +99,9 @@ def test_only_tensors_are_named_and_poisoned():
     """Not what lies between them, which Reducers read and may write."""
     bucket = Bucket(0, plan(specs(3, 5, 7), 1000)[0], np.empty)
     bucket.flat[3:16] = np.nan
-    assert bucket.not_finite(0, bucket.plan.size) == []
+    assert bucket.nonfinite_names(0, bucket.plan.size) == []
     bucket.views["t2"][6] = np.inf
-    assert bucket.not_finite(0, bucket.plan.size) == ["t2"]
+    assert bucket.nonfinite_names(0, bucket.plan.size) == ["t2"]
     bucket.poison()
     for view in bucket.views.values():
         assert np.isnan(view).all()

@@ -106,10 +106,11 @@ MUTANTS = [
     # Buckets.
     Mutant("buckets/bucket.py", "if bucket and used + tensor.padded_bytes > limit:",
            "if bucket and used > limit:", BUCKET),
-    Mutant("buckets/bucket.py", "start += tensor.padded_size\n            if stop < start:",
-           "start += tensor.size\n            if stop < start:", BUCKET),
-    Mutant("buckets/bucket.py", "first += tensor.padded_size\n        return names",
-           "first += tensor.size\n        return names", BUCKET),
+    Mutant("buckets/bucket.py",
+           "start += tensor.padded_size\n            if elements.stop < start:",
+           "start += tensor.size\n            if elements.stop < start:", BUCKET),
+    Mutant("buckets/bucket.py", "self.flat[max(start, elements.start):", "self.flat[start:",
+           BUCKET),
     Mutant("buckets/bucket.py", "        for gap in self._padding:\n            self.flat[gap] = 0",
            "        pass", BUCKET),
     # The clock of the server.

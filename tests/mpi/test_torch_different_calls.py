@@ -35,7 +35,7 @@ def sharded(comm, kind=torch.optim.SGD, **options):
     model = wrapped(comm)
     optimizer = Sharded(kind, model, **{"lr": 0.5, "momentum": 0.5, **options})
     for _ in range(2):
-        if optimizer._is_fresh:
+        if optimizer._has_new_gradients:
             optimizer.step()
         model(torch.ones(5, 3)).square().sum().backward()
     return optimizer

@@ -697,6 +697,18 @@ def test_another_optimizer_after_it(comm):
         optimizer.step()
 
 
+def test_an_optimizer_is_closed_while_all_parameters_are_frozen(comm):
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    train(model, optimizer, comm, range(1))
+    model.requires_grad_(False)
+    loss_of(model, comm, 0)
+    optimizer.close()
+    model.requires_grad_(True)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, range(1))
+    assert equal_on_all(model.parameters(), comm)
+
+
 @pytest.mark.parametrize("settings", [{}, {"overlap": True}])
 def test_optimizers_of_mpiring(comm, settings):
     """Those that look at norms of whole tensors, too; as they update a NumPy model."""

@@ -37,7 +37,7 @@ def blocked(rendezvous, monkeypatch, *addresses):
 def test_the_store_listens_on_one_address_that_all_ranks_reach(
         rendezvous, monkeypatch, closed, expected):
     blocked(rendezvous, monkeypatch, *closed)
-    (*first, listener), (*second, none) = on_ranks(2, rendezvous._meet, OnNodes)
+    (*first, listener), (*second, none) = on_ranks(2, rendezvous._agree_on_address, OnNodes)
     with listener:
         assert first == second == list(listener.getsockname()) and none is None
         assert first[0] == expected
@@ -50,4 +50,4 @@ def test_addresses_that_are_not_reached_are_named(rendezvous, monkeypatch):
     blocked(rendezvous, monkeypatch, *ADDRESSES.values())
     with pytest.raises(TransportError, match=r"listens on \[\('127.0.0.2', \d+\), .*rank 0 reaches "
                        r"\[\]; does a firewall close the ports\?"):
-        on_ranks(2, rendezvous._meet, OnNodes)
+        on_ranks(2, rendezvous._agree_on_address, OnNodes)

@@ -15,7 +15,7 @@ from ...launch.host import keep_freed_memory
 from ...operations.consistency import same_on_all
 from ...reducers import Reducer
 from ...torch.averaging import Averaging, Settings
-from ...torch.modules import weakly
+from ...torch.modules import weak_hook
 from ...torch.private import version_of
 from ...torch.tensors import described
 from ...torch.threads import share_cores
@@ -86,7 +86,7 @@ class StepAveraging(Averaging):
         self._versions: dict[str, int] = {}
         self._sparse_dims: dict[str, int] = {}
 
-    def _begun(self) -> None:
+    def _begin(self) -> None:
         """Do nothing, because a step may have several passes."""
 
     def add(self, name: str, *, complete: bool) -> None:
@@ -132,8 +132,8 @@ class StepAveraging(Averaging):
             p.grad = p.grad.to_dense()
         super()._put(name, p)
 
-    def _show(self) -> None:
-        super()._show()
+    def _assign_gradients(self) -> None:
+        super()._assign_gradients()
         for name, dims in self._sparse_dims.items():
             self.dense[name].grad = self._views[name].to_sparse(dims)
 
@@ -182,7 +182,7 @@ class StepGradients:
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 self._hooks.enter_context(
-                    p.register_post_accumulate_grad_hook(weakly(self._count_pass)))
+                    p.register_post_accumulate_grad_hook(weak_hook(self._count_pass)))
 
     def _count_pass(self, p: Parameter) -> None:
         """Count a backward pass; send the gradient after the last pass."""
