@@ -54,16 +54,14 @@ to its longest one. All methods have the same number of samples in a step, on av
   idle %     share of the step in which a rank waits for others and the allreduce, on average
   + idle %   excess of idle % over that with equal lengths
   largest    tokens of a rank's largest batch, with padding, which need memory"""
-NAMES = {"equal": EQUAL, "distributed": PADDED, "apart": APART, "together": TOGETHER,
-         "tokens": OURS}
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--ways", type=names(tuple(NAMES)), default=list(NAMES), metavar="A,B",
-                        help=f"methods, out of {', '.join(NAMES)}; default all")
+    parser.add_argument("--ways", type=names(tuple(METHODS)), default=list(METHODS),
+                        metavar="A,B", help=f"methods, out of {', '.join(METHODS)}; default all")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
                         help="approximate number of the transformer's parameters; default 1M")
     parser.add_argument("--samples", type=positive, default=8,
@@ -100,8 +98,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                        readings[name]) for name, (training, _) in trainings.items()]
 
 
-def _trainings(world: World, options: Namespace,
-               ) -> "dict[str, tuple[Training, PaddedBatches]]":
+def _trainings(world: World, options: Namespace) -> "dict[str, tuple[Training, PaddedBatches]]":
     """Read the text, and return the trainings and their batches, by method."""
     from mpiring.torch import share_cores
     from . import torch_padding
@@ -112,14 +109,15 @@ def _trainings(world: World, options: Namespace,
     texts = torch_padding.texts_of(world.raw.bcast(functions_read, root=0), options.longest)
     world.warm_up()
     trainings = {}
-    for name in map(NAMES.__getitem__, options.ways):
+    for way in options.ways:
+        name, sampling = METHODS[way]
         samples = torch_padding.equally_long(texts) if name == EQUAL else texts
         lengths = np.array(list(map(len, samples)))
         if len(lengths) < options.samples * world.size:
             raise ConfigError(f"--samples {options.samples}: {len(lengths)} functions make no "
                               f"batch for {world.size} ranks; use more functions, or fewer samples")
         trainings[name] = torch_padding.training_on(
-            world, options, samples, SAMPLINGS[name](world, options, lengths))
+            world, options, samples, sampling(world, options, lengths))
     return trainings
 
 
@@ -207,12 +205,13 @@ def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[lis
         yield from batches
 
 
-SAMPLINGS: dict[str, Sampling] = {
-    EQUAL: _at_random,
-    PADDED: _at_random,
-    APART: partial(_in_buckets, together=False),
-    TOGETHER: partial(_in_buckets, together=True),
-    OURS: _by_tokens,
+# Names for tables, and samplings.
+METHODS: dict[str, tuple[str, Sampling]] = {
+    "equal": (EQUAL, _at_random),
+    "distributed": (PADDED, _at_random),
+    "apart": (APART, partial(_in_buckets, together=False)),
+    "together": (TOGETHER, partial(_in_buckets, together=True)),
+    "tokens": (OURS, _by_tokens),
 }
 
 
@@ -220,33 +219,27 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     """Return a row for each method."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
-        totals = _totals(measurement)
+        totals = {kind: sum(values) for kind, values in measurement.readings.items()}
         steps = len(measurement.readings["step"])
-        rate, idle = _rate(measurement), _idle(measurement)
+        rate = _per_second(measurement, "tokens")
+        idle = _per_second(measurement, "exposed_s")
         table.append({
             **measurement.labels, **timing.summary(measurement.readings["step"]),
             "samples_per_step": totals["samples"] / steps,
             "tokens_per_step": totals["tokens"] / steps,
             "padding_percent": 100 * (1 - totals["tokens"] / totals["padded"]),
             "largest": max(measurement.readings["most"]), "tokens_per_s": rate,
-            "over_distributed": rate / _rate(case[PADDED]) if PADDED in case else None,
+            "over_distributed": (
+                rate / _per_second(case[PADDED], "tokens") if PADDED in case else None),
             "idle_percent": 100 * idle,
-            "idle_beyond_equal": 100 * (idle - _idle(case[EQUAL])) if EQUAL in case else None})
+            "idle_beyond_equal": (100 * (idle - _per_second(case[EQUAL], "exposed_s"))
+                                  if EQUAL in case else None)})
     return table
 
 
-def _totals(measurement: Measurement) -> dict[str, float]:
-    return {kind: sum(values) for kind, values in measurement.readings.items()}
-
-
-def _rate(measurement: Measurement) -> float:
-    totals = _totals(measurement)
-    return totals["tokens"] / totals["step"]
-
-
-def _idle(measurement: Measurement) -> float:
-    totals = _totals(measurement)
-    return totals["exposed_s"] / totals["step"]
+def _per_second(measurement: Measurement, kind: str) -> float:
+    """Return the total of a reading over the total time of the steps."""
+    return sum(measurement.readings[kind]) / sum(measurement.readings["step"])
 
 
 _COLUMNS = [

@@ -86,8 +86,7 @@ def count(operation: str, p: int) -> Cost:
         p: Number of ranks.
     """
     program, nbytes, circular = OPERATIONS[operation]
-    network = (SymmetricNetwork(p, 1, cyclic) if circular else
-               SimulatedNetwork(p, payload=False))
+    network = SymmetricNetwork(p, 1, cyclic) if circular else SimulatedNetwork(p, payload=False)
     nodes, made = [range(rank, rank + 1) for rank in range(p)], []
 
     def run(net: Channel) -> Schedule[Any]:

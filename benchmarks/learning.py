@@ -6,10 +6,10 @@ import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -240,8 +240,7 @@ def _sum(world: World, values: Sequence[float]) -> list[float]:
     return [float(value) for value in total]
 
 
-@dataclass(frozen=True)
-class LossCurve:
+class LossCurve(NamedTuple):
     """The validation loss during training, as means over seeds.
 
     Attributes:
@@ -251,10 +250,10 @@ class LossCurve:
         sent: Bytes that all ranks together have sent until then.
     """
 
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    bits: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    steps: list[int]
+    seconds: list[float]
+    bits: list[float]
+    sent: list[float]
 
     def at(self, step: int) -> float:
         """Return the loss after one of `steps`."""
@@ -323,7 +322,7 @@ def rows(trainings: Mapping[str, Sequence[Measurement]], options: Namespace,
         options: Options of the study.
         costs: Function that returns the costs of a method's trainings.
     """
-    dense = _curve_of(trainings[DENSE]) if DENSE in trainings else LossCurve()
+    dense = _curve_of(trainings[DENSE]) if DENSE in trainings else LossCurve([], [], [], [])
     target = options.target_loss or _default_target(dense)
     return [{
         **{key: value for key, value in runs[0].labels.items() if key != "seed"},

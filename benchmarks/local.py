@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpiring.errors import ConfigError
-from mpiring.tools.arguments import above_zero, checked, names, not_negative, positive
+from mpiring.tools.arguments import (
+    above_zero, checked, listed, names, not_negative, positive,
+)
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
 from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS, ratio, reading, refuse_few_steps
 from mpiring.tools.bench.world import World
@@ -63,7 +65,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"methods, of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--learning-rates", type=_rates, metavar="A,B",
+    parser.add_argument("--learning-rates", type=listed(above_zero), metavar="A,B",
                         help="learning rates of all methods (default: " + ", ".join(
                             f"{','.join(f'{rate:g}' for rate in rates)} with {name}"
                             for name, rates in _RATES.items()) + ")")
@@ -89,10 +91,6 @@ def declare(parser: ArgumentParser) -> None:
                         help="time that each rank sleeps, and share of its steps in which it does, "
                              "as 30ms,0.25")
     learning.declare_learning(parser)
-
-
-def _rates(text: str) -> list[float]:
-    return list(dict.fromkeys(above_zero(part.strip()) for part in text.split(",")))
 
 
 def _staleness(text: str) -> int | None:

@@ -26,16 +26,19 @@ class Method:
     Args:
         model: Called for the module's results.
         optimizer: User of the gradients that backward() has left.
-
-    Attributes:
         settings: Settings of the method, for a reader.
-        statistics: Costs of its communication so far, on this rank.
+        counter: Object with the `statistics` of its communication; None if there is none.
     """
 
-    settings, statistics = "", Statistics()
+    def __init__(self, model: nn.Module, optimizer: Any, settings: str = "",
+                 counter: Any = None) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self._counter = counter
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of its communication so far, on this rank."""
+        return self._counter.statistics if self._counter else Statistics()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -76,12 +79,17 @@ class MeanGradients(Method):
                  reducer: Reducer | None = None) -> None:
         # Its only buffer, the mask, is a constant.
         self._parallel = DataParallel(module, comm, reducer=reducer, broadcast_buffers=False)
-        super().__init__(self._parallel, optimizer)
-        self.settings = "" if reducer is None else repr(reducer)
+        super().__init__(self._parallel, optimizer, "" if reducer is None else repr(reducer))
+        self._total = Statistics()
+
+    @property
+    def statistics(self) -> Statistics:
+        """The sum over all steps: DataParallel counts each step from zero."""
+        return self._total
 
     def step(self) -> None:
         """Take a step."""
-        self.statistics += self._parallel.statistics
+        self._total += self._parallel.statistics
         super().step()
 
 
@@ -95,13 +103,8 @@ class Rarely(Method):
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, outer: Outer) -> None:
-        super().__init__(module, optimizer)
-        self._outer, self.settings = outer, repr(outer)
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self._outer.statistics
+        super().__init__(module, optimizer, repr(outer), outer)
+        self._outer = outer
 
     def step(self) -> None:
         """Take an inner step, and what is due of an outer one."""
@@ -130,13 +133,7 @@ class Pushed(Method):
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Callable[..., Any],
                  staleness: int | None) -> None:
         server = AsyncDataParallel(module, comm, optimizer=optimizer, staleness=staleness)
-        super().__init__(server, server)
-        self.settings = f"staleness={staleness}"
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self.optimizer.statistics  # type: ignore[no-any-return]
+        super().__init__(server, server, f"staleness={staleness}", server)
 
     def finish(self) -> None:
         """Pull the final weights."""
@@ -154,14 +151,8 @@ class InPairs(Method):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any, delay: int) -> None:
-        super().__init__(module, optimizer)
         self._pairs = PairAveraging(module, comm, delay=delay)
-        self.settings = f"delay={delay}"
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self._pairs.statistics
+        super().__init__(module, optimizer, f"delay={delay}", self._pairs)
 
     def step(self) -> None:
         """Take a step, and what a partner has sent."""
@@ -188,8 +179,7 @@ def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, opt
         optimizer: Optimizer of the module.
         options: Options of the study.
     """
-    outer: dict[str, Any] = {"every": options.every,
-                             "reducer": REDUCERS[options.outer_reducer](0)}
+    outer: dict[str, Any] = {"every": options.every, "reducer": REDUCERS[options.outer_reducer](0)}
     nesterov = {"lr": options.outer_rate, "momentum": options.outer_momentum}
     fragments = {"fragments": options.fragments, "delay": options.delay}
     of_slices = partial(_OURS[options.optimizer], lr=optimizer.defaults["lr"])

@@ -81,15 +81,10 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     yield from learning.measure(world, options, "reducer", runs, join)
 
 
-def _cases(options: Namespace) -> int:
-    return len(options.seeds) * len(options.reducers)
-
-
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each method, compared with the plain mean and with computation alone."""
     trainings = by_method(measurements)
-    return learning.rows(
-        trainings, options, lambda runs: costs(runs, trainings, options.settled))
+    return learning.rows(trainings, options, lambda runs: costs(runs, trainings, options.settled))
 
 
 _COLUMNS = [
@@ -97,7 +92,8 @@ _COLUMNS = [
     Column("bits_over_dense", 8, 2, "- dense"), Column("spread_of_seeds", 6, 2, "spread"),
     Column("target_bits", 6, 4, "target"), Column("seconds_to_target", 9, 4, "reached s"),
     Column("times_faster", 6, 3, "faster")]
-REDUCERS = Benchmark("reducers", _cases, measure, rows, _COLUMNS, drawings=DRAWINGS)
+REDUCERS = Benchmark("reducers", lambda options: len(options.seeds) * len(options.reducers),
+                     measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

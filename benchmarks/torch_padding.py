@@ -63,15 +63,12 @@ class PaddedBatches:
         # Without a text, the model reads one byte, which has no weight.
         targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
                                padding_value=_NOTHING)
-        self._note(len(texts), tokens, targets.numel())
+        self._count.samples += len(texts)
+        self._count.tokens += tokens
+        self._count.padded += targets.numel()
+        self._count.most = max(self._count.most, targets.numel())
         self._weigh(tokens)
         return functional.pad(targets.clamp(min=0), (1, -1)), targets
-
-    def _note(self, samples: int, tokens: int, padded: int) -> None:
-        self._count.samples += samples
-        self._count.tokens += tokens
-        self._count.padded += padded
-        self._count.most = max(self._count.most, padded)
 
     def taken(self) -> Count:
         """Return the sizes of the batches since the last call."""
@@ -104,7 +101,8 @@ def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
 
 def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:
     """Return functions as vectors of bytes, cut to `longest`."""
-    return [_vector(function[:longest]) for function in functions]
+    return [torch.frombuffer(bytearray(function[:longest]), dtype=torch.uint8).long()
+            for function in functions]
 
 
 def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -112,7 +110,3 @@ def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     text = torch.cat(texts)
     length = round(len(text) / len(texts))
     return list(text[:len(text) // length * length].split(length))
-
-
-def _vector(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

@@ -22,8 +22,8 @@ from .benchmark import (
     run,
 )
 from .contenders import (
-    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, declare_contenders,
-    memory_copy, settle_contenders,
+    LIMITS, REFERENCES, SUMMING, Call, Contender, chosen, declare_contenders, memory_copy,
+    settle_contenders,
 )
 from .matrix import Line, by_name, over_native
 from .on_device import GpuArrays
@@ -58,7 +58,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    settle_contenders(options, options.device, ON_CPU, ON_GPU)
+    settle_contenders(options, SUMMING, options.device)
     return run(ALLREDUCE, options)
 
 

@@ -36,8 +36,7 @@ BEAT = "case done"
 def declare_jobs(parser: ArgumentParser) -> None:
     """Declare the files of results, and the number of ranks that a benchmark starts."""
     declare_files(parser, "results and environment")
-    parser.add_argument("--ranks", type=positive,
-                        metavar="N",
+    parser.add_argument("--ranks", type=positive, metavar="N",
                         help="number of ranks of the jobs that it starts, without a launcher "
                              "(default: 2)")
     parser.add_argument("--part", help=SUPPRESS)
@@ -239,7 +238,6 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     if mpiexec is None:
         raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
                                      "your cluster's MPI module")
-    ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
                 for job in planned)
     with (tempfile.TemporaryDirectory() as folder,
@@ -250,8 +248,9 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
             part.touch()
             with open(part) as lines:
                 status = _run_job(
-                    ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-                     sys.executable, *options.words, *job.words(), "--part", str(part)],
+                    ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n",
+                     str(options.ranks or _DEFAULT_RANKS), sys.executable, *options.words,
+                     *job.words(), "--part", str(part)],
                     lambda: results.take(json.loads(lines.readline()),
                                          is_last=number == len(planned) - 1))
             if status:
@@ -284,8 +283,7 @@ class _Results:
         """Take over what a job has written: its environment first, then a list per case."""
         if isinstance(content, dict):
             self.about = self.about or content | {
-                "thread_level": " and ".join(dict.fromkeys(
-                    job.level for job in plan(self._options.levels, self._options.rounds))),
+                "thread_level": " and ".join(self._options.levels),
                 "command": shlex.join(["python", *self._options.words])}
             if is_last:
                 self._report.begin(self.about)

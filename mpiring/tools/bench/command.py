@@ -23,13 +23,11 @@ status 1."""
 
 # Each benchmark is a file, which declares its own options, and a row.
 _BENCHMARKS = {
-    "allreduce": (allreduce.declare, "time blocking allreduces, size by size"),
-    "latency": (latency.declare,
-                "time short collectives as the OSU micro-benchmarks do"),
-    "overlap": (overlap.declare, "measure how much communication hides behind compute"),
-    "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
-    "reducers": (reducers.declare,
-                 "time training steps with compressed gradients (PyTorch)"),
+    "allreduce": (allreduce, "time blocking allreduces, size by size"),
+    "latency": (latency, "time short collectives as the OSU micro-benchmarks do"),
+    "overlap": (overlap, "measure how much communication hides behind compute"),
+    "steps": (steps, "time the training steps of a NumPy or PyTorch model"),
+    "reducers": (reducers, "time training steps with compressed gradients (PyTorch)"),
 }
 
 
@@ -38,8 +36,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
-    for name, (declare_options, text) in _BENCHMARKS.items():
-        declare_options(commands.add_parser(name, help=text))
+    for name, (benchmark, text) in _BENCHMARKS.items():
+        benchmark.declare(commands.add_parser(name, help=text))
     plotting = commands.add_parser("plot", help="draw a file of --json")
     plotting.add_argument("results", metavar="FILE.json",
                           help="file of --json, or - for standard input")

@@ -2,7 +2,7 @@
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
 REFERENCES = (NATIVE, NAIVE)
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
 KINDS = ("mpiring", "mpi", "hvd", *peers.NAMES, "nccl")
-ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
+# By device.
+SUMMING = {"cpu": ("mpiring", "mpi", *peers.NAMES), "cuda": ("mpiring", "mpi", "nccl")}
 # Ways to take training steps.
 ALONE = "compute only"
 OURS = "mpiring DataParallel"
@@ -188,17 +189,18 @@ def declare_contenders(parser: ArgumentParser) -> None:
     parser.add_argument("--interface", metavar="NAME", help="network interface of Gloo, as eth0")
 
 
-def settle_contenders(options: Namespace, device: str, on_cpu: Sequence[str],
-                      on_gpu: Sequence[str]) -> None:
+def settle_contenders(options: Namespace, kinds: Mapping[str, Sequence[str]],
+                      device: str = "cpu") -> None:
     """Refuse contenders that cannot take part; in a job without peers, leave these out.
 
     Args:
-        on_cpu, on_gpu: The kinds that can take part there.
+        kinds: Kinds that can take part, by device.
+        device: "cpu" or "cuda".
 
     Raises:
         ConfigError: A kind was asked for that cannot.
     """
-    known = on_cpu if device == "cpu" else on_gpu
+    known = kinds[device]
     for name in options.contenders or ():
         if name not in known:
             raise ConfigError(f"--contenders {name}: here, with --device {device}, "
@@ -235,5 +237,4 @@ def of_mpiring(world: World, kinds: Sequence[str] | None,
     """Return mpiring with the algorithms that a command line asks for; see `chosen`."""
     wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds
-    return [mpiring(world, name) for name in NAMES
-            if name == "auto" or ours and name in wanted]
+    return [mpiring(world, name) for name in NAMES if name == "auto" or ours and name in wanted]

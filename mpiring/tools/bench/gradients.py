@@ -41,7 +41,10 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     # All runs start from the same weights, so that the first step can be checked.
     training.step()
     if right and training.name != ALONE:
-        check(world, training.name, training.gradients(), right)
+        rank, wrong = _first_wrong(world, training.gradients(), right, _TOLERANCE)
+        if wrong:
+            raise WrongAnswerError(f"{training.name} on rank {rank}: the gradients {wrong} are not "
+                                   f"the means over ranks")
     # Buckets may be rebuilt after the first step; this does not count toward the peak.
     training.step()
     growth.forget_peak()
@@ -61,21 +64,6 @@ def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Arr
         means[name] = value.astype(np.float64, order="C") / world.size
         world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
     return means
-
-
-def check(world: World, contender: str, gradients: Mapping[str, Array],
-          right: Mapping[str, Array]) -> None:
-    """Raise an error on all ranks if a gradient on any rank is not the mean.
-
-    Raises:
-        WrongAnswerError: A gradient differs from the mean by more than the tolerance.
-
-    Collective: yes. Blocking: yes.
-    """
-    rank, wrong = _first_wrong(world, gradients, right, _TOLERANCE)
-    if wrong:
-        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
-                               f"means over ranks")
 
 
 def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, Array],

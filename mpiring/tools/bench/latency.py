@@ -4,8 +4,9 @@ import itertools
 import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,8 @@ _CALLS_BEFORE_COMPUTE = 20
 # About 2 µs of work that releases Python's lock.
 _UNIT_NUMBERS = 1024
 _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
-_TESTS = ("allreduce", "iallreduce", "allgather", "bcast", "reduce_scatter")
+_SUMS = ("allreduce", "iallreduce")
+_TESTS = (*_SUMS, "allgather", "bcast", "reduce_scatter")
 _CASE = ("test", "buffer", "bytes")
 
 
@@ -46,16 +48,14 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--barrier", action="store_true",
                         help="call MPI's barrier before each call, as osu_allreduce does (default: "
                              "calls follow back to back)")
-    parser.add_argument("--calls", type=positive, default=_CALLS,
-                        metavar="N",
+    parser.add_argument("--calls", type=positive, default=_CALLS, metavar="N",
                         help=f"number of calls in each round, a tenth of it above 8 KiB (default: "
                              f"{_CALLS})")
     declare_turns(parser, LEVELS)
     parser.set_defaults(action=lambda options: run(LATENCY, options))
 
 
-@dataclass(frozen=True)
-class _Subject:
+class _Subject(NamedTuple):
     """A contender's calls on an array, which were checked.
 
     Attributes:
@@ -71,14 +71,6 @@ class _Subject:
     prepare: Call
     every: int
 
-    def seconds(self, world: World, calls: int, barrier: bool, call: Call | None = None) -> float:
-        """Return the mean seconds of a call on this rank.
-
-        Collective: yes. Blocking: yes.
-        """
-        return timing.mean_seconds(world, call or self.call, calls, barrier=barrier,
-                                   prepare=self.prepare, every=self.every)
-
 
 def _lengths(options: Namespace) -> list[int]:
     return sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
@@ -92,7 +84,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     rng, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
         for length in lengths:
-            subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
+            subjects = (_summed if test in _SUMS else _moved)(
+                world, lambda n: where.array(buffer, n, _DTYPE), length, test)
             nbytes = length * _DTYPE.itemsize
             calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
             labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
@@ -104,8 +97,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                    for name, times in readings.items()]
 
 
-def _summed(world: World, array: Callable[[int], Array], length: int,
-            nonblocking: bool) -> list[_Subject]:
+def _summed(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
     """Return the subjects of an allreduce.
 
     Raises:
@@ -122,7 +114,7 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
         return op.wait
 
     calls: dict[str, tuple[Call, Start | None]]
-    if nonblocking:
+    if test == "iallreduce":
         starts = {NONBLOCKING.get(contender.name, contender.name): contender.starting(x)
                   for contender in contenders} | {_PERSISTENT: begin}
         calls = {name: (completed(start), start) for name, start in starts.items()}
@@ -182,12 +174,6 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
     return [_Subject(name, call, None, call, timing.MAX_CALLS) for name, call in calls.items()]
 
 
-_SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
-    "allreduce": partial(_summed, nonblocking=False),
-    "iallreduce": partial(_summed, nonblocking=True),
-    **{test: partial(_moved, test=test) for test in ("allgather", "bcast", "reduce_scatter")}}
-
-
 def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
     """Return the mean seconds of so many calls, of each rank.
 
@@ -198,14 +184,16 @@ def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) 
     return {kind: [seconds[kind] for seconds in ranks] for kind in ranks[0]}
 
 
-def _actions(world: World, subject: _Subject,
-             barrier: bool) -> Callable[[int], dict[str, float]]:
+def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], dict[str, float]]:
     """Return what times so many calls; of a nonblocking one, alone and behind compute.
 
     Collective: yes. Blocking: yes.
     """
+    mean_seconds = partial(timing.mean_seconds, world, barrier=barrier, prepare=subject.prepare,
+                           every=subject.every)
+
     def alone(calls: int) -> dict[str, float]:
-        return {"call": subject.seconds(world, calls, barrier)}
+        return {"call": mean_seconds(subject.call, calls)}
 
     start = subject.start
     if start is None:
@@ -227,7 +215,7 @@ def _actions(world: World, subject: _Subject,
     def alone_and_together(calls: int) -> dict[str, float]:
         seconds_alone = alone(calls)
         spent.update(dict.fromkeys(spent, 0.0))
-        subject.seconds(world, calls, barrier, together)
+        mean_seconds(together, calls)
         return seconds_alone | {kind: seconds / calls for kind, seconds in spent.items()}
 
     return alone_and_together
@@ -253,25 +241,23 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
 def _of_rounds(measurement: Measurement, p: int) -> list[float]:
     """Return the mean over the ranks of a call's time, in seconds, for each round."""
-    seconds = measurement.readings["call"]
-    return [sum(seconds[start:start + p]) / p for start in range(0, len(seconds), p)]
+    return [fmean(seconds) for seconds in timing.in_rounds(measurement.readings["call"], p)]
 
 
 def _row(measurement: Measurement, p: int, native_s: float) -> Row:
     labels, readings = measurement.labels, measurement.readings
 
     def of_ranks(kind: str) -> list[float]:
-        values = readings[kind]
-        return [sum(values[rank::p]) / len(values[rank::p]) * 1e6 for rank in range(p)]
+        return [fmean(readings[kind][rank::p]) * 1e6 for rank in range(p)]
 
     alone, median = of_ranks("call"), timing.median(_of_rounds(measurement, p))
     row: Row = {
         "size": size_text(labels["bytes"]), **labels,
         "iterations": labels["calls"] * len(readings["call"]) // p,
-        "avg_us": sum(alone) / p, "min_us": min(alone), "max_us": max(alone),
+        "avg_us": fmean(alone), "min_us": min(alone), "max_us": max(alone),
         "median_us": median * 1e6, "native_over_this": native_s / median}
     if "init" in readings:
-        init, compute, wait = (sum(of_ranks(kind)) / p for kind in ("init", "compute", "wait"))
+        init, compute, wait = (fmean(of_ranks(kind)) for kind in ("init", "compute", "wait"))
         row |= {"overall_us": init + compute + wait, "compute_us": compute, "init_us": init,
                 # The compute is one piece, without a test in between, as by default in OSU's.
                 "test_us": 0.0, "wait_us": wait,

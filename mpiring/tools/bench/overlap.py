@@ -15,7 +15,7 @@ from ..units import parse_size, size_text
 from . import inputs, timing
 from .benchmark import Benchmark, Measurement, declare_turns, run
 from .contenders import (
-    NONBLOCKING, ON_CPU, Contender, chosen, declare_contenders, settle_contenders,
+    NONBLOCKING, SUMMING, Contender, chosen, declare_contenders, settle_contenders,
 )
 from .world import World
 
@@ -63,7 +63,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    settle_contenders(options, "cpu", ON_CPU, ())
+    settle_contenders(options, SUMMING)
     return run(OVERLAP, options)
 
 

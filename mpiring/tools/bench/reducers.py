@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...errors import ConfigError
 from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
@@ -190,14 +188,12 @@ def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float)
 
     Collective: yes. Blocking: yes.
     """
-    values = {"dense_bytes": cost.dense_bytes, "sent_bytes": cost.bytes_sent,
-              "encode_s": cost.encode_s, "wire_s": cost.wire_s, "decode_s": cost.decode_s,
-              "exposed_s": cost.exposed_s}
-    of_ranks = np.array(world.raw.allgather(list(values.values())), np.float64)
-    totals = {name: column.sum() if name.endswith("bytes") else column.max()
-              for name, column in zip(values, of_ranks.T)}
-    return {name: [float(total) / steps]
-            for name, total in {**totals, "host_bytes": host_bytes}.items()}
+    ranks = world.raw.allgather(cost)
+    totals = {"dense_bytes": sum(cost.dense_bytes for cost in ranks),
+              "sent_bytes": sum(cost.bytes_sent for cost in ranks), "host_bytes": host_bytes,
+              **{name: max(getattr(cost, name) for cost in ranks)
+                 for name in ("encode_s", "wire_s", "decode_s", "exposed_s")}}
+    return {name: [total / steps] for name, total in totals.items()}
 
 
 class HostTraffic:

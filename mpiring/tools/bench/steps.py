@@ -20,7 +20,7 @@ from .benchmark import (
     Benchmark, Measurement, declare_device, declare_link, declare_models, declare_turns, run,
     with_case,
 )
-from .contenders import ALONE, GLOO, ON_CPU, Contender, declare_contenders, settle_contenders
+from .contenders import ALONE, GLOO, SUMMING, Contender, declare_contenders, settle_contenders
 from .numpy_training import NumpyTraining, makers, mean_gradients
 from .world import World
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
-TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", "hvd", *peers.NAMES), ("mpiring", "gloo")
+_TRAINING = {"cpu": ("mpiring", "hvd", *peers.NAMES), "cuda": ("mpiring", "gloo")}
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -37,12 +37,10 @@ def declare(parser: ArgumentParser) -> None:
     declare_device(parser)
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
                         help="framework of the model (default: numpy)")
-    parser.add_argument("--batch", type=positive,
-                        metavar="N",
+    parser.add_argument("--batch", type=positive, metavar="N",
                         help="number of samples per rank and step (default: 64, with PyTorch one "
                              "for each model)")
-    parser.add_argument("--bucket", type=checked(parse_size),
-                        metavar="SIZE",
+    parser.add_argument("--bucket", type=checked(parse_size), metavar="SIZE",
                         help="length of a bucket in bytes (default: 4MiB, with PyTorch the default "
                              "of DataParallel and DDP)")
     parser.add_argument("--calls", type=positive, default=3, metavar="N",
@@ -68,13 +66,13 @@ def declare(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     if options.framework == "torch":
-        settle_contenders(options, options.device, TORCH_ON_CPU, TORCH_ON_GPU)
+        settle_contenders(options, _TRAINING, options.device)
         if options.sharded and options.device != "cpu":
             raise ConfigError("--sharded needs --device cpu")
         return run(SHARDED_STEPS if options.sharded else TORCH_STEPS, options)
     if options.device != "cpu" or options.sharded or options.optimizer != "sgd":
         raise ConfigError("--device cuda, --optimizer adamw and --sharded need --framework torch")
-    settle_contenders(options, "cpu", ON_CPU, ())
+    settle_contenders(options, SUMMING)
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20
     return run(NUMPY_STEPS, options)
@@ -202,7 +200,7 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
         communication = timing.median(measurement.readings["communication"])
         hidden = timing.overlap_percentage(compute, communication, median)
         extra = max(measurement.readings["peak_bytes"]) - max(case[ALONE].readings["peak_bytes"])
-    over_compute = _over(measurement, case.get(ALONE))
+    over_compute = _over(measurement, case[ALONE])
     return {
         **labels,
         **timing.summary(seconds),

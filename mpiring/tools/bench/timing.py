@@ -52,12 +52,6 @@ def timed(world: World, action: Action, calls: int, *,
 
     Collective: yes. Blocking: yes.
     """
-    return world.slowest(_seconds_of_calls(world, action, calls, prepare, every, stopwatch))
-
-
-def _seconds_of_calls(world: World, action: Action, calls: int, prepare: Action, every: int,
-                      stopwatch: Stopwatch = by_clock) -> list[float]:
-    """Return the seconds of each call on this rank; for the rest, see `timed`."""
     seconds = []
     with _no_collector():
         for call in range(calls):
@@ -65,11 +59,11 @@ def _seconds_of_calls(world: World, action: Action, calls: int, prepare: Action,
                 prepare()
             world.barrier()
             seconds.append(stopwatch(action))
-    return seconds
+    return world.slowest(seconds)
 
 
 def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
-                 prepare: Action = lambda: None, every: int) -> float:
+                 prepare: Action, every: int) -> float:
     """Return the mean seconds of several calls on this rank.
 
     Args:
@@ -80,15 +74,15 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
 
     Collective: yes. Blocking: yes.
     """
-    if barrier:
-        return statistics.fmean(_seconds_of_calls(world, action, calls, prepare, every))
-    seconds = 0.0
+    burst, seconds = 1 if barrier else every, 0.0
     with _no_collector():
-        for start in range(0, calls, every):
-            prepare()
+        for start in range(0, calls, burst):
+            if start % every == 0:
+                prepare()
+            repeats = range(min(burst, calls - start))
             world.barrier()
             began = time.perf_counter()
-            for _ in range(min(every, calls - start)):
+            for _ in repeats:
                 action()
             seconds += time.perf_counter() - began
     return seconds / calls
@@ -191,10 +185,8 @@ def over(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
     pairs = [(a, b) for a, b in zip(rounds, others) if a and b]
-    if not pairs:
-        return Ratio(math.nan, math.nan, math.nan)
-    value = _median_ratio(pairs)
-    if len(pairs) == 1:
+    value = _median_ratio(pairs) if pairs else math.nan
+    if len(pairs) < 2:
         return Ratio(value, math.nan, math.nan)
     rng = random.Random(0)
     ratios = sorted(_median_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))

@@ -150,16 +150,12 @@ def batch_of(kind: str, samples: int | None, seed: int) -> Batch:
     return x.contiguous(), y.contiguous()
 
 
-def size_of(kind: str, width: int) -> int:
-    """Return a model's number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in _KINDS[kind].make(width).parameters())
-
-
 def width_for(kind: str, parameters: int) -> int:
     """Return the width at which a model's number of parameters is closest to the wanted one."""
     def distance(width: int) -> int:
-        return abs(size_of(kind, width) - parameters)
+        with torch.device("meta"):
+            module = _KINDS[kind].make(width)
+        return abs(sum(p.numel() for p in module.parameters()) - parameters)
 
     width = unit = _KINDS[kind].unit
     while distance(width + unit) < distance(width):
@@ -283,13 +279,11 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     share_cores(world.comm)
     kinds = options.contenders
     contenders = [NOBODY, *_of_mpiring(world, options)]
-    has_back_end = kinds is None or "mpiring" in kinds
-    if has_back_end:
+    if kinds is None or "mpiring" in kinds:
         dist.init_process_group("mpiring", init_method="mpi://")
         contenders += _over(dist.group.WORLD, "mpiring + PyTorch's DDP", "mpiring", options)
     if peers.takes_part("gloo", kinds, world):
-        group = _gloo(world, options.interface, is_second=has_back_end)
-        contenders += _over(group, GLOO, "Gloo", options)
+        contenders += _over(_gloo(world, options.interface), GLOO, "Gloo", options)
     by_horovod = device.type == "cpu" and peers.takes_part("horovod", kinds, world)
     if by_horovod:
         call = horovod().blocking
@@ -374,16 +368,18 @@ def _shard(model: nn.Module, group: Any) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
+def _gloo(world: World, interface: str | None) -> Any:
     """Return Gloo's process group: the default group, or another one."""
+    interface = interface or peers.interface_for(world)
+
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
+        return peers.gloo_group(store, rank, size, interface)
 
     if not hasattr(dist.Backend, _GLOO_HERE.upper()):
         dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
-    if is_second:
+    if dist.is_initialized():
         return dist.new_group(backend=_GLOO_HERE)
-    store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
+    store = peers.store_of_rank_0(world, interface)
     dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
     return dist.group.WORLD
 
