@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpiring.memory.arrays import Array
 from mpiring.memory.reduction import Combine
 from mpiring.memory.scratch import Scratch
 from mpiring.operations.operation import Collectives
-from mpiring.operations.resources import OperationChannel, Resources, Transport
+from mpiring.operations.resources import Resources, Transport
 from mpiring.operations.windows import Windows
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 from mpiring.simulated.prices import NoCombine, ghost
@@ -55,14 +56,6 @@ class Cost:
     memory: int
 
 
-class _Transport:
-    def __init__(self, net: Channel) -> None:
-        self.rank, self.size, self.bytes_sent, self._net = net.rank, net.size, 0, net
-
-    def channel(self, sequence: int) -> OperationChannel:
-        return cast(OperationChannel, self._net)
-
-
 class _Counted(Collectives):
     """The schedules of an operation on vectors without memory; records borrowed memory."""
 
@@ -90,8 +83,10 @@ def count(operation: str, p: int) -> Cost:
     nodes, made = [range(rank, rank + 1) for rank in range(p)], []
 
     def run(net: Channel) -> Schedule[Any]:
-        resources = Resources(cast(Transport, _Transport(net)), Turns(), Scratch(keep=0),
-                              Windows(), range(p), nodes, "ring")
+        transport = SimpleNamespace(
+            rank=net.rank, size=p, bytes_sent=0, channel=lambda sequence: net)
+        resources = Resources(cast(Transport, transport), Turns(), Scratch(keep=0), Windows(),
+                              range(p), nodes, "ring")
         collectives = _Counted(resources)
         made.append(collectives)
         header = ghost(HEADER_BYTES, np.uint8)

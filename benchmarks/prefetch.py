@@ -159,7 +159,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                 LOADED if options.loader else COPIED: partial(_learn_next, training, (
                     [x.to(device.torch) for x in batch] for batch in copied))}
             readings = yield from timing.in_turns(options, random.Random(options.seed), {
-                name: timing.timed_steps(world, options, {"step": action}, device.stopwatch)
+                name: partial(timing.timed_steps, world, options, {"step": action},
+                              device.stopwatch)
                 for name, action in actions.items()})
             with_loader.close()
             yield [Measurement({**labels, "loader": load, "contender": name},

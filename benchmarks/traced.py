@@ -1,13 +1,14 @@
 """Trains a model of the benchmarks for some steps under a trace: docs/benchmarks/scaling.md."""
 
+import itertools
 import sys
-import time
 from argparse import ArgumentParser, Namespace
 from statistics import median
 
 from mpiring.communicator import init
 from mpiring.tools.arguments import positive
 from mpiring.tools.bench.benchmark import MODELS
+from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.units import parse_count
 
 from . import main
@@ -33,14 +34,9 @@ def run(options: Namespace) -> int:
             options.model, torch_training.width_for(options.model, options.parameters))
         model = DataParallel(module, comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        x, y = torch_training.batch_of(options.model, None, seed=comm.rank)
-        seconds = []
-        for _ in range(options.steps):
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            torch_training.loss(model, x, y).backward()
-            optimizer.step()
-            seconds.append(time.perf_counter() - began)
+        batch = torch_training.batch_of(options.model, None, seed=comm.rank)
+        training = torch_training.Training("", module, model, optimizer, itertools.repeat(batch))
+        seconds = [by_clock(training.step) for _ in range(options.steps)]
         if comm.rank == 0:
             print(f"{comm.size} ranks: median step {1e3 * median(seconds[2:] or seconds):.1f} ms")
     return 0

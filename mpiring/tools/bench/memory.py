@@ -36,8 +36,7 @@ class Growth:
         return self._now("VmHWM") - self._before
 
     def _now(self, key: str) -> float:
-        if key == "VmRSS":
-            _give_back()
+        _give_back()
         if not _is_known():
             return math.nan
         lines = (_PROC / "status").read_text().splitlines()

@@ -76,14 +76,12 @@ class GpuArrays:
 
 def naive(world: World) -> Contender:
     """Return the obvious way: the whole array to the host, MPI_Allreduce, and back."""
-    raw, library = world.raw, world.mpi
-
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
 
         def run() -> None:
             host = x.get()
-            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            world.raw.Allreduce(world.mpi.IN_PLACE, host, op=world.mpi.SUM)
             x.set(host)
         return run
 
@@ -92,8 +90,6 @@ def naive(world: World) -> Contender:
 
 def naive_pinned(world: World) -> Contender:
     """Return the obvious way with a pinned buffer that is reused."""
-    raw, library = world.raw, world.mpi
-
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
         vector = vector_of(x)
@@ -104,7 +100,7 @@ def naive_pinned(world: World) -> Contender:
             stream.wait(gpu.mark())
             stream.download(vector, host)
             finish(stream.record())
-            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            world.raw.Allreduce(world.mpi.IN_PLACE, host, op=world.mpi.SUM)
             stream.upload(host, vector)
             finish(stream.record())
         return run

@@ -88,7 +88,7 @@ def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measuremen
     begun = [gradients.begun(world, make, right, NumpyTraining.communicate)
              for make in makers(world, options)]
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
-        variant.name: timing.timed_steps(world, options, {"step": variant.step})
+        variant.name: partial(timing.timed_steps, world, options, {"step": variant.step})
         for variant, _ in begun})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
@@ -142,9 +142,10 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
                             device=options.device)
     # Written to, so that it does not share the system's page of zeros; zeros never overflow.
     flat[...] = 0
-    actions = {contender.name: timing.timed_steps(
-        world, options, {"step": training.step, "communication": contender.blocking(flat)},
-        device.stopwatch) for contender, training in zip(contenders, trainings)}
+    actions = {contender.name: partial(
+        timing.timed_steps, world, options,
+        {"step": training.step, "communication": contender.blocking(flat)}, device.stopwatch)
+        for contender, training in zip(contenders, trainings)}
     readings = yield from timing.in_turns(options, random.Random(options.seed), actions)
     gradients.check_parameters(
         world, {training.name: training.parameters() for training in trainings})

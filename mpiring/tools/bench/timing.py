@@ -123,16 +123,13 @@ def in_turns(options: Namespace, rng: random.Random, subjects: Mapping[T, Callab
 
 
 def timed_steps(world: World, options: Namespace, actions: Mapping[str, Action],
-                stopwatch: Stopwatch = by_clock) -> Callable[[], Readings]:
-    """Return what times each of some actions `options.calls` times, after a call of it."""
-    def measure() -> Readings:
-        readings = {}
-        for kind, action in actions.items():
-            action()
-            readings[kind] = timed(world, action, options.calls, stopwatch=stopwatch)
-        return readings
-
-    return measure
+                stopwatch: Stopwatch = by_clock) -> Readings:
+    """Time each of some actions `options.calls` times, after a call of it."""
+    readings = {}
+    for kind, action in actions.items():
+        action()
+        readings[kind] = timed(world, action, options.calls, stopwatch=stopwatch)
+    return readings
 
 
 def calls_within(budget_s: float, call_s: float) -> int:
