@@ -214,7 +214,7 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
                     pass_on(group)
                 else:
                     report.add(benchmark.rows(group, about, options))
-                progress.step()
+                    progress.step()
         except WrongAnswerError as error:
             # Raised on all ranks, so that all can leave in order.
             progress.say(f"FAILED: {error}")
