@@ -85,7 +85,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     trainings = _trainings(world, options)
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
         name: partial(_round, world, options, *training)
@@ -104,7 +104,7 @@ def _trainings(world: World, options: Namespace) -> "dict[str, tuple[Training, P
     from . import torch_padding
     share_cores(world.comm)
     functions_read: list[bytes] = []
-    world.everywhere(lambda: functions_read.extend(
+    world.call_on_all(lambda: functions_read.extend(
         functions(options.functions) if world.rank == 0 else ()))
     texts = torch_padding.texts_of(world.raw.bcast(functions_read, root=0), options.longest)
     world.warm_up()

@@ -93,7 +93,7 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(refuse_missing_torch)
+    world.call_on_all(refuse_missing_torch)
     from mpiring.tools.bench import torch_training
     from mpiring.torch import share_cores
     from .texts import OPTIMIZERS, drawn_from, standard_library

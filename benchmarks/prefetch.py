@@ -132,7 +132,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     from mpiring.tools.bench import torch_training
     device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):

@@ -71,17 +71,17 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    where = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
-    contenders = where.contenders(options)
+    arrays = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
+    contenders = arrays.contenders(options)
     rng = random.Random(options.seed)
     for name, buffer, nbytes in _cases(options):
         dtype = inputs.dtype_of(name)
         length = max(1, nbytes // dtype.itemsize)
-        x = where.array(buffer, length, dtype)
-        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(where.device),
+        x = arrays.array(buffer, length, dtype)
+        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(arrays.device),
                   "thread_level": world.thread_level}
         readings = yield from timing.in_turns(
-            options, rng, _subjects(world, contenders, x, options, where.stopwatch))
+            options, rng, _subjects(world, contenders, x, options, arrays.stopwatch))
         yield [Measurement({**labels, "contender": contender.name},
                            readings.get(contender.name, {"call": []})) for contender in contenders]
 

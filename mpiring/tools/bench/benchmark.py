@@ -194,24 +194,24 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     shown, part = world.rank == 0, options.part
     # Other ranks may not see rank 0's disk. The process that started a part has checked already.
     if not part:
-        world.everywhere(lambda: check_files(options) if shown else None)
+        world.call_on_all(lambda: check_files(options) if shown else None)
     about = world.environment()
     measurements: list[Measurement] = []
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
         report = benchmark.report(progress.say)
 
-        def pass_on(content: Any) -> None:
+        def write_part(content: Any) -> None:
             if shown:
                 with open(part, "a") as file:
                     file.write(json.dumps(content) + "\n")
             progress.say(BEAT)
 
         try:
-            (pass_on if part else report.begin)(about)
+            (write_part if part else report.begin)(about)
             for group in benchmark.measure(world, options):
                 measurements += group
                 if part:
-                    pass_on(group)
+                    write_part(group)
                 else:
                     report.add(benchmark.rows(group, about, options))
                     progress.step()
@@ -233,17 +233,17 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
         MissingDependencyError: There is no mpiexec.
     """
     check_files(options)
-    planned = plan(options.levels, options.rounds)
+    jobs = plan(options.levels, options.rounds)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
                                      "your cluster's MPI module")
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
-                for job in planned)
+                for job in jobs)
     with (tempfile.TemporaryDirectory() as folder,
           Progress(f"bench {benchmark.name}", cases) as progress):
         results = _Results(benchmark, options, progress)
-        for number, job in enumerate(planned):
+        for number, job in enumerate(jobs):
             part = Path(folder, f"part-{number}.json")
             part.touch()
             with open(part) as lines:
@@ -251,8 +251,8 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
                     ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n",
                      str(options.ranks or _DEFAULT_RANKS), sys.executable, *options.words,
                      *job.words(), "--part", str(part)],
-                    lambda: results.take(json.loads(lines.readline()),
-                                         is_last=number == len(planned) - 1))
+                    lambda: results.add(json.loads(lines.readline()),
+                                        is_last=number == len(jobs) - 1))
             if status:
                 return status
     rows = benchmark.rows(pooled(results.measurements), results.about, options)
@@ -279,7 +279,7 @@ class _Results:
         self.about: Environment = {}
         self.measurements: list[Measurement] = []
 
-    def take(self, content: Any, *, is_last: bool) -> None:
+    def add(self, content: Any, *, is_last: bool) -> None:
         """Take over what a job has written: its environment first, then a list per case."""
         if isinstance(content, dict):
             self.about = self.about or content | {

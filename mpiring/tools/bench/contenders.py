@@ -224,7 +224,7 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
 
     Collective: yes. Blocking: yes.
     """
-    contenders = [mpi(world), *of_mpiring(world, kinds, algorithms)]
+    contenders = [mpi(world), *mpiring_contenders(world, kinds, algorithms)]
     if peers.takes_part("gloo", kinds, world):
         contenders.append(gloo(world, interface))
     if peers.takes_part("horovod", kinds, world):
@@ -232,8 +232,8 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
     return contenders
 
 
-def of_mpiring(world: World, kinds: Sequence[str] | None,
-               algorithms: Sequence[str] | None) -> list[Contender]:
+def mpiring_contenders(world: World, kinds: Sequence[str] | None,
+                       algorithms: Sequence[str] | None) -> list[Contender]:
     """Return mpiring with the algorithms that a command line asks for; see `chosen`."""
     wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds

@@ -17,9 +17,9 @@ from .world import World
 _TOLERANCE, _TRAINED_TOLERANCE = 1e-4, 1e-2
 
 
-def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
-          use: Callable[[Any], object] = lambda training: training.step(),
-          ) -> tuple[Any, dict[str, list[float]]]:
+def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Array],
+                   use: Callable[[Any], object] = lambda training: training.step(),
+                   ) -> tuple[Any, dict[str, list[float]]]:
     """Create a training run, and check the gradients of its first step.
 
     Args:
@@ -36,7 +36,7 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
 
     Collective: yes. Blocking: yes.
     """
-    of_node, growth = NodeGrowth(world), Growth(world.comm.local_size)
+    node_growth, growth = NodeGrowth(world), Growth(world.comm.local_size)
     training = make()
     # All runs start from the same weights, so that the first step can be checked.
     training.step()
@@ -51,7 +51,7 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     use(training)
     use(training)
     return training, {"peak_bytes": world.slowest([growth.max_bytes()]),
-                      "node_bytes": [of_node.bytes_now()]}
+                      "node_bytes": [node_growth.bytes_now()]}
 
 
 def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:

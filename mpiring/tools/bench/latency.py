@@ -81,11 +81,11 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    rng, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
+    rng, arrays, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
         for length in lengths:
             subjects = (_summed if test in _SUMS else _moved)(
-                world, lambda n: where.array(buffer, n, _DTYPE), length, test)
+                world, lambda n: arrays.array(buffer, n, _DTYPE), length, test)
             nbytes = length * _DTYPE.itemsize
             calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
             labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
@@ -235,11 +235,11 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     native = least_by_case(
         (measurement for measurement in measurements
          if measurement.labels["contender"].startswith("MPI_")), _CASE,
-        lambda measurement: timing.median(_of_rounds(measurement, p)))
+        lambda measurement: timing.median(_round_means(measurement, p)))
     return [_row(measurement, p, native[measurement.case(*_CASE)]) for measurement in measurements]
 
 
-def _of_rounds(measurement: Measurement, p: int) -> list[float]:
+def _round_means(measurement: Measurement, p: int) -> list[float]:
     """Return the mean over the ranks of a call's time, in seconds, for each round."""
     return [fmean(seconds) for seconds in timing.in_rounds(measurement.readings["call"], p)]
 
@@ -247,17 +247,17 @@ def _of_rounds(measurement: Measurement, p: int) -> list[float]:
 def _row(measurement: Measurement, p: int, native_s: float) -> Row:
     labels, readings = measurement.labels, measurement.readings
 
-    def of_ranks(kind: str) -> list[float]:
+    def rank_means(kind: str) -> list[float]:
         return [fmean(readings[kind][rank::p]) * 1e6 for rank in range(p)]
 
-    alone, median = of_ranks("call"), timing.median(_of_rounds(measurement, p))
+    alone, median = rank_means("call"), timing.median(_round_means(measurement, p))
     row: Row = {
         "size": size_text(labels["bytes"]), **labels,
         "iterations": labels["calls"] * len(readings["call"]) // p,
         "avg_us": fmean(alone), "min_us": min(alone), "max_us": max(alone),
         "median_us": median * 1e6, "native_over_this": native_s / median}
     if "init" in readings:
-        init, compute, wait = (fmean(of_ranks(kind)) for kind in ("init", "compute", "wait"))
+        init, compute, wait = (fmean(rank_means(kind)) for kind in ("init", "compute", "wait"))
         row |= {"overall_us": init + compute + wait, "compute_us": compute, "init_us": init,
                 # The compute is one piece, without a test in between, as by default in OSU's.
                 "test_us": 0.0, "wait_us": wait,

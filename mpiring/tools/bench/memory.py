@@ -27,8 +27,8 @@ class Growth:
 
     def forget_peak(self) -> None:
         """Reset the peak to the present memory."""
-        _give_back()
-        if _is_known():
+        _trim_memory()
+        if _is_linux():
             (_PROC / "clear_refs").write_text(_FORGET_PEAK)
 
     def max_bytes(self) -> float:
@@ -36,8 +36,8 @@ class Growth:
         return self._now("VmHWM") - self._before
 
     def _now(self, key: str) -> float:
-        _give_back()
-        if not _is_known():
+        _trim_memory()
+        if not _is_linux():
             return math.nan
         lines = (_PROC / "status").read_text().splitlines()
         status = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
@@ -74,10 +74,10 @@ class NodeGrowth:
 
         Collective: yes. Blocking: yes.
         """
-        _give_back()
+        _trim_memory()
         # While no rank frees what others count their share of.
         self._world.barrier()
-        if not _is_known():
+        if not _is_linux():
             return math.nan
         lines = (_PROC / "smaps_rollup").read_text().splitlines()
         kib = sum(int(line.split()[1]) for line in lines
@@ -86,11 +86,11 @@ class NodeGrowth:
         return kib << 10
 
 
-def _is_known() -> bool:
+def _is_linux() -> bool:
     return (_PROC / "clear_refs").exists()
 
 
-def _give_back() -> None:
+def _trim_memory() -> None:
     """Return freed memory to the system that glibc holds for the next allocation."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -28,7 +28,7 @@ class Network:
 
     Attributes:
         params: Parameters by name.
-        names_as_ready: Names in the order in which `backward` computes gradients.
+        ready_order: Names in the order in which `backward` computes gradients.
     """
 
     def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
@@ -39,7 +39,7 @@ class Network:
             values = weights.standard_normal((width, width), np.float32)
             self.params[f"w{layer}"] = values * np.float32(np.sqrt(2 / width))
             self.params[f"b{layer}"] = np.zeros(width, np.float32)
-        self.names_as_ready = [
+        self.ready_order = [
             f"{kind}{layer}" for layer in reversed(self._layers) for kind in "wb"]
         self._x = data.standard_normal((batch, width), np.float32)
         self._y = data.standard_normal((batch, width), np.float32)
@@ -95,7 +95,7 @@ class NumpyTraining:
     def communicate(self) -> None:
         """Do what a step does with gradients, without the computation and its memory."""
         gradients = self.gradients()
-        for name in self._network.names_as_ready:
+        for name in self._network.ready_order:
             gradients[name][...] = 1
             self._ready(name)
         self._combine()
@@ -108,15 +108,14 @@ def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
             for (name, value), end in zip(params.items(), ends)}
 
 
-def _while_computing(world: World, network: Network, bucket_bytes: int) -> NumpyTraining:
+def _overlapped(world: World, network: Network, bucket_bytes: int) -> NumpyTraining:
     """Return steps in which DataParallel averages the gradients during backward."""
     dp = DataParallel(network.params, world.comm, bucket_bytes=bucket_bytes)
     return NumpyTraining(OURS, network, dp.wait, lambda: dp.grads, dp.ready,
                          sum(value.nbytes for value in network.params.values()))
 
 
-def _after_backward(contender: Contender, network: Network, flat: Array, size: int,
-                    ) -> NumpyTraining:
+def _blocking(contender: Contender, network: Network, flat: Array, size: int) -> NumpyTraining:
     """Return steps in which one blocking call combines all gradients at once."""
     call, views, share = contender.blocking(flat), _views(flat, network.params), flat.dtype.type(
         1 / size)
@@ -132,7 +131,7 @@ def _network_of(world: World, options: Namespace) -> Network:
     return Network(options.width, options.layers, options.batch, world.rank)
 
 
-def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
+def factories(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
     """Return what makes the variants; parameters exist already, and all gradients but ours."""
     alone = _network_of(world, options)
     length = sum(value.size for value in alone.params.values())
@@ -142,8 +141,8 @@ def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]
     views = _views(np.ones(length, np.float32), alone.params)
     return [
         partial(NumpyTraining, ALONE, alone, lambda: None, lambda: views),
-        partial(_while_computing, world, _network_of(world, options), options.bucket),
-        *(partial(_after_backward, contender, _network_of(world, options), flat, world.size)
+        partial(_overlapped, world, _network_of(world, options), options.bucket),
+        *(partial(_blocking, contender, _network_of(world, options), flat, world.size)
           for contender in chosen(world, options.contenders, ["auto"], options.interface)),
     ]
 
@@ -151,6 +150,6 @@ def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]
 def mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     """Return the means over ranks of the first step's gradients, in float64."""
     network = _network_of(world, options)
-    of_this_rank = {name: np.empty_like(value) for name, value in network.params.items()}
-    network.backward(of_this_rank, lambda name: None)
-    return means_over_ranks(world, of_this_rank)
+    gradients = {name: np.empty_like(value) for name, value in network.params.items()}
+    network.backward(gradients, lambda name: None)
+    return means_over_ranks(world, gradients)

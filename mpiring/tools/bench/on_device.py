@@ -11,7 +11,8 @@ from ...gpu.device import Device, DeviceVector
 from ...gpus import cupy_for
 from . import peers
 from .contenders import (
-    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, of_mpiring, refuse_unknown,
+    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, mpiring_contenders,
+    refuse_unknown,
 )
 from .timing import finish
 from .world import World
@@ -33,7 +34,7 @@ class GpuArrays:
         from ...gpu import cuda
         self._world = world
         # Ranks that have a GPU would wait for a rank that has none.
-        world.everywhere(cuda.cupy)
+        world.call_on_all(cuda.cupy)
         self._cupy = cupy_for(world.comm)
         self.device: Device = device_named("cuda", world.comm.local_rank)
 
@@ -68,7 +69,7 @@ class GpuArrays:
         contenders = [naive(world)]
         if kinds is None or "mpi" in kinds:
             contenders.append(naive_pinned(world))
-        contenders += of_mpiring(world, kinds, options.algorithms)
+        contenders += mpiring_contenders(world, kinds, options.algorithms)
         if kinds is None or "nccl" in kinds:
             contenders += _nccl(world, asked=kinds is not None)
         return [*contenders, device_copy(), pinned_copies(world.size)]
@@ -137,12 +138,12 @@ def pinned_copies(p: int) -> Contender:
         gpu = vector.device.gpu
         down, up, other = gpu.stream(), gpu.stream(), _like(vector)
         hosts = [gpu.pinned(vector.nbytes).view(vector.dtype) for _ in range(2)]
-        rises = 2 * (p - 1) * vector.size // p
+        upload_size = 2 * (p - 1) * vector.size // p
 
         def run() -> None:
             down.download(vector, hosts[0])
-            for start in range(0, rises, vector.size):
-                piece = slice(0, min(vector.size, rises - start))
+            for start in range(0, upload_size, vector.size):
+                piece = slice(0, min(vector.size, upload_size - start))
                 up.upload(hosts[1][piece], other[piece])
             finish(down.record())
             finish(up.record())
@@ -172,8 +173,8 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
             raise ConfigError(f"the contender 'nccl' cannot run: {problem}")
 
     if asked:
-        world.everywhere(refuse)
-    elif world.anywhere(bool(problem)):
+        world.call_on_all(refuse)
+    elif world.any_rank(bool(problem)):
         return []
     torch.cuda.set_device(index)
     store = peers.store_of_rank_0(world, peers.interface_for(world))

@@ -32,9 +32,9 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
     Collective: yes. Blocking: yes.
     """
     if kinds is None:
-        return not world.anywhere(bool(missing(*_NEEDS[name])))
+        return not world.any_rank(bool(missing(*_NEEDS[name])))
     if name in kinds:
-        world.everywhere(lambda: _refuse_missing(name))
+        world.call_on_all(lambda: _refuse_missing(name))
     return name in kinds
 
 

@@ -116,7 +116,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     warn_if_nothing_is_compressed(world)
-    world.everywhere(refuse_missing_torch)
+    world.call_on_all(refuse_missing_torch)
     from ...torch import share_cores
     from . import torch_training
     share_cores(world.comm)
@@ -223,7 +223,7 @@ class HostTraffic:
         Collective: yes. Blocking: yes.
         """
         self._world.barrier()
-        comm, counted = self._world.comm, grown(self._before, sent_bytes())
+        comm, counted = self._world.comm, max_growth(self._before, sent_bytes())
         ranks = comm.allgather_object((known_bytes, counted, comm.local_rank))
         least = min(known for known, _, _ in ranks)
         if comm.num_nodes == 1 or any(grew < least for _, grew, _ in ranks):
@@ -237,7 +237,7 @@ def sent_bytes(interfaces: Path = _INTERFACES) -> dict[str, int]:
             for path in interfaces.glob("*") if path.name != _LOOPBACK and path.is_dir()}
 
 
-def grown(before: dict[str, int], after: dict[str, int]) -> int:
+def max_growth(before: dict[str, int], after: dict[str, int]) -> int:
     """Return the growth of the interface that has sent the most.
 
     Not that of all: a bridge, a bond and its members count the same bytes.

@@ -21,7 +21,7 @@ from .benchmark import (
     with_case,
 )
 from .contenders import ALONE, GLOO, SUMMING, Contender, declare_contenders, settle_contenders
-from .numpy_training import NumpyTraining, makers, mean_gradients
+from .numpy_training import NumpyTraining, factories, mean_gradients
 from .world import World
 
 if TYPE_CHECKING:
@@ -85,16 +85,16 @@ def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measuremen
     """
     right = mean_gradients(world, options)
     world.warm_up()
-    begun = [gradients.begun(world, make, right, NumpyTraining.communicate)
-             for make in makers(world, options)]
+    started = [gradients.start_training(world, make, right, NumpyTraining.communicate)
+               for make in factories(world, options)]
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
         variant.name: partial(timing.timed_steps, world, options, {"step": variant.step})
-        for variant, _ in begun})
+        for variant, _ in started})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {
         **readings[variant.name], "extra_bytes": [memory["peak_bytes"][0] - variant.own_bytes]})
-        for variant, memory in begun]
+        for variant, memory in started]
 
 
 def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -105,7 +105,7 @@ def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measuremen
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     from . import torch_training
     # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
     gc.freeze()
@@ -132,7 +132,7 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
     del alone
     trainings, memories = [], {}
     for contender in contenders:
-        training, memory = gradients.begun(
+        training, memory = gradients.start_training(
             world, partial(begin, contender), right if contender.has_means else {})
         trainings.append(training)
         # The process's memory is not that of the GPU.

@@ -53,7 +53,7 @@ def timed(world: World, action: Action, calls: int, *,
     Collective: yes. Blocking: yes.
     """
     seconds = []
-    with _no_collector():
+    with _gc_disabled():
         for call in range(calls):
             if call % every == 0:
                 prepare()
@@ -75,7 +75,7 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
     Collective: yes. Blocking: yes.
     """
     burst, seconds = 1 if barrier else every, 0.0
-    with _no_collector():
+    with _gc_disabled():
         for start in range(0, calls, burst):
             if start % every == 0:
                 prepare()
@@ -89,7 +89,7 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
 
 
 @contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Keep the garbage collector off."""
     collects = gc.isenabled()
     gc.disable()

@@ -23,7 +23,7 @@ from ...gpu import accelerator
 from ...memory.arrays import Array
 from ...torch import DataParallel, Sharded, device_for, share_cores
 from . import peers, timing
-from .contenders import ALONE, GLOO, OURS, Call, Contender, Shares, horovod
+from .contenders import ALONE, OURS, Call, Contender, Shares, horovod
 from .world import World
 
 _BYTE_VALUES = 256
@@ -36,7 +36,7 @@ _LEARNING_RATE = 1e-3
 # but for these (of the keys' biases). No two sums would train identically.
 _ADAM_EPS = 1e-3
 # torch.distributed's name for Gloo on an interface that we have chosen.
-_GLOO_HERE = "gloo_here"
+_GLOO_BACKEND = "gloo_on_interface"
 
 # Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
 Recipe = partial[torch.optim.Optimizer]
@@ -192,7 +192,7 @@ def device_named(world: World, name: str) -> ModelDevice:
     if name == "cpu":
         return ModelDevice(torch.device("cpu"), timing.by_clock)
     # Ranks that have a GPU would wait for a rank that has none.
-    world.everywhere(accelerator.available)
+    world.call_on_all(accelerator.available)
     return ModelDevice(device_for(world.comm), _by_events)
 
 
@@ -278,12 +278,12 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     """
     share_cores(world.comm)
     kinds = options.contenders
-    contenders = [NOBODY, *_of_mpiring(world, options)]
+    contenders = [NOBODY, *_mpiring_contenders(world, options)]
     if kinds is None or "mpiring" in kinds:
         dist.init_process_group("mpiring", init_method="mpi://")
-        contenders += _over(dist.group.WORLD, "mpiring + PyTorch's DDP", "mpiring", options)
+        contenders += _torch_contenders(dist.group.WORLD, "mpiring", options)
     if peers.takes_part("gloo", kinds, world):
-        contenders += _over(_gloo(world, options.interface), GLOO, "Gloo", options)
+        contenders += _torch_contenders(_gloo(world, options.interface), "Gloo", options)
     by_horovod = device.type == "cpu" and peers.takes_part("horovod", kinds, world)
     if by_horovod:
         call = horovod().blocking
@@ -297,7 +297,7 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     return contenders
 
 
-def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
+def _mpiring_contenders(world: World, options: Namespace) -> Iterator[Contender]:
     """Yield mpiring's wrapper of models, alone and with the optimizers of slices."""
     bucket = {} if options.bucket is None else {"bucket_bytes": options.bucket}
     dense = data_parallel(world, OURS, **bucket)
@@ -327,7 +327,7 @@ def data_parallel(world: World, name: str, **settings: Any) -> Contender:
                                      recipe(module.parameters())))
 
 
-def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:
+def _torch_contenders(group: Any, name: str, options: Namespace) -> Iterator[Contender]:
     """Yield PyTorch's own ways to train, over a process group."""
     size = {} if options.bucket is None else {"bucket_cap_mb": options.bucket / 2 ** 20}
 
@@ -346,17 +346,17 @@ def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[
             **recipe.keywords)
 
     def fsdp(module: nn.Module, recipe: Recipe) -> Joined:
-        _shard(module, group)
+        _shard_layers(module, group)
         return module, recipe(module.parameters())
 
-    yield Contender(ddp_name, blocking, join=ddp)
+    yield Contender(f"{name} + PyTorch's DDP", blocking, join=ddp)
     if "zero" in options.sharded:
         yield Contender(f"{name} + ZeRO", blocking, join=zero, shares=Shares(state="job"))
     if "fsdp" in options.sharded:
         yield Contender(f"{name} + FSDP2", blocking, join=fsdp, shares=Shares("job", "job", "job"))
 
 
-def _shard(model: nn.Module, group: Any) -> None:
+def _shard_layers(model: nn.Module, group: Any) -> None:
     """Shard a model's layers, and what is left of it, by FSDP2."""
     # It warns of operations in place on outputs that are views, of which there are none here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -375,12 +375,12 @@ def _gloo(world: World, interface: str | None) -> Any:
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return peers.gloo_group(store, rank, size, interface)
 
-    if not hasattr(dist.Backend, _GLOO_HERE.upper()):
-        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
+    if not hasattr(dist.Backend, _GLOO_BACKEND.upper()):
+        dist.Backend.register_backend(_GLOO_BACKEND, make, devices=["cpu", "cuda"])
     if dist.is_initialized():
-        return dist.new_group(backend=_GLOO_HERE)
+        return dist.new_group(backend=_GLOO_BACKEND)
     store = peers.store_of_rank_0(world, interface)
-    dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
+    dist.init_process_group(_GLOO_BACKEND, store=store, rank=world.rank, world_size=world.size)
     return dist.group.WORLD
 
 

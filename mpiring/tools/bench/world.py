@@ -55,14 +55,14 @@ class World:
         self.raw.Allreduce(self.mpi.IN_PLACE, array, op=self.mpi.MAX)
         return [float(value) for value in array]
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank.
 
         Collective: yes. Blocking: yes.
         """
         return self.slowest([float(flag)])[0] > 0
 
-    def everywhere(self, action: Callable[[], object]) -> None:
+    def call_on_all(self, action: Callable[[], object]) -> None:
         """Call a function on each rank; raise on all ranks what it raises on any.
 
         Raises:

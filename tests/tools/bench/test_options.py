@@ -95,8 +95,8 @@ def test_what_one_rank_cannot_do_ends_all():
     found = [None, MissingDependencyError("there is no CuPy"), None]
     world.raw = SimpleNamespace(allgather=lambda mine: [mine, *found])
     with pytest.raises(MissingDependencyError, match="^rank 2: there is no CuPy$"):
-        world.everywhere(lambda: None)
+        world.call_on_all(lambda: None)
     found.clear()
-    world.everywhere(lambda: None)
+    world.call_on_all(lambda: None)
     with pytest.raises(ConfigError, match="^rank 0: mine$"):
-        world.everywhere(lambda: (_ for _ in ()).throw(ConfigError("mine")))
+        world.call_on_all(lambda: (_ for _ in ()).throw(ConfigError("mine")))
