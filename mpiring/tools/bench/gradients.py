@@ -23,9 +23,9 @@ def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Ar
     """Create a training run, and check the gradients of its first step.
 
     Args:
-        make: Returns the run, which has a `name` and methods `step` and `gradients`.
+        make: Function that returns the run, with a `name` and methods `step` and `gradients`.
         right: Means over ranks of the first step's gradients; empty to check none.
-        use: Called twice with the run, to measure its peak memory.
+        use: Function that is called twice with the run, to measure its peak memory.
 
     Returns:
         The run, and the memory that it adds, in bytes: the largest peak of a rank, and the largest

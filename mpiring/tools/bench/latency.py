@@ -23,11 +23,12 @@ from .overlap import calibrated
 from .world import World
 
 _DTYPE = np.dtype(np.float32)
-# As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
+# As in the OSU micro-benchmarks, there are a tenth as many calls above this size, and another tenth
+# of the calls, which is not timed, runs in advance.
 _LARGE_BYTES = 8192
 _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
 _CALLS_BEFORE_COMPUTE = 20
-# About 2 µs of work that releases Python's lock.
+# About 2 µs of work that releases the GIL.
 _UNIT_NUMBERS = 1024
 _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
 _SUMS = ("allreduce", "iallreduce")
@@ -46,22 +47,22 @@ def declare(parser: ArgumentParser) -> None:
                         help="kinds of memory, empty (comm.empty) or private (numpy.empty) "
                              "(default: both)")
     parser.add_argument("--barrier", action="store_true",
-                        help="call MPI's barrier before each call, as osu_allreduce does (default: "
-                             "calls follow back to back)")
+                        help="run an MPI barrier before each call, as osu_allreduce does (default: "
+                             "calls run back to back)")
     parser.add_argument("--calls", type=positive, default=_CALLS, metavar="N",
-                        help=f"number of calls in each round, a tenth of it above 8 KiB (default: "
+                        help=f"number of calls per round, and a tenth of it above 8 KiB (default: "
                              f"{_CALLS})")
     declare_turns(parser, LEVELS)
     parser.set_defaults(action=lambda options: run(LATENCY, options))
 
 
 class _Subject(NamedTuple):
-    """A contender's calls on an array, which were checked.
+    """The calls of a contender on an array, whose results were checked.
 
     Attributes:
-        contender: Its name.
-        call: Does all of a collective.
-        start: Begins it, and returns what waits; None for what is blocking.
+        contender: Name of the contender.
+        call: Runs a complete collective.
+        start: Begins the collective, and returns a function that waits; None for blocking calls.
         prepare: Called before the first of every `every` calls.
     """
 
@@ -77,7 +78,7 @@ def _lengths(options: Namespace) -> list[int]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure MPI's own calls and ours.
+    """Measure MPI's own calls and those of mpiring.
 
     Collective: yes. Blocking: yes.
     """
@@ -130,9 +131,9 @@ def _summed(world: World, array: Callable[[int], Array], length: int, test: str)
 
 
 def _moved(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
-    """Return the subjects of a collective whose array may be used again and again.
+    """Return the subjects of a collective whose array needs no refill between calls.
 
-    Each rank contributes `length` numbers; of a broadcast, rank 0 does.
+    Each rank contributes `length` numbers; in a broadcast, only rank 0 does.
 
     Raises:
         WrongAnswerError: A contender does not return what the ranks have contributed.
@@ -161,7 +162,7 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
         total = np.sum([contribution(rank) for rank in range(world.size)], axis=0)
         right, counts = slice_of(total, world.rank, world.size), [
             chunk.size for chunk in chunks_of(x, world.size)]
-        # MPI's, in place, would leave its result where the next call has its input.
+        # In place, MPI would overwrite the input of the next call with its result.
         result = np.empty_like(right)
         calls = {"MPI_Reduce_scatter": lambda: (raw.Reduce_scatter(x, result, counts), result)[1],
                  _AUTO: lambda: comm.reduce_scatter(x),
@@ -175,7 +176,7 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
 
 
 def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
-    """Return the mean seconds of so many calls, of each rank.
+    """Return each rank's mean seconds per call, after some calls that are not timed.
 
     Collective: yes. Blocking: yes.
     """
@@ -185,7 +186,7 @@ def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) 
 
 
 def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], dict[str, float]]:
-    """Return what times so many calls; of a nonblocking one, alone and behind compute.
+    """Return a function that times a number of calls; nonblocking calls also behind compute.
 
     Collective: yes. Blocking: yes.
     """
@@ -198,7 +199,7 @@ def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], 
     start = subject.start
     if start is None:
         return alone
-    # The first calls take longer.
+    # The first calls are slower.
     alone(_CALLS_BEFORE_COMPUTE)
     numbers, roots = np.ones(_UNIT_NUMBERS), np.empty(_UNIT_NUMBERS)
     # As long as the collective takes alone, as in osu_iallreduce.
@@ -222,9 +223,9 @@ def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], 
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each measurement, test after test, compared with MPI's own call.
+    """Return a row for each measurement, compared with MPI's own call, test by test.
 
-    At several thread levels that is the faster of MPI's calls.
+    With several thread levels, the reference is the faster of MPI's calls.
     """
     order = {test: number for number, test in enumerate(_TESTS)}
     measurements = sorted(measurements, key=lambda measurement: (
@@ -240,7 +241,7 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
 
 def _round_means(measurement: Measurement, p: int) -> list[float]:
-    """Return the mean over the ranks of a call's time, in seconds, for each round."""
+    """Return the seconds of a call in each round, as means over the ranks."""
     return [fmean(seconds) for seconds in timing.in_rounds(measurement.readings["call"], p)]
 
 
@@ -259,7 +260,7 @@ def _row(measurement: Measurement, p: int, native_s: float) -> Row:
     if "init" in readings:
         init, compute, wait = (fmean(rank_means(kind)) for kind in ("init", "compute", "wait"))
         row |= {"overall_us": init + compute + wait, "compute_us": compute, "init_us": init,
-                # The compute is one piece, without a test in between, as by default in OSU's.
+                # Compute runs in one piece, without MPI_Test, which is also the default of OSU.
                 "test_us": 0.0, "wait_us": wait,
                 "overlap_percent": timing.overlap_percentage(
                     compute, row["avg_us"], init + compute + wait)}

@@ -12,10 +12,10 @@ _FORGET_PEAK = "5"
 
 
 class Growth:
-    """Growth of this process's memory since this object was made, as Linux counts it.
+    """Growth of this process's memory since this object was created, as Linux counts it.
 
-    Memory that the ranks of a node share counts by its size, divided among them: Linux counts all
-    that a process has touched of it, also other ranks' memory.
+    Each rank counts an equal part of the memory that the ranks of its node share. Linux would count
+    all shared pages that the process has touched, also those of other ranks.
 
     Args:
         sharers: Number of ranks that share the windows.
@@ -32,7 +32,7 @@ class Growth:
             (_PROC / "clear_refs").write_text(_FORGET_PEAK)
 
     def max_bytes(self) -> float:
-        """Return the growth at the peak since `forget_peak`; NaN where the system is not Linux."""
+        """Return the growth at the peak since `forget_peak`; NaN if the system is not Linux."""
         return self._now("VmHWM") - self._before
 
     def _now(self, key: str) -> float:
@@ -46,12 +46,12 @@ class Growth:
 
 
 class NodeGrowth:
-    """Growth of the memory of a node's ranks since this object was made, as Linux counts it.
+    """Growth of the memory of a node's ranks since this object was created, as Linux counts it.
 
     Memory that several ranks share counts once. Code and other files do not count.
 
     Args:
-        world: The ranks, all of which make one and ask it together.
+        world: The ranks, which must all create and use the object together.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,7 +59,7 @@ class NodeGrowth:
         self._before = self._now()
 
     def bytes_now(self) -> float:
-        """Return that of the node where it is the largest; NaN where the system is not Linux.
+        """Return the growth of the node that has grown most; NaN if the system is not Linux.
 
         Collective: yes. Blocking: yes.
         """
@@ -70,12 +70,12 @@ class NodeGrowth:
         return max(nodes.values())
 
     def _now(self) -> float:
-        """Return this process's share: of shared pages, their size over the number of sharers.
+        """Return this process's bytes; shared pages are divided by the number of their users.
 
         Collective: yes. Blocking: yes.
         """
         _trim_memory()
-        # While no rank frees what others count their share of.
+        # No rank may free shared pages while other ranks count them.
         self._world.barrier()
         if not _is_linux():
             return math.nan
@@ -91,7 +91,7 @@ def _is_linux() -> bool:
 
 
 def _trim_memory() -> None:
-    """Return freed memory to the system that glibc holds for the next allocation."""
+    """Return freed memory, which glibc keeps for later allocations, to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -99,7 +99,7 @@ def _trim_memory() -> None:
 
 
 def _windows_bytes() -> int:
-    """Return the bytes of mpiring's shared memory, all of which is allocated."""
+    """Return the size of mpiring's shared memory, which is always allocated in full."""
     ranges = [line.split()[0].split("-") for line in (_PROC / "maps").read_text().splitlines()
               if "memfd:mpiring" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)

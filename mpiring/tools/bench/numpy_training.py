@@ -1,4 +1,4 @@
-"""Makes a NumPy model, and trains it in each way on several ranks."""
+"""Creates a NumPy model, and trains it on several ranks by each method."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ Gradients = Mapping[str, Array]
 
 
 class Network:
-    """A multilayer perceptron, with forward and backward pass by hand.
+    """A multilayer perceptron with handwritten forward and backward passes.
 
     Args:
         width: Width of every layer.
         layers: Number of layers.
         batch: Number of rows of data.
-        rank: Seed of the data; weights are equal on all ranks.
+        rank: Seed of the data; weights are the same on all ranks.
 
     Attributes:
         params: Parameters by name.
@@ -48,8 +48,8 @@ class Network:
         """Compute the gradients of half the mean squared error, the last layer's first.
 
         Args:
-            gradients: Written, by name.
-            ready: Called with each name as soon as its gradient is written.
+            gradients: Arrays to write, by name.
+            ready: Function that is called with each name as soon as its gradient is written.
         """
         inputs, x = [], self._x
         for layer in self._layers:
@@ -73,11 +73,12 @@ class Network:
 
 
 class NumpyTraining:
-    """A way to take training steps.
+    """A method to take training steps.
 
     Attributes:
-        gradients: Returns those of the last step.
-        own_bytes: Bytes of gradients that were made together with the variant.
+        name: Name in tables.
+        gradients: Returns the gradients of the last step.
+        own_bytes: Bytes of gradients that were allocated together with the variant.
     """
 
     def __init__(self, name: str, network: Network, combine: Callable[[], object],
@@ -93,7 +94,7 @@ class NumpyTraining:
         self._network.update(self.gradients())
 
     def communicate(self) -> None:
-        """Do what a step does with gradients, without the computation and its memory."""
+        """Communicate as in a step, but without computation and the memory that it needs."""
         gradients = self.gradients()
         for name in self._network.ready_order:
             gradients[name][...] = 1
@@ -102,7 +103,7 @@ class NumpyTraining:
 
 
 def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
-    """Return views of a vector, one after the other, of the parameters' shapes."""
+    """Return consecutive views of a vector, with the shapes of the parameters."""
     ends = np.cumsum([value.size for value in params.values()])
     return {name: flat[end - value.size:end].reshape(value.shape)
             for (name, value), end in zip(params.items(), ends)}
@@ -132,11 +133,14 @@ def _network_of(world: World, options: Namespace) -> Network:
 
 
 def factories(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
-    """Return what makes the variants; parameters exist already, and all gradients but ours."""
+    """Return functions that create the variants.
+
+    Parameters already exist, and so do all gradients except those of DataParallel.
+    """
     alone = _network_of(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
-    # Written to, so that it does not share the system's page of zeros.
+    # Written, because unwritten pages would all be the system's page of zeros.
     flat[...] = 1
     views = _views(np.ones(length, np.float32), alone.params)
     return [

@@ -33,13 +33,13 @@ class GpuArrays:
     def __init__(self, world: World) -> None:
         from ...gpu import cuda
         self._world = world
-        # Ranks that have a GPU would wait for a rank that has none.
+        # Otherwise, ranks with a GPU would wait for a rank without one.
         world.call_on_all(cuda.cupy)
         self._cupy = cupy_for(world.comm)
         self.device: Device = device_named("cuda", world.comm.local_rank)
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array: open to the node's ranks if `buffer` is "empty", else private.
+        """Return an array: shared with the node's ranks if `buffer` is "empty", otherwise private.
 
         Collective: yes. Blocking: yes.
         """
@@ -49,7 +49,7 @@ class GpuArrays:
         return self.device.gpu.array(memory, (length,))
 
     def stopwatch(self, action: Call) -> float:
-        """Return the seconds between two events on the stream in use, around an action."""
+        """Return the seconds of an action, between two events on the current stream."""
         began, ended = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         began.record()
         action()
@@ -58,10 +58,10 @@ class GpuArrays:
         return float(self._cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return the contenders asked for; always "auto", the naive way and the limits.
+        """Return the requested contenders, and always "auto", the naive method and the limits.
 
         Raises:
-            ConfigError: NCCL was asked for, and cannot run here.
+            ConfigError: NCCL was requested, but cannot run here.
 
         Collective: yes. Blocking: yes.
         """
@@ -76,7 +76,7 @@ class GpuArrays:
 
 
 def naive(world: World) -> Contender:
-    """Return the obvious way: the whole array to the host, MPI_Allreduce, and back."""
+    """Return the naive method: copy the array to the host, call MPI_Allreduce, and copy it back."""
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
 
@@ -90,7 +90,7 @@ def naive(world: World) -> Contender:
 
 
 def naive_pinned(world: World) -> Contender:
-    """Return the obvious way with a pinned buffer that is reused."""
+    """Return the naive method with a pinned buffer, which is reused."""
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
         vector = vector_of(x)
@@ -110,9 +110,9 @@ def naive_pinned(world: World) -> Contender:
 
 
 def device_copy() -> Contender:
-    """Return the limit of summing in the GPU's memory: every rank copies its array there.
+    """Return the limit of sums in GPU memory: each rank copies its array within that memory.
 
-    A copy reads and writes 2 n bytes per rank, as an allreduce must.
+    A copy reads n bytes and writes n bytes per rank, as an allreduce must.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
@@ -127,11 +127,11 @@ def device_copy() -> Contender:
 
 
 def pinned_copies(p: int) -> Contender:
-    """Return the limit of going through the host and summing on the GPU, between p ranks.
+    """Return the limit for p ranks that exchange data through the host and sum on the GPU.
 
-    Each rank downloads n bytes: (p-1)/p n for others to sum, and the n/p that it has summed. It
-    uploads 2 (p-1)/p n: p-1 slices of n/p to sum, and p-1 that others have summed. All of it at
-    once; at 2 ranks n bytes each way.
+    Each rank downloads n bytes: (p-1)/p n for other ranks to sum, and the n/p that it has summed.
+    It uploads 2 (p-1)/p n bytes: p-1 slices of n/p to sum, and p-1 slices that other ranks have
+    summed. Both directions run at the same time; with 2 ranks, each direction has n bytes.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
@@ -153,7 +153,7 @@ def pinned_copies(p: int) -> Contender:
 
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
-    """Return NCCL, called by PyTorch, if it can run, with a GPU for each rank."""
+    """Return NCCL, called through PyTorch, if it can run with one GPU for each rank."""
     problem = "there is no PyTorch" if peers.missing(*peers.TORCH) else ""
     gpu = None
     if not problem:

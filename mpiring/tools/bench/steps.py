@@ -27,7 +27,7 @@ from .world import World
 if TYPE_CHECKING:
     from .torch_training import ModelDevice
 
-# Ways to share the optimizer's work.
+# Methods of sharding the optimizer, and contenders that can train PyTorch models, by device.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
 _TRAINING = {"cpu": ("mpiring", "hvd", *peers.NAMES), "cuda": ("mpiring", "gloo")}
 
@@ -38,11 +38,11 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
                         help="framework of the model (default: numpy)")
     parser.add_argument("--batch", type=positive, metavar="N",
-                        help="number of samples per rank and step (default: 64, with PyTorch one "
-                             "for each model)")
+                        help="number of samples per rank and step (default: 64, or with PyTorch a "
+                             "number that depends on the model)")
     parser.add_argument("--bucket", type=checked(parse_size), metavar="SIZE",
-                        help="length of a bucket in bytes (default: 4MiB, with PyTorch the default "
-                             "of DataParallel and DDP)")
+                        help="size of a bucket in bytes (default: 4MiB, or with PyTorch the "
+                             "defaults of DataParallel and DDP)")
     parser.add_argument("--calls", type=positive, default=3, metavar="N",
                         help="number of steps per round (default: 3)")
     numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
@@ -55,10 +55,10 @@ def declare(parser: ArgumentParser) -> None:
     torch.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd",
                        help="optimizer, SGD or PyTorch's fused AdamW (default: sgd)")
     torch.add_argument("--sharded", type=names(SHARDINGS), nargs="?", metavar="A,B", default=[],
-                       const=list(SHARDINGS), help="ways to share the optimizer's work, which "
-                       f"are also measured, of {', '.join(SHARDINGS)} (without a value: all)")
+                       const=list(SHARDINGS), help="methods of sharding the optimizer that are "
+                       f"also measured, of {', '.join(SHARDINGS)} (without a value: all)")
     declare_link(torch)
-    # So that it ends within a minute on two cores.
+    # With few rounds, it ends within a minute on two cores.
     declare_turns(parser, rounds=4)
     declare_contenders(parser)
     parser.set_defaults(action=_run)
@@ -79,7 +79,7 @@ def _run(options: Namespace) -> int:
 
 
 def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all variants in each round; the last round yields them all.
+    """Measure all variants in each round; the last round yields all results.
 
     Collective: yes. Blocking: yes.
     """
@@ -98,7 +98,7 @@ def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measuremen
 
 
 def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders, model by model; the last round of a model yields them all.
+    """Measure all contenders, model by model; the last round of a model yields all results.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
@@ -107,7 +107,7 @@ def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measuremen
     """
     world.call_on_all(peers.refuse_missing_torch)
     from . import torch_training
-    # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
+    # Each measurement of memory collects garbage; frozen objects, such as PyTorch's, are skipped.
     gc.freeze()
     device = torch_training.device_named(world, options.device)
     contenders = torch_training.contenders(world, options, device.torch)
@@ -135,12 +135,12 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
         training, memory = gradients.start_training(
             world, partial(begin, contender), right if contender.has_means else {})
         trainings.append(training)
-        # The process's memory is not that of the GPU.
+        # The process's memory does not include the GPU's.
         on_host = device.torch.type == "cpu"
         memories[contender.name] = memory if on_host else dict.fromkeys(memory, [math.nan])
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
-    # Written to, so that it does not share the system's page of zeros; zeros never overflow.
+    # Written, because unwritten pages would all be the system's page of zeros. Sums stay zero.
     flat[...] = 0
     actions = {contender.name: partial(
         timing.timed_steps, world, options,
@@ -158,7 +158,7 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
          contender.shares.bytes_per_parameter(options.optimizer, node_ranks, world.size)},
         {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
     del trainings, actions
-    # Modules and their hooks hold each other.
+    # Modules and their hooks form reference cycles.
     gc.collect()
 
 
@@ -220,7 +220,7 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
 
 
 def _over(measurement: Measurement, other: Measurement | None) -> timing.Ratio:
-    """Return how many times longer the step is than another contender's."""
+    """Return the ratio of a contender's step time to another contender's."""
     calls = measurement.labels["calls"]
     return timing.over(*(timing.in_rounds(each.readings["step"] if each else [], calls)
                          for each in (measurement, other)))
