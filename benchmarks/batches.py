@@ -111,7 +111,7 @@ def _trainings(world: World, options: Namespace) -> "dict[str, tuple[Training, P
     trainings = {}
     for way in options.ways:
         name, sampling = METHODS[way]
-        samples = torch_padding.equally_long(texts) if name == EQUAL else texts
+        samples = torch_padding.equal_pieces(texts) if name == EQUAL else texts
         lengths = np.array(list(map(len, samples)))
         if len(lengths) < options.samples * world.size:
             raise ConfigError(f"--samples {options.samples}: {len(lengths)} functions make no "
@@ -127,7 +127,7 @@ def _round(world: World, options: Namespace, training: "Training", batches: "Pad
     before_s = world.comm.statistics.exposed_s
     seconds = timing.timed(world, training.step, options.calls)
     exposed_s = world.comm.statistics.exposed_s - before_s
-    ranks = world.raw.allgather((batches.taken(), exposed_s))
+    ranks = world.raw.allgather((batches.take_count(), exposed_s))
     return {"step": seconds,
             "samples": [sum(count.samples for count, _ in ranks)],
             "tokens": [sum(count.tokens for count, _ in ranks)],
@@ -163,7 +163,7 @@ def _functions_of(source: bytes) -> list[bytes]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+def _random_batches(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
     """Yield batches with equal numbers of samples, from PyTorch's sampler."""
     from torch.utils.data import DistributedSampler
     count = options.samples
@@ -175,8 +175,8 @@ def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[lis
         yield from (samples[end - count:end] for end in range(count, len(samples) + 1, count))
 
 
-def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: bool,
-                ) -> Iterator[list[int]]:
+def _bucketed_batches(world: World, options: Namespace, lengths: Array, *, together: bool,
+                      ) -> Iterator[list[int]]:
     """Yield batches with equal numbers of samples of similar lengths, in random order.
 
     Args:
@@ -197,7 +197,7 @@ def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: b
             yield batch[world.rank::world.size].tolist() if together else batch.tolist()
 
 
-def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+def _token_batches(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
     """Yield batches with as many tokens as those of the other methods have on average."""
     tokens = round(options.samples * world.size * float(lengths.mean()))
     batches = TokenBatches(lengths, world.comm, tokens=tokens, seed=options.seed)
@@ -207,11 +207,11 @@ def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[lis
 
 # Names for tables, and samplings.
 METHODS: dict[str, tuple[str, Sampling]] = {
-    "equal": (EQUAL, _at_random),
-    "distributed": (PADDED, _at_random),
-    "apart": (APART, partial(_in_buckets, together=False)),
-    "together": (TOGETHER, partial(_in_buckets, together=True)),
-    "tokens": (OURS, _by_tokens),
+    "equal": (EQUAL, _random_batches),
+    "distributed": (PADDED, _random_batches),
+    "apart": (APART, partial(_bucketed_batches, together=False)),
+    "together": (TOGETHER, partial(_bucketed_batches, together=True)),
+    "tokens": (OURS, _token_batches),
 }
 
 

@@ -54,7 +54,7 @@ def run(options: Namespace) -> int:
             title = (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} "
                      f"GB/s; shares of that")
         else:
-            about, rows = {"device": "cpu", "way": vectors.way_here()}, _rates(options.elements)
+            about, rows = {"device": "cpu", "way": vectors.code_kind()}, _rates(options.elements)
             title = f"1e9 numbers per second, by {about['way']}"
         return (f"{options.elements:,} float32, {title}",
                 {**about, "elements": options.elements}, rows)

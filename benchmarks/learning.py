@@ -96,20 +96,20 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
     world.call_on_all(refuse_missing_torch)
     from mpiring.tools.bench import torch_training
     from mpiring.torch import share_cores
-    from .texts import OPTIMIZERS, drawn_from, standard_library
+    from .texts import OPTIMIZERS, random_batches, standard_library
     share_cores(world.comm)
     texts = standard_library(world, options.validation_texts)
     width = torch_training.width_for(KIND, options.parameters)
     world.warm_up()
 
-    def begin(method: str, seed: int, rate: float, rehearsal: bool = False) -> "Training":
-        dice = np.random.default_rng([seed, world.rank])
-        batches = drawn_from(texts.training, options.batch, dice)
+    def begin(name: str, seed: int, rate: float, rehearsal: bool = False) -> "Training":
+        rng = np.random.default_rng([seed, world.rank])
+        batches = random_batches(texts.training, options.batch, rng)
         module = torch_training.model_of(KIND, _REHEARSED_WIDTH if rehearsal else width)
-        joined = join(method, module, OPTIMIZERS[options.optimizer](module.parameters(), lr=rate),
+        method = join(name, module, OPTIMIZERS[options.optimizer](module.parameters(), lr=rate),
                       rehearsal)
         return torch_training.Training(
-            method, module, joined.model, joined,
+            name, module, method.model, method,
             batches if pauses is None else _paused(batches, pauses(seed)))
 
     for method in dict.fromkeys(run.method for run in runs):
@@ -142,7 +142,7 @@ def _rehearse(world: World, training: "Training", texts: "Texts") -> None:
     Collective: yes. Blocking: yes.
     """
     _take_steps(training, _REHEARSED_STEPS)
-    with training.optimizer.show():
+    with training.optimizer.validation_parameters():
         _bits_per_byte(world, training, texts)
     training.optimizer.finish()
 
@@ -201,14 +201,15 @@ def _take_steps(training: "Training", count: int) -> None:
     """
     for _ in range(count):
         training.step()
-    training.optimizer.meet()
+    training.optimizer.before_barrier()
 
 
 def _validate(world: World, training: "Training", texts: "Texts",
               readings: dict[str, list[float]]) -> float:
     """Append the loss, and the bytes sent so far; return the seconds to show the parameters."""
     with ExitStack() as shown:
-        took_s = _timed(world, lambda: shown.enter_context(training.optimizer.show()))
+        took_s = _timed(
+            world, lambda: shown.enter_context(training.optimizer.validation_parameters()))
         readings["bits"].append(_bits_per_byte(world, training, texts))
     readings["sent"] += _sum(world, [training.optimizer.statistics.bytes_sent])
     return took_s
@@ -216,8 +217,8 @@ def _validate(world: World, training: "Training", texts: "Texts",
 
 def _next_stop(done: int, options: Namespace) -> int:
     """Return the step at which ranks next synchronize to read clocks, losses or counters."""
-    next_look = (done // options.validate_every + 1) * options.validate_every
-    stops: list[int] = [done + options.stretch, next_look, options.settled, options.steps]
+    next_validation = (done // options.validate_every + 1) * options.validate_every
+    stops: list[int] = [done + options.stretch, next_validation, options.settled, options.steps]
     return min(stop for stop in stops if stop > done)
 
 
@@ -272,13 +273,13 @@ def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
                 for training in trainings]
 
     bits, sent = by_step("bits"), by_step("sent")
-    steps = [step for step in bits[0] if all(step in its for its in bits)]
+    steps = [step for step in bits[0] if all(step in curve for curve in bits)]
     return LossCurve(
         steps,
         [fmean([sum(training.readings["step"][:step]) for training in trainings])
          for step in steps],
-        [fmean([its[step] for its in bits]) for step in steps],
-        [fmean([its[step] for its in sent]) for step in steps])
+        [fmean([curve[step] for curve in bits]) for step in steps],
+        [fmean([curve[step] for curve in sent]) for step in steps])
 
 
 def _default_target(dense: LossCurve) -> float:

@@ -53,7 +53,7 @@ the same parameters.
 
 NAMES = (ALONE, DENSE, "powersgd", "localsgd", "diloco", "streaming", "server", "pairs")
 # These methods answer other ranks while their own rank waits in MPI.
-_NEED_A_THREAD = ("server", "pairs")
+_THREADED = ("server", "pairs")
 # Around the best rates of small transformers.
 _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
 
@@ -135,18 +135,18 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Raises:
         ConfigError: A method needs a background thread, and MPI allows none.
     """
-    _refuse_without_a_thread(world, options)
+    _require_thread(world, options)
 
     def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> Any:
-        from .methods import joined
-        return joined(name, module, world.comm, optimizer, options)
+        from .methods import create_method
+        return create_method(name, module, world.comm, optimizer, options)
 
     yield from learning.measure(world, options, "method", _runs(options), join,
                                 partial(_pauses, world, options), straggler=options.straggler)
 
 
-def _refuse_without_a_thread(world: World, options: Namespace) -> None:
-    asked = [name for name in options.methods if name in _NEED_A_THREAD]
+def _require_thread(world: World, options: Namespace) -> None:
+    asked = [name for name in options.methods if name in _THREADED]
     if asked and world.comm.config.progress == "inline":
         raise ConfigError(
             f"{' and '.join(asked)}: without a background thread (thread level "
@@ -160,7 +160,7 @@ def _runs(options: Namespace) -> list[Run]:
     grid = [Run(name, first, lambda _, rate=rate: rate)  # type: ignore[misc]
             for rate in options.learning_rates for name in options.methods
             if name != ALONE or rate == options.learning_rates[0]]
-    return grid + [Run(name, seed, partial(_best, name)) for seed in others
+    return grid + [Run(name, seed, partial(_best_rate, name)) for seed in others
                    for name in options.methods if name != ALONE]
 
 
@@ -169,18 +169,18 @@ def _pauses(world: World, options: Namespace, seed: int) -> Callable[[], object]
     if options.straggler is None:
         return lambda: None
     seconds, share = options.straggler
-    dice = np.random.default_rng([seed, world.rank, world.size])
-    return lambda: time.sleep(seconds if dice.random() < share else 0.0)
+    rng = np.random.default_rng([seed, world.rank, world.size])
+    return lambda: time.sleep(seconds if rng.random() < share else 0.0)
 
 
-def _best(name: str, measurements: Sequence[Measurement]) -> float:
+def _best_rate(name: str, measurements: Sequence[Measurement]) -> float:
     """Return the learning rate with which a method has come to the lowest loss, with one seed."""
     first = [training for training in measurements if training.labels["method"] == name
              and training.labels["seed"] == measurements[0].labels["seed"]]
-    return float(min(first, key=_end).labels["learning_rate"])
+    return float(min(first, key=_final_loss).labels["learning_rate"])
 
 
-def _end(training: Measurement) -> float:
+def _final_loss(training: Measurement) -> float:
     bits = training.readings["bits"]
     return bits[-1] if bits and math.isfinite(bits[-1]) else math.inf
 
@@ -189,7 +189,7 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     """Return a row for each method at its best learning rate, with the losses at all of them."""
     trainings: dict[str, list[Measurement]] = {}
     for name in dict.fromkeys(training.labels["method"] for training in measurements):
-        best = _best(name, measurements)
+        best = _best_rate(name, measurements)
         trainings[name] = [training for training in measurements
                            if training.labels["method"] == name
                            and training.labels["learning_rate"] == best]

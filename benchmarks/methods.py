@@ -48,10 +48,10 @@ class Method:
         """Use the gradients that backward() has left."""
         self.optimizer.step()
 
-    def meet(self) -> None:
+    def before_barrier(self) -> None:
         """Prepare for ranks that wait for each other; called on all ranks."""
 
-    def show(self) -> AbstractContextManager[Any]:
+    def validation_parameters(self) -> AbstractContextManager[Any]:
         """Return a block in which the module has the parameters to be judged.
 
         Collective: yes. Blocking: yes.
@@ -93,7 +93,7 @@ class MeanGradients(Method):
         super().step()
 
 
-class Rarely(Method):
+class LocalSteps(Method):
     """Trains locally, and synchronizes what the ranks have learned.
 
     Args:
@@ -111,7 +111,7 @@ class Rarely(Method):
         super().step()
         self._outer.step()
 
-    def show(self) -> AbstractContextManager[Any]:
+    def validation_parameters(self) -> AbstractContextManager[Any]:
         """Return a block in which the module has the global parameters."""
         return self._outer.global_parameters()
 
@@ -120,7 +120,7 @@ class Rarely(Method):
         self._outer.synchronize()
 
 
-class Pushed(Method):
+class ServerTraining(Method):
     """Pushes gradients to the ranks that own slices of the weights, and pulls these.
 
     Args:
@@ -140,7 +140,7 @@ class Pushed(Method):
         self.optimizer.close()
 
 
-class InPairs(Method):
+class PairTraining(Method):
     """Trains locally, and averages weights in random pairs of ranks.
 
     Args:
@@ -159,7 +159,7 @@ class InPairs(Method):
         super().step()
         self._pairs.step()
 
-    def meet(self) -> None:
+    def before_barrier(self) -> None:
         """Average over all ranks: one that waits answers no partner."""
         self._pairs.agree()
 
@@ -168,8 +168,8 @@ class InPairs(Method):
         self._pairs.close()
 
 
-def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, options: Namespace,
-           ) -> Method:
+def create_method(name: str, module: nn.Module, comm: Communicator, optimizer: Any,
+                  options: Namespace) -> Method:
     """Return how the ranks train a module.
 
     Args:
@@ -187,10 +187,10 @@ def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, opt
         ALONE: lambda: Method(module, optimizer),
         DENSE: lambda: MeanGradients(module, comm, optimizer),
         "powersgd": lambda: MeanGradients(module, comm, optimizer, PowerSGD(rank=4)),
-        "localsgd": lambda: Rarely(module, optimizer, LocalSGD(module, comm, **outer)),
-        "diloco": lambda: Rarely(module, optimizer, DiLoCo(module, comm, **outer, **nesterov)),
-        "streaming": lambda: Rarely(module, optimizer, DiLoCo(
+        "localsgd": lambda: LocalSteps(module, optimizer, LocalSGD(module, comm, **outer)),
+        "diloco": lambda: LocalSteps(module, optimizer, DiLoCo(module, comm, **outer, **nesterov)),
+        "streaming": lambda: LocalSteps(module, optimizer, DiLoCo(
             module, comm, **outer, **nesterov, **fragments)),
-        "server": lambda: Pushed(module, comm, of_slices, options.staleness),
-        "pairs": lambda: InPairs(module, comm, optimizer, options.pair_delay)}
+        "server": lambda: ServerTraining(module, comm, of_slices, options.staleness),
+        "pairs": lambda: PairTraining(module, comm, optimizer, options.pair_delay)}
     return make[name]()

@@ -43,21 +43,21 @@ _TO_ADD = 20_000
 _PIECE_TRIALS = 20
 
 
-def _unpacks() -> timing.Action:
+def _zlib_work() -> timing.Action:
     """Decompress data with as many kinds of bytes as text, without the GIL."""
     text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
     packed = zlib.compress(text.tobytes())
     return lambda: zlib.decompress(packed)
 
 
-def _sorts() -> timing.Action:
+def _numpy_work() -> timing.Action:
     """Sort with NumPy, without the GIL."""
     values = np.random.default_rng(0).random(_TO_SORT, np.float32)
     return lambda: np.sort(values)
 
 
 _PIECES: dict[str, Callable[[], timing.Action]] = {
-    "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
+    "zlib": _zlib_work, "numpy": _numpy_work, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
 # "sleep" waits, like for a disk; "python" holds the GIL.
 WORK = ("sleep", *_PIECES)
 
@@ -81,7 +81,7 @@ def work_for(kind: str, seconds: float) -> timing.Action:
     return work
 
 
-def worked_for(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
+def with_work(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
     """Yield batches, each after some work."""
     for batch in batches:
         work()
@@ -150,13 +150,13 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         for load in options.work:
             work = _work(world, options, load, training, device)
             alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
-            with_loader = iter(prefetch(worked_for(itertools.cycle(batches), work),
+            with_loader = iter(prefetch(with_work(itertools.cycle(batches), work),
                                         device.torch, depth=options.depth))
-            copied = worked_for(itertools.cycle(batches), work)
+            copied = with_work(itertools.cycle(batches), work)
             actions: dict[str, timing.Action] = {
                 RESIDENT: training.step,
-                PREFETCHED: partial(_learn_next, training, with_loader),
-                LOADED if options.loader else COPIED: partial(_learn_next, training, (
+                PREFETCHED: partial(_train_on_next, training, with_loader),
+                LOADED if options.loader else COPIED: partial(_train_on_next, training, (
                     [x.to(device.torch) for x in batch] for batch in copied))}
             readings = yield from timing.in_turns(options, random.Random(options.seed), {
                 name: partial(timing.timed_steps, world, options, {"step": action},
@@ -168,7 +168,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                    for name, times in readings.items()]
 
 
-def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
+def _train_on_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
     training.learn(*next(batches))
 
 

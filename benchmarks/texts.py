@@ -62,10 +62,10 @@ def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
     return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
 
 
-def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> Iterator[Batch]:
+def random_batches(text: torch.Tensor, samples: int, rng: np.random.Generator) -> Iterator[Batch]:
     """Yield batches of random windows of a text, endlessly."""
     while True:
-        texts = _windows(text, dice.integers(len(text) - TEXT_LENGTH, size=samples))
+        texts = _windows(text, rng.integers(len(text) - TEXT_LENGTH, size=samples))
         yield texts[:, :-1], texts[:, 1:]
 
 

@@ -13,7 +13,7 @@ from mpiring.tools.bench.world import World
 from mpiring.torch import DataParallel
 
 # Target that cross_entropy ignores.
-_NOTHING = -100
+_IGNORED = -100
 _RATE, _REHEARSED_STEPS = 3e-4, 2
 
 
@@ -61,8 +61,8 @@ class PaddedBatches:
     def _padded(self, texts: list[torch.Tensor]) -> Batch:
         tokens = sum(map(len, texts))
         # Without a text, the model reads one byte, which has no weight.
-        targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
-                               padding_value=_NOTHING)
+        targets = pad_sequence(texts or [torch.tensor([_IGNORED])], batch_first=True,
+                               padding_value=_IGNORED)
         self._count.samples += len(texts)
         self._count.tokens += tokens
         self._count.padded += targets.numel()
@@ -70,7 +70,7 @@ class PaddedBatches:
         self._weigh(tokens)
         return functional.pad(targets.clamp(min=0), (1, -1)), targets
 
-    def taken(self) -> Count:
+    def take_count(self) -> Count:
         """Return the sizes of the batches since the last call."""
         count, self._count = self._count, Count()
         return count
@@ -105,7 +105,7 @@ def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:
             for function in functions]
 
 
-def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
+def equal_pieces(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the content of texts, cut into pieces of their mean length."""
     text = torch.cat(texts)
     length = round(len(text) / len(texts))

@@ -13,7 +13,7 @@ from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.table import Column, Row
 
 from . import main, report
-from .vectors import READINGS, declare_elements, way_here
+from .vectors import READINGS, declare_elements, code_kind
 
 # Updates of a step of each method; each reads all its vectors, and writes some.
 METHODS: dict[str, Sequence[Update]] = {
@@ -28,9 +28,9 @@ def declare(parser: ArgumentParser) -> None:
     declare_elements(parser, 16, "weights; more than a cache holds")
     parser.set_defaults(action=lambda options: report(
         "updates", options, _COLUMNS, lambda: (
-            f"{options.elements:,} float32, by {way_here()}; bytes: read and written per weight, "
+            f"{options.elements:,} float32, by {code_kind()}; bytes: read and written per weight, "
             f"not counting norms",
-            {"way": way_here(), "elements": options.elements}, _rows(options.elements))))
+            {"way": code_kind(), "elements": options.elements}, _rows(options.elements))))
 
 
 def _rows(n: int) -> Iterator[Row]:

@@ -24,6 +24,6 @@ def declare_elements(parser: ArgumentParser, elements: int, text: str) -> None:
     declare_json(parser)
 
 
-def way_here() -> str:
+def code_kind() -> str:
     """Return a description of the code that computes."""
     return "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
