@@ -13,12 +13,12 @@ Declare = Callable[[ArgumentParser], None]
 
 
 def parse(name: str, declare: Declare, words: Sequence[str]) -> Namespace:
-    """Return the options of a study's command line; `action` runs it.
+    """Parse the command line of a study, and return its options; `action` runs the study.
 
     Args:
         name: Name of the study's file.
         declare: Function that declares the study's options.
-        words: The words after `python -m benchmarks.NAME`.
+        words: Arguments after `python -m benchmarks.NAME`.
     """
     parser = ArgumentParser(prog=f"python -m benchmarks.{name}")
     declare(parser)
@@ -39,13 +39,13 @@ def declare_json(parser: ArgumentParser) -> None:
 
 def report(name: str, options: Namespace, columns: Sequence[Column],
            measure: Callable[[], tuple[str, Mapping[str, Any], Iterable[Row]]]) -> int:
-    """Print the rows as they come, and write them if requested; return the exit status.
+    """Print the rows as they arrive, and write them if requested; return the exit status.
 
     Args:
         name: Name of the study.
         options: Options of the study.
         columns: Columns of the table.
-        measure: Returns the title, the environment and the rows.
+        measure: Function that returns the title, the environment and the rows.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""Measures training on samples of different lengths, by methods to divide them among ranks."""
+"""Compares methods of dividing samples of different lengths among the ranks, in training."""
 
 import ast
 import itertools
@@ -45,7 +45,7 @@ Trains a byte-level transformer on the functions of Python's standard library, a
 real tokens per second. A sample is a function, and a token is a byte. Each rank pads its samples
 to its longest one. All methods have the same number of samples in a step, on average.
 
-  {EQUAL:20}   the same text in pieces of the mean length, without padding and waiting
+  {EQUAL:20}   the same text in pieces of the mean length, which need no padding or waiting
   {PADDED:20}   PyTorch's sampler, --samples per rank, at random
   {APART:20}   --samples per rank, of similar length, each rank separately
   {TOGETHER:20}   --samples per rank, of similar length on all ranks
@@ -53,7 +53,7 @@ to its longest one. All methods have the same number of samples in a step, on av
 
   idle %     share of the step in which a rank waits for others and the allreduce, on average
   + idle %   excess of idle % over that with equal lengths
-  largest    tokens of a rank's largest batch, with padding, which need memory"""
+  largest    tokens of a rank's largest batch with padding, which determine its memory"""
 
 
 def declare(parser: ArgumentParser) -> None:

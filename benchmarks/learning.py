@@ -53,7 +53,7 @@ def declare_learning(parser: ArgumentParser) -> None:
                         help="target in bits per byte; default the loss of dense after 80%% of its "
                              "steps, rounded up to a hundredth")
     parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
-                        help="longest training for each method and seed, without validation")
+                        help="time limit of each training, without validation")
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
           seed: int) -> dict[str, list[float]]:
     """Train to the end or to the time limit, and check that ranks agree; return the readings.
 
-    All steps between two barriers have their mean as time. The last of these steps includes the
-    time to show the parameters, and to make all ranks agree at the end. `exposed_s` counts waiting
-    in steps only, not for validation nor at the end.
+    The time of a step is the mean over all steps between two barriers. It includes the time to
+    prepare the parameters for validation, and to synchronize all ranks at the end. `exposed_s`
+    covers only waiting in steps, not in validation or at the end.
 
     Raises:
         WrongAnswerError: Parameters differ between ranks.
@@ -206,7 +206,7 @@ def _take_steps(training: "Training", count: int) -> None:
 
 def _validate(world: World, training: "Training", texts: "Texts",
               readings: dict[str, list[float]]) -> float:
-    """Append the loss, and the bytes sent so far; return the seconds to show the parameters."""
+    """Append the loss and the sent bytes; return the seconds to prepare the parameters."""
     with ExitStack() as shown:
         took_s = _timed(
             world, lambda: shown.enter_context(training.optimizer.validation_parameters()))
@@ -246,9 +246,9 @@ class LossCurve(NamedTuple):
 
     Attributes:
         steps: Steps after which the loss was computed.
-        seconds: Training times until then.
+        seconds: Training times up to these steps.
         bits: Losses in bits per byte.
-        sent: Bytes that all ranks together have sent until then.
+        sent: Bytes that all ranks together have sent up to these steps.
     """
 
     steps: list[int]
@@ -267,7 +267,7 @@ class LossCurve(NamedTuple):
 
 
 def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
-    """Return the mean curve of trainings with several seeds, up to the shortest of them."""
+    """Return the mean curve of trainings with several seeds, up to the end of the shortest."""
     def by_step(name: str) -> list[dict[int, float]]:
         return [dict(zip(map(int, training.readings["validated"]), training.readings[name]))
                 for training in trainings]

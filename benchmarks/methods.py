@@ -1,4 +1,4 @@
-"""Methods to train a PyTorch module on several ranks, some of which communicate rarely."""
+"""Methods of training a PyTorch module on several ranks; some of them communicate rarely."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,11 +21,11 @@ _OURS: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
 
 
 class Method:
-    """A way to train a module on several ranks; as it is, each rank trains for itself.
+    """A method of training a module on several ranks; in this class, each rank trains for itself.
 
     Args:
-        model: Called for the module's results.
-        optimizer: User of the gradients that backward() has left.
+        model: Model to call for the module's results.
+        optimizer: Optimizer, which uses the gradients that backward() computes.
         settings: Settings of the method, for a reader.
         counter: Object with the `statistics` of its communication; None if there is none.
     """
@@ -41,25 +41,25 @@ class Method:
         return self._counter.statistics if self._counter else Statistics()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """Use the gradients that backward() has left."""
+        """Update the parameters."""
         self.optimizer.step()
 
     def before_barrier(self) -> None:
-        """Prepare for ranks that wait for each other; called on all ranks."""
+        """Prepare for a barrier; called on all ranks."""
 
     def validation_parameters(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the parameters to be judged.
+        """Return a context in which the module has the parameters for validation.
 
         Collective: yes. Blocking: yes.
         """
         return nullcontext()
 
     def finish(self) -> None:
-        """End the training: the module has the same parameters on all ranks.
+        """End the training; afterwards, the module has the same parameters on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -84,7 +84,7 @@ class MeanGradients(Method):
 
     @property
     def statistics(self) -> Statistics:
-        """The sum over all steps: DataParallel counts each step from zero."""
+        """Sum over all steps; DataParallel counts only the last step."""
         return self._total
 
     def step(self) -> None:
@@ -94,7 +94,7 @@ class MeanGradients(Method):
 
 
 class LocalSteps(Method):
-    """Trains locally, and synchronizes what the ranks have learned.
+    """Takes local steps, and synchronizes the ranks in outer steps.
 
     Args:
         module: Module that is trained.
@@ -107,12 +107,12 @@ class LocalSteps(Method):
         self._outer = outer
 
     def step(self) -> None:
-        """Take an inner step, and what is due of an outer one."""
+        """Take an inner step, and an outer step if it is due."""
         super().step()
         self._outer.step()
 
     def validation_parameters(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the global parameters."""
+        """Return a context in which the module has the global parameters."""
         return self._outer.global_parameters()
 
     def finish(self) -> None:
@@ -121,13 +121,13 @@ class LocalSteps(Method):
 
 
 class ServerTraining(Method):
-    """Pushes gradients to the ranks that own slices of the weights, and pulls these.
+    """Pushes gradients to the ranks that own slices of the weights, and pulls the weights.
 
     Args:
         module: Module that is trained.
         comm: Communicator of the ranks.
-        optimizer: Makes the optimizer of a slice.
-        staleness: Largest age of weights, in steps; None for any.
+        optimizer: Function that creates the optimizer of a slice.
+        staleness: Largest age of weights, in steps; None for no limit.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Callable[..., Any],
@@ -147,7 +147,7 @@ class PairTraining(Method):
         module: Module that is trained.
         comm: Communicator of the ranks.
         optimizer: Optimizer of the module.
-        delay: Steps after which a partner is waited for.
+        delay: Number of steps after which a rank waits for its partner.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any, delay: int) -> None:
@@ -155,12 +155,12 @@ class PairTraining(Method):
         super().__init__(module, optimizer, f"delay={delay}", self._pairs)
 
     def step(self) -> None:
-        """Take a step, and what a partner has sent."""
+        """Take a step, and average with the weights that a partner has sent."""
         super().step()
         self._pairs.step()
 
     def before_barrier(self) -> None:
-        """Average over all ranks: one that waits answers no partner."""
+        """Average over all ranks, because ranks do not answer partners while they wait."""
         self._pairs.agree()
 
     def finish(self) -> None:
@@ -170,7 +170,7 @@ class PairTraining(Method):
 
 def create_method(name: str, module: nn.Module, comm: Communicator, optimizer: Any,
                   options: Namespace) -> Method:
-    """Return how the ranks train a module.
+    """Return a method of training a module.
 
     Args:
         name: Name of the method.

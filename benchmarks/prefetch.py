@@ -58,7 +58,7 @@ def _numpy_work() -> timing.Action:
 
 _PIECES: dict[str, Callable[[], timing.Action]] = {
     "zlib": _zlib_work, "numpy": _numpy_work, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
-# "sleep" waits, like for a disk; "python" holds the GIL.
+# "sleep" waits, as for a disk; "python" holds the GIL.
 WORK = ("sleep", *_PIECES)
 
 
@@ -82,7 +82,7 @@ def work_for(kind: str, seconds: float) -> timing.Action:
 
 
 def with_work(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
-    """Yield batches, each after some work."""
+    """Yield each batch after some work."""
     for batch in batches:
         work()
         yield batch
@@ -102,10 +102,10 @@ def declare(parser: ArgumentParser) -> None:
                              "default no work")
     parser.add_argument("--work", type=names(WORK), metavar="A,B",
                         help=f"kinds of the loader's work, out of {', '.join(WORK)} (python holds "
-                             f"the interpreter's lock); default zlib")
+                             f"the GIL); default zlib")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
-                        help="time after which threads pass on the interpreter's lock; default "
-                             "that of Python, 0.005")
+                        help="time after which a thread releases the GIL for others; default "
+                             "Python's, 0.005")
     declare_turns(parser)
     parser.set_defaults(action=_run)
 

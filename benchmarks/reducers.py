@@ -1,4 +1,4 @@
-"""Measures the cost and the loss of Reducers in training, on real text."""
+"""Measures the costs of Reducers, and the loss with them, in training on real text."""
 
 import sys
 from argparse import ArgumentParser, Namespace

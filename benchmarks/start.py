@@ -57,7 +57,7 @@ def _job(ranks: int) -> dict[str, float]:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise ConfigError("there is no mpiexec: pip install 'mpiring[mpich]'")
-    # As text, because a rank that starts in this folder would import modules from it.
+    # The ranks get the program as text: run as a file, it would import modules from its folder.
     job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
                          capture_output=True, text=True, timeout=_LIMIT_S)
     if job.returncode:

@@ -36,8 +36,8 @@ class Count:
 class PaddedBatches:
     """Batches of texts, padded to the longest in a batch, for predicting each byte.
 
-    Padding comes after a text, where a causal model does not see it. It has no weight: the gradient
-    of a step is the mean over the real tokens of all ranks.
+    Padding comes after a text, so that a causal model does not see it, and has no weight. The
+    gradient of a step is the mean over the real tokens of all ranks.
 
     Args:
         texts: Texts as vectors of bytes.
@@ -60,7 +60,7 @@ class PaddedBatches:
 
     def _padded(self, texts: list[torch.Tensor]) -> Batch:
         tokens = sum(map(len, texts))
-        # Without a text, the model reads one byte, which has no weight.
+        # Without texts, the model reads one byte, which has no weight.
         targets = pad_sequence(texts or [torch.tensor([_IGNORED])], batch_first=True,
                                padding_value=_IGNORED)
         self._count.samples += len(texts)

@@ -15,7 +15,7 @@ from mpiring.tools.table import Column, Row
 from . import main, report
 from .vectors import READINGS, declare_elements, code_kind
 
-# Updates of a step of each method; each reads all its vectors, and writes some.
+# Updates in a step of each method. Each update reads all its vectors, and writes some of them.
 METHODS: dict[str, Sequence[Update]] = {
     "sgd": (sgd.PLAIN,), "momentum": (sgd.MOMENTUM,), "adamw": (adam.ADAM,),
     "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}

@@ -25,5 +25,5 @@ def declare_elements(parser: ArgumentParser, elements: int, text: str) -> None:
 
 
 def code_kind() -> str:
-    """Return a description of the code that computes."""
+    """Return the kind of code that computes here."""
     return "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
