@@ -249,7 +249,7 @@ _COLUMNS = [
     Column("largest", 7, 4), Column("median_ms", 9, 4), Column("tokens_per_s", 8, 4, "tokens/s"),
     Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
     Column("idle_beyond_equal", 8, 2, "+ idle %")]
-BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS,
+BATCHES = Benchmark("batches", lambda options: options.rounds, measure, rows, _COLUMNS,
                     drawings=DRAWINGS)
 
 

@@ -209,9 +209,8 @@ _COLUMNS = [
     Column("thread_level", -10, title="threads"), Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
     Column("over_resident", 10, 4, "/on device")]
 PREFETCH = Benchmark(
-    "prefetch",
-    lambda options: (len(options.models) * len(options.parameters) * len(options.work)
-                     * int(options.rounds)),
+    "prefetch", lambda options: (
+        len(options.models) * len(options.parameters) * len(options.work) * options.rounds),
     measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 

@@ -213,6 +213,5 @@ def _line(rows: Sequence[Row]) -> Line:
     return Line(by_name(sums, "median_us"), limits | over_native(rows, "auto"))
 
 
-ALLREDUCE = Benchmark(
-    "allreduce", lambda options: len(_cases(options)) * int(options.rounds), measure, rows,
-    _line, _title)
+ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)) * options.rounds,
+                      measure, rows, _line, _title)

@@ -195,10 +195,8 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     # Other ranks may not see the disk of rank 0. The parent of a part has checked the files.
     if not part:
         world.call_on_all(lambda: check_files(options) if shown else None)
-    about = world.environment()
-    measurements: list[Measurement] = []
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
-        report = benchmark.report(progress.say)
+        results = _Results(benchmark, options, progress)
 
         def write_part(content: Any) -> None:
             if shown:
@@ -206,22 +204,17 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
                     file.write(json.dumps(content) + "\n")
             progress.say(BEAT)
 
+        add = write_part if part else results.add
         try:
-            (write_part if part else report.begin)(about)
+            add(world.environment())
             for group in benchmark.measure(world, options):
-                measurements += group
-                if part:
-                    write_part(group)
-                else:
-                    report.add(benchmark.rows(group, about, options))
-                    progress.step()
+                add(group)
         except WrongAnswerError as error:
             # All ranks raise it, so all of them can exit normally.
             progress.say(f"FAILED: {error}")
             return 1
     if shown and not part:
-        rows = benchmark.rows(measurements, about, options)
-        write_files(benchmark.name, about, rows, options, benchmark.drawings)
+        results.write()
     world.close()
     return 0
 
@@ -242,7 +235,7 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
                 for job in jobs)
     with (tempfile.TemporaryDirectory() as folder,
           Progress(f"bench {benchmark.name}", cases) as progress):
-        results = _Results(benchmark, options, progress)
+        results = _Results(benchmark, options, progress, options.levels)
         for number, job in enumerate(jobs):
             part = Path(folder, f"part-{number}.json")
             part.touch()
@@ -255,47 +248,52 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
                                         is_last=number == len(jobs) - 1))
             if status:
                 return status
-    rows = benchmark.rows(pooled(results.measurements), results.about, options)
-    write_files(benchmark.name, results.about, rows, options, benchmark.drawings)
+    results.write()
     return 0
 
 
 class _Results:
-    """The results of several jobs; each case is printed when the last job completes it.
+    """The results of one or more jobs; each case is printed when the last job completes it.
 
     Args:
         benchmark: The benchmark.
         options: Options of the benchmark.
         progress: Progress that prints lines and counts cases.
-
-    Attributes:
-        about: Environment of the first job, with the command and the levels of all jobs.
-        measurements: Measurements of all jobs so far.
+        levels: Thread levels of the jobs that this process starts; none in a job of a launcher.
     """
 
-    def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress) -> None:
+    def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress,
+                 levels: Sequence[str] = ()) -> None:
         self._benchmark, self._options, self._progress = benchmark, options, progress
-        self._report = benchmark.report(progress.say, options.levels)
-        self.about: Environment = {}
-        self.measurements: list[Measurement] = []
+        self._levels, self._report = levels, benchmark.report(progress.say, levels)
+        self._about: Environment = {}
+        self._measurements: list[Measurement] = []
 
-    def add(self, content: Any, *, is_last: bool) -> None:
-        """Add a line that a job has written: first its environment, then a list for each case."""
+    def add(self, content: Any, *, is_last: bool = True) -> None:
+        """Add the environment of a job, or the measurements of a case."""
         if isinstance(content, dict):
-            self.about = self.about or content | {
-                "thread_level": " and ".join(self._options.levels),
-                "command": shlex.join(["python", *self._options.words])}
+            # The command and the levels are those of all jobs; the rest is that of the first job.
+            self._about = self._about or content | ({
+                "thread_level": " and ".join(self._levels),
+                "command": shlex.join(["python", *self._options.words])} if self._levels else {})
             if is_last:
-                self._report.begin(self.about)
+                self._report.begin(self._about)
             return
         group = [Measurement(*measurement) for measurement in content]
-        self.measurements += group
+        self._measurements += group
         if is_last and group:
             cases = {_case_of(measurement) for measurement in group}
-            self._report.add(self._benchmark.rows(pooled(
-                measurement for measurement in self.measurements
-                if _case_of(measurement) in cases), self.about, self._options))
+            self._report.add(self._rows(measurement for measurement in self._measurements
+                                        if _case_of(measurement) in cases))
         self._progress.step()
+
+    def write(self) -> None:
+        """Write the files."""
+        write_files(self._benchmark.name, self._about, self._rows(self._measurements),
+                    self._options, self._benchmark.drawings)
+
+    def _rows(self, measurements: Iterable[Measurement]) -> list[Row]:
+        return self._benchmark.rows(pooled(measurements), self._about, self._options)
 
 
 def _case_of(measurement: Measurement) -> str:

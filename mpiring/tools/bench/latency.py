@@ -284,6 +284,6 @@ def _line(rows: Sequence[Row]) -> Line:
 
 
 LATENCY = Benchmark(
-    "latency", lambda options: (len(options.tests) * len(options.buffers) * len(_lengths(options))
-                                * int(options.rounds)),
+    "latency", lambda options: (
+        len(options.tests) * len(options.buffers) * len(_lengths(options)) * options.rounds),
     measure, rows, _line, _title)

@@ -180,4 +180,4 @@ _COLUMNS = [
     Column("compute_ms", 11, 4), Column("communication_ms", 10, 4, "comm. ms"),
     Column("total_ms", 10, 4), Column("overlap_percent", 9, 3, "overlap %"),
     Column("total_over_longest", 9, 3, "total/max")]
-OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, _COLUMNS, _title)
+OVERLAP = Benchmark("overlap", lambda options: options.rounds, measure, rows, _COLUMNS, _title)

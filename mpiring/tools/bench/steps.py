@@ -236,14 +236,14 @@ _NUMPY_COLUMNS = [
     Column("thread_level", -10, title="threads"), Column("median_ms", 10, 4),
     Column("p95_ms", 10, 4), Column("samples_per_s", 9, 4, "samples/s"),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("extra_MiB", 9, 3)]
-NUMPY_STEPS = Benchmark("steps", lambda options: int(options.rounds), _measure_numpy,
+NUMPY_STEPS = Benchmark("steps", lambda options: options.rounds, _measure_numpy,
                         numpy_rows, _NUMPY_COLUMNS, _title)
 _TORCH_COLUMNS = [
     Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
     Column("median_ms", 9, 4), Column("over_compute", 17, 3, "/compute", interval=True),
     Column("over_gloo", 17, 3, "/Gloo", interval=True), Column("over_bound", 6, 3, "/bound")]
 TORCH_STEPS = Benchmark(
-    "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
+    "steps", lambda options: len(options.models) * len(options.parameters) * options.rounds,
     _measure_torch, torch_rows,
     [*_TORCH_COLUMNS, Column("hidden_percent", 8, 3, "hidden %"), Column("extra_MiB", 9, 3)],
     _title)
