@@ -61,7 +61,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--ways", type=names(tuple(METHODS)), default=list(METHODS),
-                        metavar="A,B", help=f"methods, out of {', '.join(METHODS)}; default all")
+                        metavar="A,B", help=f"methods, some of {', '.join(METHODS)}; default all")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
                         help="approximate number of the transformer's parameters; default 1M")
     parser.add_argument("--samples", type=positive, default=8,

@@ -64,7 +64,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"methods, of {', '.join(NAMES)} (default: all)")
+                        help=f"methods, some of {', '.join(NAMES)} (default: all)")
     parser.add_argument("--learning-rates", type=listed(above_zero), metavar="A,B",
                         help="learning rates of all methods (default: " + ", ".join(
                             f"{','.join(f'{rate:g}' for rate in rates)} with {name}"

@@ -101,7 +101,7 @@ def declare(parser: ArgumentParser) -> None:
                         help="time of the loader's work per batch, as a share of a step's time; "
                              "default no work")
     parser.add_argument("--work", type=names(WORK), metavar="A,B",
-                        help=f"kinds of the loader's work, out of {', '.join(WORK)} (python holds "
+                        help=f"kinds of the loader's work, some of {', '.join(WORK)} (python holds "
                              f"the GIL); default zlib")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
                         help="time after which a thread releases the GIL for others; default "

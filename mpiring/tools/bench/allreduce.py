@@ -48,7 +48,7 @@ def declare(parser: ArgumentParser) -> None:
                              "GPU, ranks access each other's empty arrays directly, and private "
                              "arrays through the host (default: empty)")
     parser.add_argument("--dtypes", type=names(inputs.DTYPES), default=["float32"], metavar="A,B",
-                        help=f"dtypes, of {', '.join(inputs.DTYPES)} (default: float32)")
+                        help=f"dtypes, some of {', '.join(inputs.DTYPES)} (default: float32)")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
                         help="seconds per contender and case, over all rounds (default: 0.3)")
     declare_link(parser)

@@ -79,7 +79,7 @@ def declare_link(parser: _ActionsContainer) -> None:
 def declare_models(parser: _ActionsContainer) -> None:
     """Declare which PyTorch models are trained."""
     parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
-                        help=f"models, of {', '.join(MODELS)} (default: {MODELS[0]})")
+                        help=f"models, some of {', '.join(MODELS)} (default: {MODELS[0]})")
     parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
                         help="approximate number of parameters of each model, as 3M,13M,50M "
                              "(default: 13M)")

@@ -28,7 +28,7 @@ COPY = "memory copy"
 # On GPUs.
 NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
 DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
-# The contenders that are the baseline of all others.
+# Baselines of all other contenders.
 REFERENCES = (NATIVE, NAIVE)
 # Contenders that only show a limit, and the buffers to which it applies.
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
@@ -187,7 +187,7 @@ def horovod() -> Contender:
 def declare_contenders(parser: ArgumentParser) -> None:
     """Declare which contenders take part."""
     parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
-                        help=f"contenders, of {', '.join(KINDS)} (default: all that are installed)")
+                        help=f"contenders, some of {', '.join(KINDS)} (default: all installed)")
     parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo, as eth0")
 
 

@@ -1,11 +1,11 @@
 """Fills the arrays that are summed, and checks the sums.
 
 The values differ within an array and between ranks, because memory that holds a single value
-is faster. An allreduce in place multiplies its input by about p, so values would soon
-overflow, and infinities are faster than other numbers. Therefore the values of a timed array
-start near the smallest normal number of its dtype. The array is summed until they approach the
-largest number, and is then filled again. The call after that is not timed, because it finds
-another state of the cache than later calls.
+is faster. An allreduce in place multiplies its input by about the number of ranks, so values
+would soon overflow, and infinities are faster than other numbers. Therefore the values of a
+timed array start near the smallest normal number of its dtype. The array is summed until they
+approach the largest number, and is then filled again. The next call is not timed, because the
+cache is not in the same state as for later calls.
 """
 
 import functools
@@ -25,7 +25,7 @@ class _Range(NamedTuple):
 
     Attributes:
         first: Binary exponent of the first values of a series of sums.
-        last: Binary exponent that all sums of a series stay below.
+        last: All sums of a series stay below 2**last.
         digits: Number of exact bits: integers up to 2**digits, times any power of two, are exact.
     """
 
@@ -143,7 +143,7 @@ def first_wrong(x: Array, size: int) -> int | None:
 
 
 def check(world: World, x: Array, contender: str) -> None:
-    """Raise an error on all ranks if `x` is not the sum of the filled arrays on any rank.
+    """Raise an error on all ranks if `x` on any rank is not the sum of the filled arrays.
 
     Raises:
         WrongAnswerError: Names the contender, and the first rank and element that are wrong.

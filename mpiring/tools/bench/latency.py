@@ -23,8 +23,8 @@ from .overlap import calibrated
 from .world import World
 
 _DTYPE = np.dtype(np.float32)
-# As in the OSU micro-benchmarks, there are a tenth as many calls above this size, and another tenth
-# of the calls, which is not timed, runs in advance.
+# As in the OSU micro-benchmarks, a tenth of the calls is enough above this size, and a warm-up with
+# a tenth of the calls precedes the timed calls.
 _LARGE_BYTES = 8192
 _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
 _CALLS_BEFORE_COMPUTE = 20
@@ -39,7 +39,8 @@ _CASE = ("test", "buffer", "bytes")
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--tests", type=names(_TESTS), default=list(_TESTS),
-                        metavar="A,B", help=f"collectives, of {', '.join(_TESTS)} (default: all)")
+                        metavar="A,B",
+                        help=f"collectives, some of {', '.join(_TESTS)} (default: all)")
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("4..1M"),
                         help="sizes of each rank's contribution in bytes, a list as 8,1K,64K, or "
                              "a range in factors of 4 (default: 4..1M)")
@@ -73,8 +74,9 @@ class _Subject(NamedTuple):
     every: int
 
 
-def _lengths(options: Namespace) -> list[int]:
-    return sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
+def _cases(options: Namespace) -> list[tuple[str, str, int]]:
+    lengths = sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
+    return list(itertools.product(options.tests, options.buffers, lengths))
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -82,23 +84,23 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    rng, arrays, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
-    for test, buffer in itertools.product(options.tests, options.buffers):
-        for length in lengths:
-            subjects = (_summed if test in _SUMS else _moved)(
-                world, lambda n: arrays.array(buffer, n, _DTYPE), length, test)
-            nbytes = length * _DTYPE.itemsize
-            calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
-            labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
-                      "barrier": options.barrier, "thread_level": world.thread_level}
-            readings = yield from timing.in_turns(options, rng, {
-                subject.contender: partial(_round, world, calls, _actions(
-                    world, subject, options.barrier)) for subject in subjects})
-            yield [Measurement({**labels, "contender": name}, times)
-                   for name, times in readings.items()]
+    rng, arrays = random.Random(options.seed), HostArrays(world)
+    for test, buffer, length in _cases(options):
+        subjects = (_sum_subjects if test in _SUMS else _other_subjects)(
+            world, lambda n: arrays.array(buffer, n, _DTYPE), length, test)
+        nbytes = length * _DTYPE.itemsize
+        calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
+        labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
+                  "barrier": options.barrier, "thread_level": world.thread_level}
+        readings = yield from timing.in_turns(options, rng, {
+            subject.contender: partial(_round, world, calls, _actions(
+                world, subject, options.barrier)) for subject in subjects})
+        yield [Measurement({**labels, "contender": name}, times)
+               for name, times in readings.items()]
 
 
-def _summed(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
+def _sum_subjects(world: World, array: Callable[[int], Array], length: int, test: str,
+                  ) -> list[_Subject]:
     """Return the subjects of an allreduce.
 
     Raises:
@@ -130,7 +132,8 @@ def _summed(world: World, array: Callable[[int], Array], length: int, test: str)
             for name, (call, start) in calls.items()]
 
 
-def _moved(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
+def _other_subjects(world: World, array: Callable[[int], Array], length: int, test: str,
+                    ) -> list[_Subject]:
     """Return the subjects of a collective whose array needs no refill between calls.
 
     Each rank contributes `length` numbers; in a broadcast, only rank 0 does.
@@ -283,7 +286,5 @@ def _line(rows: Sequence[Row]) -> Line:
                         for name, value in by_name(rows, "overlap_percent").items()})
 
 
-LATENCY = Benchmark(
-    "latency", lambda options: (
-        len(options.tests) * len(options.buffers) * len(_lengths(options)) * options.rounds),
-    measure, rows, _line, _title)
+LATENCY = Benchmark("latency", lambda options: len(_cases(options)) * options.rounds,
+                    measure, rows, _line, _title)

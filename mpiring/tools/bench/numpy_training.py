@@ -110,14 +110,14 @@ def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
 
 
 def _overlapped(world: World, network: Network, bucket_bytes: int) -> NumpyTraining:
-    """Return steps in which DataParallel averages the gradients during backward."""
+    """Return training in which DataParallel averages the gradients during backward."""
     dp = DataParallel(network.params, world.comm, bucket_bytes=bucket_bytes)
     return NumpyTraining(OURS, network, dp.wait, lambda: dp.grads, dp.ready,
                          sum(value.nbytes for value in network.params.values()))
 
 
 def _blocking(contender: Contender, network: Network, flat: Array, size: int) -> NumpyTraining:
-    """Return steps in which one blocking call combines all gradients at once."""
+    """Return training in which one blocking call combines all gradients at once."""
     call, views, share = contender.blocking(flat), _views(flat, network.params), flat.dtype.type(
         1 / size)
 

@@ -82,7 +82,7 @@ def declare_reducers(parser: ArgumentParser) -> None:
     """Declare which Reducers take part."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"methods, of {', '.join(NAMES)} (default: all)")
+                        help=f"methods, some of {', '.join(NAMES)} (default: all)")
 
 
 def declare_training(parser: ArgumentParser) -> None:
@@ -198,7 +198,7 @@ def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float)
 
 
 class HostTraffic:
-    """Counts the bytes that all hosts send after its creation, including all headers.
+    """Counts the bytes that all hosts send from now on, including all headers.
 
     Args:
         world: The ranks on these hosts.

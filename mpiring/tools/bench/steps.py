@@ -56,7 +56,7 @@ def declare(parser: ArgumentParser) -> None:
                        help="optimizer, SGD or PyTorch's fused AdamW (default: sgd)")
     torch.add_argument("--sharded", type=names(SHARDINGS), nargs="?", metavar="A,B", default=[],
                        const=list(SHARDINGS), help="methods of sharding the optimizer that are "
-                       f"also measured, of {', '.join(SHARDINGS)} (without a value: all)")
+                       f"also measured, some of {', '.join(SHARDINGS)} (without a value: all)")
     declare_link(torch)
     # With few rounds, it ends within a minute on two cores.
     declare_turns(parser, rounds=4)
@@ -164,7 +164,7 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
 
 def numpy_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
                ) -> list[Row]:
-    """Return a row for each variant, compared with the compute alone at its thread level."""
+    """Return a row for each variant, compared with compute alone at its thread level."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
@@ -181,7 +181,7 @@ def numpy_rows(measurements: Sequence[Measurement], about: Environment, options:
 
 def torch_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
                ) -> list[Row]:
-    """Return a row for each model and contender, compared with the compute alone and with Gloo."""
+    """Return a row for each model and contender, compared with compute alone and with Gloo."""
     return [_torch_row(measurement, case, about, options)
             for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
 

@@ -33,7 +33,7 @@ _PIXELS, _COLORS, _CLASSES = 32, 3, 10
 
 _LEARNING_RATE = 1e-3
 # The gradients of the keys' biases are zero except for rounding errors. With PyTorch's default of
-# 1e-8, Adam would amplify these errors, and two contenders would never train identically.
+# 1e-8, Adam would amplify these errors, and no two contenders would train identically.
 _ADAM_EPS = 1e-3
 # Name in torch.distributed of Gloo on a chosen network interface.
 _GLOO_BACKEND = "gloo_on_interface"
@@ -46,7 +46,7 @@ RECIPES: Mapping[str, Recipe] = {
     "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
     "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
 
-# Names in tables, settings and shares of mpiring's sharded optimizers, by names for `--sharded`.
+# Sharded optimizers of mpiring, by name for `--sharded`: name in tables, settings, and shares.
 _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "slices": ("mpiring Sharded", {}, Shares(state="job")),
     "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
@@ -263,7 +263,7 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "m
 
 
 def _gathered(tensor: torch.Tensor) -> Array:
-    """Return a tensor's values, gathered where each rank has a shard."""
+    """Return a tensor's values, gathered if each rank has a shard."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy()
 
 
