@@ -61,16 +61,16 @@ def declare(parser: ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--ways", type=names(tuple(METHODS)), default=list(METHODS),
-                        metavar="A,B", help=f"methods, some of {', '.join(METHODS)}; default all")
+                        metavar="A,B", help=f"methods, some of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
-                        help="approximate number of the transformer's parameters; default 1M")
+                        help="approximate number of the transformer's parameters (default: 1M)")
     parser.add_argument("--samples", type=positive, default=8,
-                        help="number of samples per rank and step, on average; default 8")
+                        help="number of samples per rank and step, on average (default: 8)")
     parser.add_argument("--longest", type=positive, default=1024, metavar="TOKENS",
-                        help="length to which longer functions are cut; default 1024")
+                        help="length to which longer functions are cut (default: 1024)")
     parser.add_argument("--functions", type=positive, metavar="N",
-                        help="number of functions to train on, from the first; default all")
-    parser.add_argument("--calls", type=positive, default=3, help="steps per round; default 3")
+                        help="number of functions to train on, from the first (default: all)")
+    parser.add_argument("--calls", type=positive, default=3, help="steps per round (default: 3)")
     declare_turns(parser)
     parser.set_defaults(action=partial(run, BATCHES))
 

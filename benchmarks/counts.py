@@ -103,7 +103,7 @@ def count(operation: str, p: int) -> Cost:
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 64, 1024, 4096],
-                        metavar="A,B", help="numbers of ranks; default 4,64,1024,4096")
+                        metavar="A,B", help="numbers of ranks (default: 4,64,1024,4096)")
     parser.set_defaults(action=_run)
 
 

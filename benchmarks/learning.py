@@ -44,14 +44,14 @@ def declare_learning(parser: ArgumentParser) -> None:
     """Declare the options of the model, the data, and the validation."""
     declare_training(parser)
     parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
-                        help="seeds of the choice of texts, with a training each; default 1")
+                        help="seeds of the choice of texts, with a training each (default: 1)")
     parser.add_argument("--validate-every", type=positive, metavar="STEPS",
-                        help="steps between two validations; default a twentieth of all")
+                        help="steps between two validations (default: a twentieth of all)")
     parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
-                        help="number of validation texts of 64 bytes; default 128")
+                        help="number of validation texts of 64 bytes (default: 128)")
     parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
-                        help="target in bits per byte; default the loss of dense after 80%% of its "
-                             "steps, rounded up to a hundredth")
+                        help="target in bits per byte (default: loss of dense after 80%% of its "
+                             "steps, rounded up to a hundredth)")
     parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
                         help="time limit of each training, without validation")
 

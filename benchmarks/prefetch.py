@@ -93,19 +93,19 @@ def declare(parser: ArgumentParser) -> None:
     declare_device(parser)
     declare_models(parser)
     parser.add_argument("--batch", type=positive,
-                        help="samples per rank; the default depends on the model")
-    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default 20")
+                        help="samples per rank (default: a number that depends on the model)")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round (default: 20)")
     parser.add_argument("--depth", type=positive, default=2,
-                        help="batches that are fetched ahead; default 2")
+                        help="batches that are fetched ahead (default: 2)")
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
-                        help="time of the loader's work per batch, as a share of a step's time; "
-                             "default no work")
+                        help="time of the loader's work per batch, as a share of a step's time "
+                             "(default: no work)")
     parser.add_argument("--work", type=names(WORK), metavar="A,B",
                         help=f"kinds of the loader's work, some of {', '.join(WORK)} (python holds "
-                             f"the GIL); default zlib")
+                             f"the GIL) (default: zlib)")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
-                        help="time after which a thread releases the GIL for others; default "
-                             "Python's, 0.005")
+                        help="time after which a thread releases the GIL for others (default: "
+                             "Python's, 0.005)")
     declare_turns(parser)
     parser.set_defaults(action=_run)
 

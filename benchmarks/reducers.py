@@ -37,11 +37,12 @@ def declare(parser: ArgumentParser) -> None:
     parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     declare_reducers(parser)
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
-                        help="default " + ", ".join(
-                            f"{rate:g} with {name}" for name, rate in _LEARNING_RATES.items()))
+                        help="learning rate (default: " + ", ".join(
+                            f"{rate:g} with {name}"
+                            for name, rate in _LEARNING_RATES.items()) + ")")
     parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
-                        help="steps of the reducers' warm-up, not timed with any reducer; "
-                             "default a tenth of the steps")
+                        help="steps of the reducers' warm-up, not timed with any reducer "
+                             "(default: a tenth of the steps)")
     learning.declare_learning(parser)
 
 

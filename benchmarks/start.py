@@ -32,9 +32,9 @@ _COLUMNS = [
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 16, 64, 128], metavar="A,B",
-                        help="numbers of ranks; default 4,16,64,128")
+                        help="numbers of ranks (default: 4,16,64,128)")
     parser.add_argument("--rounds", type=positive, default=3,
-                        help="jobs per number of ranks, for medians; default 3")
+                        help="jobs per number of ranks, for medians (default: 3)")
     declare_json(parser)
     parser.set_defaults(action=lambda options: report(
         "start", options, _COLUMNS, lambda: (_TITLE, {"rounds": options.rounds}, _rows(options))))

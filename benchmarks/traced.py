@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from statistics import median
 
 from mpiring.communicator import init
-from mpiring.tools.arguments import positive
+from mpiring.tools.arguments import checked, positive
 from mpiring.tools.bench.benchmark import MODELS
 from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.units import parse_count
@@ -18,9 +18,11 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the study's options."""
     parser.description = "Run under mpirun, with MPIRING_TRACE=FOLDER; rank 0 prints the median."
     parser.set_defaults(action=run)
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="default: transformer")
-    parser.add_argument("--parameters", type=parse_count, default=13_000_000, help="default: 13M")
-    parser.add_argument("--steps", type=positive, default=40, help="default: 40")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0],
+                        help="model (default: transformer)")
+    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
+                        help="approximate number of parameters (default: 13M)")
+    parser.add_argument("--steps", type=positive, default=40, help="number of steps (default: 40)")
 
 
 def run(options: Namespace) -> int:

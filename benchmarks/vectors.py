@@ -20,7 +20,7 @@ def declare_elements(parser: ArgumentParser, elements: int, text: str) -> None:
         text: Help of `--elements`.
     """
     parser.add_argument("--elements", type=checked(parse_count), default=elements * 1_000_000,
-                        help=f"{text}; default {elements}M")
+                        help=f"{text} (default: {elements}M)")
     declare_json(parser)
 
 
