@@ -22,10 +22,10 @@ from mpiring.operations.windows import Windows
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 from mpiring.simulated.prices import NoCombine, ghost
 from mpiring.tools.arguments import listed, positive
-from mpiring.tools.table import Column, head, line
+from mpiring.tools.table import Column
 from mpiring.transport.base import HEADER_BYTES, Channel, Schedule
 
-from . import main
+from . import main, report
 
 SHORT_BYTES, LONG_BYTES = 4 << 10, 16 << 20
 # Function of the collectives of an operation and a vector. In OPERATIONS, the last value is true if
@@ -104,17 +104,14 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 64, 1024, 4096],
                         metavar="A,B", help="numbers of ranks (default: 4,64,1024,4096)")
-    parser.set_defaults(action=_run)
+    parser.set_defaults(action=_run, json=None)
 
 
 def _run(options: Namespace) -> int:
-    print(f"# of the rank with the most; short: {SHORT_BYTES} bytes, long: {LONG_BYTES} bytes\n"
-          f"{head(_COLUMNS)}")
-    for operation in OPERATIONS:
-        for p in options.ranks:
-            cost = count(operation, p)
-            print(line({"operation": operation, "ranks": p, **vars(cost)}, _COLUMNS), flush=True)
-    return 0
+    return report("counts", options, _COLUMNS, lambda: (
+        f"of the rank with the most; short: {SHORT_BYTES} bytes, long: {LONG_BYTES} bytes", {},
+        ({"operation": operation, "ranks": p, **vars(count(operation, p))}
+         for operation in OPERATIONS for p in options.ranks)))
 
 
 if __name__ == "__main__":
