@@ -208,8 +208,9 @@ def settle_contenders(options: Namespace, kinds: Mapping[str, Sequence[str]],
             raise ConfigError(f"--contenders {name}: here, with --device {device}, "
                               f"expected some of {', '.join(known)}")
     if options.without_peers:
-        options.contenders = [name for name in options.contenders or known
-                              if name not in peers.NAMES]
+        # Without a request, "hvd" takes part only together with Horovod.
+        options.contenders = options.contenders or [name for name in known if name != "hvd"]
+        options.contenders = [name for name in options.contenders if name not in peers.NAMES]
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from launching import PROGRAMS, needed
 
 from mpiring.__main__ import main
 from mpiring.tools.bench.benchmark import BenchmarkJob as Job, plan
+from mpiring.tools.bench.contenders import settle_contenders
 from mpiring.tools.bench.world import World
 from mpiring.errors import ConfigError, MissingDependencyError
 
@@ -88,6 +90,14 @@ def test_jobs_alternate_between_the_levels():
         Job("multiple", 3, True)]
     assert plan(levels[:1], 5) == [Job("multiple", 5, True)]
     assert plan(levels[:1], None) == [Job("multiple", None, True)]
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [
+    (None, ["mpiring"]), (["gloo"], []), (["hvd", "horovod"], ["hvd"])])
+def test_a_job_without_peers_has_no_contender_that_the_first_job_lacks(asked, chosen):
+    options = Namespace(contenders=asked, without_peers=True)
+    settle_contenders(options, {"cpu": ("mpiring", "hvd", "gloo", "horovod")})
+    assert options.contenders == chosen
 
 
 def test_what_one_rank_cannot_do_ends_all():
