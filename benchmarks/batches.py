@@ -1,4 +1,4 @@
-"""Measures training on samples of different lengths, by methods to divide them among ranks."""
+"""Compares methods of dividing samples of different lengths among the ranks, in training."""
 
 import ast
 import itertools
@@ -45,7 +45,7 @@ Trains a byte-level transformer on the functions of Python's standard library, a
 real tokens per second. A sample is a function, and a token is a byte. Each rank pads its samples
 to its longest one. All methods have the same number of samples in a step, on average.
 
-  {EQUAL:20}   the same text in pieces of the mean length, without padding and waiting
+  {EQUAL:20}   the same text in pieces of the mean length, which need no padding or waiting
   {PADDED:20}   PyTorch's sampler, --samples per rank, at random
   {APART:20}   --samples per rank, of similar length, each rank separately
   {TOGETHER:20}   --samples per rank, of similar length on all ranks
@@ -53,26 +53,24 @@ to its longest one. All methods have the same number of samples in a step, on av
 
   idle %     share of the step in which a rank waits for others and the allreduce, on average
   + idle %   excess of idle % over that with equal lengths
-  largest    tokens of a rank's largest batch, with padding, which need memory"""
-NAMES = {"equal": EQUAL, "distributed": PADDED, "apart": APART, "together": TOGETHER,
-         "tokens": OURS}
+  largest    tokens of a rank's largest batch with padding, which determine its memory"""
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--ways", type=names(tuple(NAMES)), default=list(NAMES), metavar="A,B",
-                        help=f"methods, out of {', '.join(NAMES)}; default all")
+    parser.add_argument("--ways", type=names(tuple(METHODS)), default=list(METHODS),
+                        metavar="A,B", help=f"methods, some of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
-                        help="approximate number of the transformer's parameters; default 1M")
+                        help="approximate number of the transformer's parameters (default: 1M)")
     parser.add_argument("--samples", type=positive, default=8,
-                        help="number of samples per rank and step, on average; default 8")
+                        help="number of samples per rank and step, on average (default: 8)")
     parser.add_argument("--longest", type=positive, default=1024, metavar="TOKENS",
-                        help="length to which longer functions are cut; default 1024")
+                        help="length to which longer functions are cut (default: 1024)")
     parser.add_argument("--functions", type=positive, metavar="N",
-                        help="number of functions to train on, from the first; default all")
-    parser.add_argument("--calls", type=positive, default=3, help="steps per round; default 3")
+                        help="number of functions to train on, from the first (default: all)")
+    parser.add_argument("--calls", type=positive, default=3, help="steps per round (default: 3)")
     declare_turns(parser)
     parser.set_defaults(action=partial(run, BATCHES))
 
@@ -87,7 +85,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     trainings = _trainings(world, options)
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
         name: partial(_round, world, options, *training)
@@ -100,26 +98,26 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                        readings[name]) for name, (training, _) in trainings.items()]
 
 
-def _trainings(world: World, options: Namespace,
-               ) -> "dict[str, tuple[Training, PaddedBatches]]":
+def _trainings(world: World, options: Namespace) -> "dict[str, tuple[Training, PaddedBatches]]":
     """Read the text, and return the trainings and their batches, by method."""
     from mpiring.torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
     functions_read: list[bytes] = []
-    world.everywhere(lambda: functions_read.extend(
+    world.call_on_all(lambda: functions_read.extend(
         functions(options.functions) if world.rank == 0 else ()))
     texts = torch_padding.texts_of(world.raw.bcast(functions_read, root=0), options.longest)
     world.warm_up()
     trainings = {}
-    for name in map(NAMES.__getitem__, options.ways):
-        samples = torch_padding.equally_long(texts) if name == EQUAL else texts
+    for way in options.ways:
+        name, sampling = METHODS[way]
+        samples = torch_padding.equal_pieces(texts) if name == EQUAL else texts
         lengths = np.array(list(map(len, samples)))
         if len(lengths) < options.samples * world.size:
             raise ConfigError(f"--samples {options.samples}: {len(lengths)} functions make no "
                               f"batch for {world.size} ranks; use more functions, or fewer samples")
         trainings[name] = torch_padding.training_on(
-            world, options, samples, SAMPLINGS[name](world, options, lengths))
+            world, options, samples, sampling(world, options, lengths))
     return trainings
 
 
@@ -129,7 +127,7 @@ def _round(world: World, options: Namespace, training: "Training", batches: "Pad
     before_s = world.comm.statistics.exposed_s
     seconds = timing.timed(world, training.step, options.calls)
     exposed_s = world.comm.statistics.exposed_s - before_s
-    ranks = world.raw.allgather((batches.taken(), exposed_s))
+    ranks = world.raw.allgather((batches.take_count(), exposed_s))
     return {"step": seconds,
             "samples": [sum(count.samples for count, _ in ranks)],
             "tokens": [sum(count.tokens for count, _ in ranks)],
@@ -165,7 +163,7 @@ def _functions_of(source: bytes) -> list[bytes]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+def _random_batches(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
     """Yield batches with equal numbers of samples, from PyTorch's sampler."""
     from torch.utils.data import DistributedSampler
     count = options.samples
@@ -177,8 +175,8 @@ def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[lis
         yield from (samples[end - count:end] for end in range(count, len(samples) + 1, count))
 
 
-def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: bool,
-                ) -> Iterator[list[int]]:
+def _bucketed_batches(world: World, options: Namespace, lengths: Array, *, together: bool,
+                      ) -> Iterator[list[int]]:
     """Yield batches with equal numbers of samples of similar lengths, in random order.
 
     Args:
@@ -199,7 +197,7 @@ def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: b
             yield batch[world.rank::world.size].tolist() if together else batch.tolist()
 
 
-def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+def _token_batches(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
     """Yield batches with as many tokens as those of the other methods have on average."""
     tokens = round(options.samples * world.size * float(lengths.mean()))
     batches = TokenBatches(lengths, world.comm, tokens=tokens, seed=options.seed)
@@ -207,12 +205,13 @@ def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[lis
         yield from batches
 
 
-SAMPLINGS: dict[str, Sampling] = {
-    EQUAL: _at_random,
-    PADDED: _at_random,
-    APART: partial(_in_buckets, together=False),
-    TOGETHER: partial(_in_buckets, together=True),
-    OURS: _by_tokens,
+# Names for tables, and samplings.
+METHODS: dict[str, tuple[str, Sampling]] = {
+    "equal": (EQUAL, _random_batches),
+    "distributed": (PADDED, _random_batches),
+    "apart": (APART, partial(_bucketed_batches, together=False)),
+    "together": (TOGETHER, partial(_bucketed_batches, together=True)),
+    "tokens": (OURS, _token_batches),
 }
 
 
@@ -220,33 +219,27 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     """Return a row for each method."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
-        totals = _totals(measurement)
+        totals = {kind: sum(values) for kind, values in measurement.readings.items()}
         steps = len(measurement.readings["step"])
-        rate, idle = _rate(measurement), _idle(measurement)
+        rate = _per_second(measurement, "tokens")
+        idle = _per_second(measurement, "exposed_s")
         table.append({
             **measurement.labels, **timing.summary(measurement.readings["step"]),
             "samples_per_step": totals["samples"] / steps,
             "tokens_per_step": totals["tokens"] / steps,
             "padding_percent": 100 * (1 - totals["tokens"] / totals["padded"]),
             "largest": max(measurement.readings["most"]), "tokens_per_s": rate,
-            "over_distributed": rate / _rate(case[PADDED]) if PADDED in case else None,
+            "over_distributed": (
+                rate / _per_second(case[PADDED], "tokens") if PADDED in case else None),
             "idle_percent": 100 * idle,
-            "idle_beyond_equal": 100 * (idle - _idle(case[EQUAL])) if EQUAL in case else None})
+            "idle_beyond_equal": (100 * (idle - _per_second(case[EQUAL], "exposed_s"))
+                                  if EQUAL in case else None)})
     return table
 
 
-def _totals(measurement: Measurement) -> dict[str, float]:
-    return {kind: sum(values) for kind, values in measurement.readings.items()}
-
-
-def _rate(measurement: Measurement) -> float:
-    totals = _totals(measurement)
-    return totals["tokens"] / totals["step"]
-
-
-def _idle(measurement: Measurement) -> float:
-    totals = _totals(measurement)
-    return totals["exposed_s"] / totals["step"]
+def _per_second(measurement: Measurement, kind: str) -> float:
+    """Return the total of a reading over the total time of the steps."""
+    return sum(measurement.readings[kind]) / sum(measurement.readings["step"])
 
 
 _COLUMNS = [
@@ -256,7 +249,7 @@ _COLUMNS = [
     Column("largest", 7, 4), Column("median_ms", 9, 4), Column("tokens_per_s", 8, 4, "tokens/s"),
     Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
     Column("idle_beyond_equal", 8, 2, "+ idle %")]
-BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS,
+BATCHES = Benchmark("batches", lambda options: options.rounds, measure, rows, _COLUMNS,
                     drawings=DRAWINGS)
 
 

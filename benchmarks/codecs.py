@@ -18,7 +18,7 @@ from mpiring.tools.bench.benchmark import declare_device
 from mpiring.tools.bench.timing import Action, by_clock, finish
 from mpiring.tools.table import Column, Row
 
-from . import main, vectors
+from . import main, report, vectors
 
 DENSITY = 0.001
 
@@ -51,12 +51,15 @@ def run(options: Namespace) -> int:
     def measure() -> tuple[str, dict[str, Any], Iterator[Row]]:
         if options.device == "cuda":
             about, rows = _shares(options.elements)
-            return (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} "
-                    f"GB/s; shares of that", about, rows)
-        return (f"1e9 numbers per second, by {vectors.way_here()}",
-                {"device": "cpu", "way": vectors.way_here()}, _rates(options.elements))
+            title = (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} "
+                     f"GB/s; shares of that")
+        else:
+            about, rows = {"device": "cpu", "way": vectors.code_kind()}, _rates(options.elements)
+            title = f"1e9 numbers per second, by {about['way']}"
+        return (f"{options.elements:,} float32, {title}",
+                {**about, "elements": options.elements}, rows)
 
-    return vectors.report("codecs", options, _COLUMNS, measure)
+    return report("codecs", options, _COLUMNS, measure)
 
 
 def _rates(n: int) -> Iterator[Row]:
@@ -116,8 +119,7 @@ def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) ->
             action()
         finished()
 
-    return statistics.median(
-        [by_clock(launched) / times for _ in range(1 + vectors.READINGS)][1:])
+    return statistics.median([by_clock(launched) / times for _ in range(1 + vectors.READINGS)][1:])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,15 +17,15 @@ from mpiring.memory.arrays import Array
 from mpiring.memory.reduction import Combine
 from mpiring.memory.scratch import Scratch
 from mpiring.operations.operation import Collectives
-from mpiring.operations.resources import OperationChannel, Resources, Transport
+from mpiring.operations.resources import Resources, Transport
 from mpiring.operations.windows import Windows
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 from mpiring.simulated.prices import NoCombine, ghost
 from mpiring.tools.arguments import listed, positive
-from mpiring.tools.table import Column, head, line
+from mpiring.tools.table import Column
 from mpiring.transport.base import HEADER_BYTES, Channel, Schedule
 
-from . import main
+from . import main, report
 
 SHORT_BYTES, LONG_BYTES = 4 << 10, 16 << 20
 # Function of the collectives of an operation and a vector. In OPERATIONS, the last value is true if
@@ -55,14 +56,6 @@ class Cost:
     memory: int
 
 
-class _Transport:
-    def __init__(self, net: Channel) -> None:
-        self.rank, self.size, self.bytes_sent, self._net = net.rank, net.size, 0, net
-
-    def channel(self, sequence: int) -> OperationChannel:
-        return cast(OperationChannel, self._net)
-
-
 class _Counted(Collectives):
     """The schedules of an operation on vectors without memory; records borrowed memory."""
 
@@ -86,13 +79,14 @@ def count(operation: str, p: int) -> Cost:
         p: Number of ranks.
     """
     program, nbytes, circular = OPERATIONS[operation]
-    network = (SymmetricNetwork(p, 1, cyclic) if circular else
-               SimulatedNetwork(p, payload=False))
+    network = SymmetricNetwork(p, 1, cyclic) if circular else SimulatedNetwork(p, payload=False)
     nodes, made = [range(rank, rank + 1) for rank in range(p)], []
 
     def run(net: Channel) -> Schedule[Any]:
-        resources = Resources(cast(Transport, _Transport(net)), Turns(), Scratch(keep=0),
-                              Windows(), range(p), nodes, "ring")
+        transport = SimpleNamespace(
+            rank=net.rank, size=p, bytes_sent=0, channel=lambda sequence: net)
+        resources = Resources(cast(Transport, transport), Turns(), Scratch(keep=0), Windows(),
+                              range(p), nodes, "ring")
         collectives = _Counted(resources)
         made.append(collectives)
         header = ghost(HEADER_BYTES, np.uint8)
@@ -109,18 +103,15 @@ def count(operation: str, p: int) -> Cost:
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 64, 1024, 4096],
-                        metavar="A,B", help="numbers of ranks; default 4,64,1024,4096")
-    parser.set_defaults(action=_run)
+                        metavar="A,B", help="numbers of ranks (default: 4,64,1024,4096)")
+    parser.set_defaults(action=_run, json=None)
 
 
 def _run(options: Namespace) -> int:
-    print(f"# of the rank with the most; short: {SHORT_BYTES} bytes, long: {LONG_BYTES} bytes\n"
-          f"{head(_COLUMNS)}")
-    for operation in OPERATIONS:
-        for p in options.ranks:
-            cost = count(operation, p)
-            print(line({"operation": operation, "ranks": p, **vars(cost)}, _COLUMNS), flush=True)
-    return 0
+    return report("counts", options, _COLUMNS, lambda: (
+        f"of the rank with the most; short: {SHORT_BYTES} bytes, long: {LONG_BYTES} bytes", {},
+        ({"operation": operation, "ranks": p, **vars(count(operation, p))}
+         for operation in OPERATIONS for p in options.ranks)))
 
 
 if __name__ == "__main__":

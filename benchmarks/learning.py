@@ -6,10 +6,10 @@ import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -44,16 +44,16 @@ def declare_learning(parser: ArgumentParser) -> None:
     """Declare the options of the model, the data, and the validation."""
     declare_training(parser)
     parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
-                        help="seeds of the choice of texts, with a training each; default 1")
+                        help="seeds of the choice of texts, with a training each (default: 1)")
     parser.add_argument("--validate-every", type=positive, metavar="STEPS",
-                        help="steps between two validations; default a twentieth of all")
+                        help="steps between two validations (default: a twentieth of all)")
     parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
-                        help="number of validation texts of 64 bytes; default 128")
+                        help="number of validation texts of 64 bytes (default: 128)")
     parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
-                        help="target in bits per byte; default the loss of dense after 80%% of its "
-                             "steps, rounded up to a hundredth")
+                        help="target in bits per byte (default: loss of dense after 80%% of its "
+                             "steps, rounded up to a hundredth)")
     parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
-                        help="longest training for each method and seed, without validation")
+                        help="time limit of each training, without validation")
 
 
 @dataclass(frozen=True)
@@ -93,23 +93,23 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(refuse_missing_torch)
+    world.call_on_all(refuse_missing_torch)
     from mpiring.tools.bench import torch_training
     from mpiring.torch import share_cores
-    from .texts import OPTIMIZERS, drawn_from, standard_library
+    from .texts import OPTIMIZERS, random_batches, standard_library
     share_cores(world.comm)
     texts = standard_library(world, options.validation_texts)
     width = torch_training.width_for(KIND, options.parameters)
     world.warm_up()
 
-    def begin(method: str, seed: int, rate: float, rehearsal: bool = False) -> "Training":
-        dice = np.random.default_rng([seed, world.rank])
-        batches = drawn_from(texts.training, options.batch, dice)
+    def begin(name: str, seed: int, rate: float, rehearsal: bool = False) -> "Training":
+        rng = np.random.default_rng([seed, world.rank])
+        batches = random_batches(texts.training, options.batch, rng)
         module = torch_training.model_of(KIND, _REHEARSED_WIDTH if rehearsal else width)
-        joined = join(method, module, OPTIMIZERS[options.optimizer](module.parameters(), lr=rate),
+        method = join(name, module, OPTIMIZERS[options.optimizer](module.parameters(), lr=rate),
                       rehearsal)
         return torch_training.Training(
-            method, module, joined.model, joined,
+            name, module, method.model, method,
             batches if pauses is None else _paused(batches, pauses(seed)))
 
     for method in dict.fromkeys(run.method for run in runs):
@@ -142,7 +142,7 @@ def _rehearse(world: World, training: "Training", texts: "Texts") -> None:
     Collective: yes. Blocking: yes.
     """
     _take_steps(training, _REHEARSED_STEPS)
-    with training.optimizer.show():
+    with training.optimizer.validation_parameters():
         _bits_per_byte(world, training, texts)
     training.optimizer.finish()
 
@@ -151,9 +151,9 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
           seed: int) -> dict[str, list[float]]:
     """Train to the end or to the time limit, and check that ranks agree; return the readings.
 
-    All steps between two barriers have their mean as time. The last of these steps includes the
-    time to show the parameters, and to make all ranks agree at the end. `exposed_s` counts waiting
-    in steps only, not for validation nor at the end.
+    The time of a step is the mean over all steps between two barriers. It includes the time to
+    prepare the parameters for validation, and to synchronize all ranks at the end. `exposed_s`
+    covers only waiting in steps, not in validation or at the end.
 
     Raises:
         WrongAnswerError: Parameters differ between ranks.
@@ -201,14 +201,15 @@ def _take_steps(training: "Training", count: int) -> None:
     """
     for _ in range(count):
         training.step()
-    training.optimizer.meet()
+    training.optimizer.before_barrier()
 
 
 def _validate(world: World, training: "Training", texts: "Texts",
               readings: dict[str, list[float]]) -> float:
-    """Append the loss, and the bytes sent so far; return the seconds to show the parameters."""
+    """Append the loss and the sent bytes; return the seconds to prepare the parameters."""
     with ExitStack() as shown:
-        took_s = _timed(world, lambda: shown.enter_context(training.optimizer.show()))
+        took_s = _timed(
+            world, lambda: shown.enter_context(training.optimizer.validation_parameters()))
         readings["bits"].append(_bits_per_byte(world, training, texts))
     readings["sent"] += _sum(world, [training.optimizer.statistics.bytes_sent])
     return took_s
@@ -216,8 +217,8 @@ def _validate(world: World, training: "Training", texts: "Texts",
 
 def _next_stop(done: int, options: Namespace) -> int:
     """Return the step at which ranks next synchronize to read clocks, losses or counters."""
-    next_look = (done // options.validate_every + 1) * options.validate_every
-    stops: list[int] = [done + options.stretch, next_look, options.settled, options.steps]
+    next_validation = (done // options.validate_every + 1) * options.validate_every
+    stops: list[int] = [done + options.stretch, next_validation, options.settled, options.steps]
     return min(stop for stop in stops if stop > done)
 
 
@@ -240,21 +241,20 @@ def _sum(world: World, values: Sequence[float]) -> list[float]:
     return [float(value) for value in total]
 
 
-@dataclass(frozen=True)
-class LossCurve:
+class LossCurve(NamedTuple):
     """The validation loss during training, as means over seeds.
 
     Attributes:
         steps: Steps after which the loss was computed.
-        seconds: Training times until then.
+        seconds: Training times up to these steps.
         bits: Losses in bits per byte.
-        sent: Bytes that all ranks together have sent until then.
+        sent: Bytes that all ranks together have sent up to these steps.
     """
 
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    bits: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
+    steps: list[int]
+    seconds: list[float]
+    bits: list[float]
+    sent: list[float]
 
     def at(self, step: int) -> float:
         """Return the loss after one of `steps`."""
@@ -267,19 +267,19 @@ class LossCurve:
 
 
 def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
-    """Return the mean curve of trainings with several seeds, up to the shortest of them."""
+    """Return the mean curve of trainings with several seeds, up to the end of the shortest."""
     def by_step(name: str) -> list[dict[int, float]]:
         return [dict(zip(map(int, training.readings["validated"]), training.readings[name]))
                 for training in trainings]
 
     bits, sent = by_step("bits"), by_step("sent")
-    steps = [step for step in bits[0] if all(step in its for its in bits)]
+    steps = [step for step in bits[0] if all(step in curve for curve in bits)]
     return LossCurve(
         steps,
         [fmean([sum(training.readings["step"][:step]) for training in trainings])
          for step in steps],
-        [fmean([its[step] for its in bits]) for step in steps],
-        [fmean([its[step] for its in sent]) for step in steps])
+        [fmean([curve[step] for curve in bits]) for step in steps],
+        [fmean([curve[step] for curve in sent]) for step in steps])
 
 
 def _default_target(dense: LossCurve) -> float:
@@ -323,7 +323,7 @@ def rows(trainings: Mapping[str, Sequence[Measurement]], options: Namespace,
         options: Options of the study.
         costs: Function that returns the costs of a method's trainings.
     """
-    dense = _curve_of(trainings[DENSE]) if DENSE in trainings else LossCurve()
+    dense = _curve_of(trainings[DENSE]) if DENSE in trainings else LossCurve([], [], [], [])
     target = options.target_loss or _default_target(dense)
     return [{
         **{key: value for key, value in runs[0].labels.items() if key != "seed"},

@@ -1,4 +1,4 @@
-"""Measures methods that communicate rarely or do not wait, by training a model on real text."""
+"""Compares methods that communicate rarely or do not wait, in training on real text."""
 
 import math
 import sys
@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpiring.errors import ConfigError
-from mpiring.tools.arguments import above_zero, checked, names, not_negative, positive
+from mpiring.tools.arguments import (
+    above_zero, checked, listed, names, not_negative, positive,
+)
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
 from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS, ratio, reading, refuse_few_steps
 from mpiring.tools.bench.world import World
@@ -29,29 +31,29 @@ rarely or do not wait, from the same weights, and computes the loss on other tex
 
   alone      each rank trains for itself, without communication
   dense      the mean of gradients in each step, the baseline of all methods
-  powersgd   the same mean, as matrices of rank 4
-  localsgd   the mean of parameters, after each --every steps
-  diloco     outer steps with Nesterov's momentum, after each --every steps
+  powersgd   the same mean, approximated by matrices of rank 4
+  localsgd   the mean of parameters, every --every steps
+  diloco     outer steps with Nesterov's momentum, every --every steps
   streaming  diloco for --fragments of the model in turn, each in flight for --delay steps
   server     each rank pushes gradients and pulls weights, at most --staleness steps old
   pairs      random pairs of ranks exchange weights, and wait after --pair-delay steps
 
 Each method is trained at all --learning-rates with the first of the --seeds. The learning rate
-with the lowest loss at the end is trained with the other seeds. The loss is that of the global
-parameters. With pairs it is that of the ranks' mean, which the ranks then adopt. With server it is
-the mean over ranks, each of which predicts a share of the texts with the weights that it pulled
-last. Ranks wait for each other before each computation of the loss. At the end all ranks must have
-the same parameters.
+with the lowest final loss is also trained with the other seeds. The loss is computed with the
+global parameters. With pairs, it is computed with the mean of the ranks' parameters, which the
+ranks then adopt. With server, each rank predicts a share of the texts with the weights that it
+pulled last. Ranks wait for each other before each computation of the loss. At the end, all ranks
+must have the same parameters.
 
-  exposed    time of a step in which the slowest rank waited for others, without losses and the end
+  exposed    time per step that the slowest rank waited for others, except for losses and the end
   bytes      bytes that dense sends in a step / bytes that this method sends
   on wire    the same ratio by the hosts' own counters
   reached s  seconds of training until the target loss
   faster     seconds of dense until then / seconds of this method"""
 
 NAMES = (ALONE, DENSE, "powersgd", "localsgd", "diloco", "streaming", "server", "pairs")
-# These methods answer other ranks while their own rank waits in MPI.
-_NEED_A_THREAD = ("server", "pairs")
+# Methods whose ranks must answer other ranks while they wait in MPI.
+_THREADED = ("server", "pairs")
 # Around the best rates of small transformers.
 _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
 
@@ -62,8 +64,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"methods, of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--learning-rates", type=_rates, metavar="A,B",
+                        help=f"methods, some of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--learning-rates", type=listed(above_zero), metavar="A,B",
                         help="learning rates of all methods (default: " + ", ".join(
                             f"{','.join(f'{rate:g}' for rate in rates)} with {name}"
                             for name, rates in _RATES.items()) + ")")
@@ -73,7 +75,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--fragments", type=positive, default=4, metavar="N",
                         help="number of fragments of streaming (default: 4)")
     parser.add_argument("--delay", type=not_negative, default=4, metavar="STEPS",
-                        help="steps for which a fragment of streaming is sent (default: 4)")
+                        help="steps during which streaming sends a fragment (default: 4)")
     parser.add_argument("--outer-rate", type=above_zero, default=0.7, metavar="RATE",
                         help="outer learning rate of diloco, streaming (default: 0.7)")
     parser.add_argument("--outer-momentum", type=above_zero, default=0.9, metavar="MOMENTUM",
@@ -81,18 +83,14 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--outer-reducer", choices=tuple(METHODS), default="int8",
                         help="Reducer of localsgd, diloco, streaming between nodes (default: int8)")
     parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
-                        help="largest age in steps of weights with server, or none to never wait "
+                        help="largest age of weights with server, in steps, or none to never wait "
                              "(default: 4)")
     parser.add_argument("--pair-delay", type=not_negative, default=4, metavar="STEPS",
                         help="steps after which pairs wait for a partner (default: 4)")
     parser.add_argument("--straggler", type=_straggler, metavar="TIME,SHARE",
-                        help="time that each rank sleeps, and share of its steps in which it does, "
-                             "as 30ms,0.25")
+                        help="time that each rank sleeps, and share of the steps in which it "
+                             "sleeps, as 30ms,0.25")
     learning.declare_learning(parser)
-
-
-def _rates(text: str) -> list[float]:
-    return list(dict.fromkeys(above_zero(part.strip()) for part in text.split(",")))
 
 
 def _staleness(text: str) -> int | None:
@@ -113,10 +111,10 @@ def _straggler(text: str) -> tuple[float, float]:
 
 
 def complete(options: Namespace) -> Namespace:
-    """Give the options that depend on other options their defaults.
+    """Set options whose defaults depend on others.
 
     Raises:
-        ConfigError: No steps are left to be measured, or the outer steps' options do not fit.
+        ConfigError: No steps are left to measure, or options of outer steps contradict each other.
     """
     refuse_few_steps(options)
     if "streaming" in options.methods and (
@@ -137,18 +135,18 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Raises:
         ConfigError: A method needs a background thread, and MPI allows none.
     """
-    _refuse_without_a_thread(world, options)
+    _require_thread(world, options)
 
     def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> Any:
-        from .methods import joined
-        return joined(name, module, world.comm, optimizer, options)
+        from .methods import create_method
+        return create_method(name, module, world.comm, optimizer, options)
 
     yield from learning.measure(world, options, "method", _runs(options), join,
                                 partial(_pauses, world, options), straggler=options.straggler)
 
 
-def _refuse_without_a_thread(world: World, options: Namespace) -> None:
-    asked = [name for name in options.methods if name in _NEED_A_THREAD]
+def _require_thread(world: World, options: Namespace) -> None:
+    asked = [name for name in options.methods if name in _THREADED]
     if asked and world.comm.config.progress == "inline":
         raise ConfigError(
             f"{' and '.join(asked)}: without a background thread (thread level "
@@ -157,41 +155,41 @@ def _refuse_without_a_thread(world: World, options: Namespace) -> None:
 
 
 def _runs(options: Namespace) -> list[Run]:
-    """Return the trainings: all rates with the first seed, and the best one with the others."""
+    """Return the trainings: all rates with the first seed, the best rate with the other seeds."""
     first, *others = options.seeds
     grid = [Run(name, first, lambda _, rate=rate: rate)  # type: ignore[misc]
             for rate in options.learning_rates for name in options.methods
             if name != ALONE or rate == options.learning_rates[0]]
-    return grid + [Run(name, seed, partial(_best, name)) for seed in others
+    return grid + [Run(name, seed, partial(_best_rate, name)) for seed in others
                    for name in options.methods if name != ALONE]
 
 
 def _pauses(world: World, options: Namespace, seed: int) -> Callable[[], object]:
-    """Return what sleeps in some steps of this rank, the same ones with each method."""
+    """Return a function that sleeps in some steps of this rank, the same for each method."""
     if options.straggler is None:
         return lambda: None
     seconds, share = options.straggler
-    dice = np.random.default_rng([seed, world.rank, world.size])
-    return lambda: time.sleep(seconds if dice.random() < share else 0.0)
+    rng = np.random.default_rng([seed, world.rank, world.size])
+    return lambda: time.sleep(seconds if rng.random() < share else 0.0)
 
 
-def _best(name: str, measurements: Sequence[Measurement]) -> float:
-    """Return the learning rate with which a method has come to the lowest loss, with one seed."""
+def _best_rate(name: str, measurements: Sequence[Measurement]) -> float:
+    """Return the learning rate with which a method has the lowest loss with the first seed."""
     first = [training for training in measurements if training.labels["method"] == name
              and training.labels["seed"] == measurements[0].labels["seed"]]
-    return float(min(first, key=_end).labels["learning_rate"])
+    return float(min(first, key=_final_loss).labels["learning_rate"])
 
 
-def _end(training: Measurement) -> float:
+def _final_loss(training: Measurement) -> float:
     bits = training.readings["bits"]
     return bits[-1] if bits and math.isfinite(bits[-1]) else math.inf
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each method at its best learning rate, with the losses at all of them."""
+    """Return a row for each method at its best learning rate, with its losses at all rates."""
     trainings: dict[str, list[Measurement]] = {}
     for name in dict.fromkeys(training.labels["method"] for training in measurements):
-        best = _best(name, measurements)
+        best = _best_rate(name, measurements)
         trainings[name] = [training for training in measurements
                            if training.labels["method"] == name
                            and training.labels["learning_rate"] == best]
@@ -210,7 +208,7 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
 def _speeds(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
             about: Environment, first: int) -> Row:
-    """Return the means of settled steps, from the first on; in some of them ranks communicate."""
+    """Return the means of settled steps; medians would miss steps in which ranks communicate."""
     def mean_s(runs: Sequence[Measurement]) -> float:
         seconds = [value for run in runs for value in run.readings["step"][first:]]
         return fmean(seconds) if seconds else math.nan

@@ -1,4 +1,4 @@
-"""Methods to train a PyTorch module on several ranks, some of which communicate rarely."""
+"""Methods of training a PyTorch module on several ranks; some of them communicate rarely."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,42 +21,45 @@ _OURS: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
 
 
 class Method:
-    """A way to train a module on several ranks; as it is, each rank trains for itself.
+    """A method of training a module on several ranks; in this class, each rank trains for itself.
 
     Args:
-        model: Called for the module's results.
-        optimizer: User of the gradients that backward() has left.
-
-    Attributes:
+        model: Model to call for the module's results.
+        optimizer: Optimizer, which uses the gradients that backward() computes.
         settings: Settings of the method, for a reader.
-        statistics: Costs of its communication so far, on this rank.
+        counter: Object with the `statistics` of its communication; None if there is none.
     """
 
-    settings, statistics = "", Statistics()
+    def __init__(self, model: nn.Module, optimizer: Any, settings: str = "",
+                 counter: Any = None) -> None:
+        self.model, self.optimizer, self.settings = model, optimizer, settings
+        self._counter = counter
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of its communication so far, on this rank."""
+        return self._counter.statistics if self._counter else Statistics()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """Use the gradients that backward() has left."""
+        """Update the parameters."""
         self.optimizer.step()
 
-    def meet(self) -> None:
-        """Prepare for ranks that wait for each other; called on all ranks."""
+    def before_barrier(self) -> None:
+        """Prepare for a barrier; called on all ranks."""
 
-    def show(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the parameters to be judged.
+    def validation_parameters(self) -> AbstractContextManager[Any]:
+        """Return a context in which the module has the parameters for validation.
 
         Collective: yes. Blocking: yes.
         """
         return nullcontext()
 
     def finish(self) -> None:
-        """End the training: the module has the same parameters on all ranks.
+        """End the training; afterwards, the module has the same parameters on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -76,17 +79,22 @@ class MeanGradients(Method):
                  reducer: Reducer | None = None) -> None:
         # Its only buffer, the mask, is a constant.
         self._parallel = DataParallel(module, comm, reducer=reducer, broadcast_buffers=False)
-        super().__init__(self._parallel, optimizer)
-        self.settings = "" if reducer is None else repr(reducer)
+        super().__init__(self._parallel, optimizer, "" if reducer is None else repr(reducer))
+        self._total = Statistics()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Sum over all steps; DataParallel counts only the last step."""
+        return self._total
 
     def step(self) -> None:
         """Take a step."""
-        self.statistics += self._parallel.statistics
+        self._total += self._parallel.statistics
         super().step()
 
 
-class Rarely(Method):
-    """Trains locally, and synchronizes what the ranks have learned.
+class LocalSteps(Method):
+    """Takes local steps, and synchronizes the ranks in outer steps.
 
     Args:
         module: Module that is trained.
@@ -95,21 +103,16 @@ class Rarely(Method):
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, outer: Outer) -> None:
-        super().__init__(module, optimizer)
-        self._outer, self.settings = outer, repr(outer)
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self._outer.statistics
+        super().__init__(module, optimizer, repr(outer), outer)
+        self._outer = outer
 
     def step(self) -> None:
-        """Take an inner step, and what is due of an outer one."""
+        """Take an inner step, and an outer step if it is due."""
         super().step()
         self._outer.step()
 
-    def show(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the global parameters."""
+    def validation_parameters(self) -> AbstractContextManager[Any]:
+        """Return a context in which the module has the global parameters."""
         return self._outer.global_parameters()
 
     def finish(self) -> None:
@@ -117,59 +120,47 @@ class Rarely(Method):
         self._outer.synchronize()
 
 
-class Pushed(Method):
-    """Pushes gradients to the ranks that own slices of the weights, and pulls these.
+class ServerTraining(Method):
+    """Pushes gradients to the ranks that own slices of the weights, and pulls the weights.
 
     Args:
         module: Module that is trained.
         comm: Communicator of the ranks.
-        optimizer: Makes the optimizer of a slice.
-        staleness: Largest age of weights, in steps; None for any.
+        optimizer: Function that creates the optimizer of a slice.
+        staleness: Largest age of weights, in steps; None for no limit.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Callable[..., Any],
                  staleness: int | None) -> None:
         server = AsyncDataParallel(module, comm, optimizer=optimizer, staleness=staleness)
-        super().__init__(server, server)
-        self.settings = f"staleness={staleness}"
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self.optimizer.statistics  # type: ignore[no-any-return]
+        super().__init__(server, server, f"staleness={staleness}", server)
 
     def finish(self) -> None:
         """Pull the final weights."""
         self.optimizer.close()
 
 
-class InPairs(Method):
+class PairTraining(Method):
     """Trains locally, and averages weights in random pairs of ranks.
 
     Args:
         module: Module that is trained.
         comm: Communicator of the ranks.
         optimizer: Optimizer of the module.
-        delay: Steps after which a partner is waited for.
+        delay: Number of steps after which a rank waits for its partner.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any, delay: int) -> None:
-        super().__init__(module, optimizer)
         self._pairs = PairAveraging(module, comm, delay=delay)
-        self.settings = f"delay={delay}"
-
-    @property
-    def statistics(self) -> Statistics:  # type: ignore[override]
-        """Costs so far."""
-        return self._pairs.statistics
+        super().__init__(module, optimizer, f"delay={delay}", self._pairs)
 
     def step(self) -> None:
-        """Take a step, and what a partner has sent."""
+        """Take a step, and average with the weights that a partner has sent."""
         super().step()
         self._pairs.step()
 
-    def meet(self) -> None:
-        """Average over all ranks: one that waits answers no partner."""
+    def before_barrier(self) -> None:
+        """Average over all ranks, because ranks do not answer partners while they wait."""
         self._pairs.agree()
 
     def finish(self) -> None:
@@ -177,9 +168,9 @@ class InPairs(Method):
         self._pairs.close()
 
 
-def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, options: Namespace,
-           ) -> Method:
-    """Return how the ranks train a module.
+def create_method(name: str, module: nn.Module, comm: Communicator, optimizer: Any,
+                  options: Namespace) -> Method:
+    """Return a method of training a module.
 
     Args:
         name: Name of the method.
@@ -188,8 +179,7 @@ def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, opt
         optimizer: Optimizer of the module.
         options: Options of the study.
     """
-    outer: dict[str, Any] = {"every": options.every,
-                             "reducer": REDUCERS[options.outer_reducer](0)}
+    outer: dict[str, Any] = {"every": options.every, "reducer": REDUCERS[options.outer_reducer](0)}
     nesterov = {"lr": options.outer_rate, "momentum": options.outer_momentum}
     fragments = {"fragments": options.fragments, "delay": options.delay}
     of_slices = partial(_OURS[options.optimizer], lr=optimizer.defaults["lr"])
@@ -197,10 +187,10 @@ def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, opt
         ALONE: lambda: Method(module, optimizer),
         DENSE: lambda: MeanGradients(module, comm, optimizer),
         "powersgd": lambda: MeanGradients(module, comm, optimizer, PowerSGD(rank=4)),
-        "localsgd": lambda: Rarely(module, optimizer, LocalSGD(module, comm, **outer)),
-        "diloco": lambda: Rarely(module, optimizer, DiLoCo(module, comm, **outer, **nesterov)),
-        "streaming": lambda: Rarely(module, optimizer, DiLoCo(
+        "localsgd": lambda: LocalSteps(module, optimizer, LocalSGD(module, comm, **outer)),
+        "diloco": lambda: LocalSteps(module, optimizer, DiLoCo(module, comm, **outer, **nesterov)),
+        "streaming": lambda: LocalSteps(module, optimizer, DiLoCo(
             module, comm, **outer, **nesterov, **fragments)),
-        "server": lambda: Pushed(module, comm, of_slices, options.staleness),
-        "pairs": lambda: InPairs(module, comm, optimizer, options.pair_delay)}
+        "server": lambda: ServerTraining(module, comm, of_slices, options.staleness),
+        "pairs": lambda: PairTraining(module, comm, optimizer, options.pair_delay)}
     return make[name]()

@@ -43,22 +43,22 @@ _TO_ADD = 20_000
 _PIECE_TRIALS = 20
 
 
-def _unpacks() -> timing.Action:
+def _zlib_work() -> timing.Action:
     """Decompress data with as many kinds of bytes as text, without the GIL."""
     text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
     packed = zlib.compress(text.tobytes())
     return lambda: zlib.decompress(packed)
 
 
-def _sorts() -> timing.Action:
+def _numpy_work() -> timing.Action:
     """Sort with NumPy, without the GIL."""
     values = np.random.default_rng(0).random(_TO_SORT, np.float32)
     return lambda: np.sort(values)
 
 
 _PIECES: dict[str, Callable[[], timing.Action]] = {
-    "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
-# "sleep" waits, like for a disk; "python" holds the GIL.
+    "zlib": _zlib_work, "numpy": _numpy_work, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
+# "sleep" waits, as for a disk; "python" holds the GIL.
 WORK = ("sleep", *_PIECES)
 
 
@@ -81,8 +81,8 @@ def work_for(kind: str, seconds: float) -> timing.Action:
     return work
 
 
-def worked_for(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
-    """Yield batches, each after some work."""
+def with_work(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
+    """Yield each batch after some work."""
     for batch in batches:
         work()
         yield batch
@@ -93,19 +93,19 @@ def declare(parser: ArgumentParser) -> None:
     declare_device(parser)
     declare_models(parser)
     parser.add_argument("--batch", type=positive,
-                        help="samples per rank; the default depends on the model")
-    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default 20")
+                        help="samples per rank (default: a number that depends on the model)")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round (default: 20)")
     parser.add_argument("--depth", type=positive, default=2,
-                        help="batches that are fetched ahead; default 2")
+                        help="batches that are fetched ahead (default: 2)")
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
-                        help="time of the loader's work per batch, as a share of a step's time; "
-                             "default no work")
+                        help="time of the loader's work per batch, as a share of a step's time "
+                             "(default: no work)")
     parser.add_argument("--work", type=names(WORK), metavar="A,B",
-                        help=f"kinds of the loader's work, out of {', '.join(WORK)} (python holds "
-                             f"the interpreter's lock); default zlib")
+                        help=f"kinds of the loader's work, some of {', '.join(WORK)} (python holds "
+                             f"the GIL) (default: zlib)")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
-                        help="time after which threads pass on the interpreter's lock; default "
-                             "that of Python, 0.005")
+                        help="time after which a thread releases the GIL for others (default: "
+                             "Python's, 0.005)")
     declare_turns(parser)
     parser.set_defaults(action=_run)
 
@@ -132,7 +132,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     from mpiring.tools.bench import torch_training
     device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
@@ -150,16 +150,17 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         for load in options.work:
             work = _work(world, options, load, training, device)
             alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
-            with_loader = iter(prefetch(worked_for(itertools.cycle(batches), work),
+            with_loader = iter(prefetch(with_work(itertools.cycle(batches), work),
                                         device.torch, depth=options.depth))
-            copied = worked_for(itertools.cycle(batches), work)
+            copied = with_work(itertools.cycle(batches), work)
             actions: dict[str, timing.Action] = {
                 RESIDENT: training.step,
-                PREFETCHED: partial(_learn_next, training, with_loader),
-                LOADED if options.loader else COPIED: partial(_learn_next, training, (
+                PREFETCHED: partial(_train_on_next, training, with_loader),
+                LOADED if options.loader else COPIED: partial(_train_on_next, training, (
                     [x.to(device.torch) for x in batch] for batch in copied))}
             readings = yield from timing.in_turns(options, random.Random(options.seed), {
-                name: timing.timed_steps(world, options, {"step": action}, device.stopwatch)
+                name: partial(timing.timed_steps, world, options, {"step": action},
+                              device.stopwatch)
                 for name, action in actions.items()})
             with_loader.close()
             yield [Measurement({**labels, "loader": load, "contender": name},
@@ -167,7 +168,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                    for name, times in readings.items()]
 
 
-def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
+def _train_on_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
     training.learn(*next(batches))
 
 
@@ -208,9 +209,8 @@ _COLUMNS = [
     Column("thread_level", -10, title="threads"), Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
     Column("over_resident", 10, 4, "/on device")]
 PREFETCH = Benchmark(
-    "prefetch",
-    lambda options: (len(options.models) * len(options.parameters) * len(options.work)
-                     * int(options.rounds)),
+    "prefetch", lambda options: (
+        len(options.models) * len(options.parameters) * len(options.work) * options.rounds),
     measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 

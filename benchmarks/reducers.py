@@ -1,4 +1,4 @@
-"""Measures the cost and the loss of Reducers in training, on real text."""
+"""Measures the costs of Reducers, and the loss with them, in training on real text."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -37,11 +37,12 @@ def declare(parser: ArgumentParser) -> None:
     parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     declare_reducers(parser)
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
-                        help="default " + ", ".join(
-                            f"{rate:g} with {name}" for name, rate in _LEARNING_RATES.items()))
+                        help="learning rate (default: " + ", ".join(
+                            f"{rate:g} with {name}"
+                            for name, rate in _LEARNING_RATES.items()) + ")")
     parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
-                        help="steps of the reducers' warm-up, not timed with any reducer; "
-                             "default a tenth of the steps")
+                        help="steps of the reducers' warm-up, not timed with any reducer "
+                             "(default: a tenth of the steps)")
     learning.declare_learning(parser)
 
 
@@ -81,15 +82,10 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     yield from learning.measure(world, options, "reducer", runs, join)
 
 
-def _cases(options: Namespace) -> int:
-    return len(options.seeds) * len(options.reducers)
-
-
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each method, compared with the plain mean and with computation alone."""
     trainings = by_method(measurements)
-    return learning.rows(
-        trainings, options, lambda runs: costs(runs, trainings, options.settled))
+    return learning.rows(trainings, options, lambda runs: costs(runs, trainings, options.settled))
 
 
 _COLUMNS = [
@@ -97,7 +93,8 @@ _COLUMNS = [
     Column("bits_over_dense", 8, 2, "- dense"), Column("spread_of_seeds", 6, 2, "spread"),
     Column("target_bits", 6, 4, "target"), Column("seconds_to_target", 9, 4, "reached s"),
     Column("times_faster", 6, 3, "faster")]
-REDUCERS = Benchmark("reducers", _cases, measure, rows, _COLUMNS, drawings=DRAWINGS)
+REDUCERS = Benchmark("reducers", lambda options: len(options.seeds) * len(options.reducers),
+                     measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,21 @@ import statistics
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpiring.errors import ConfigError
 from mpiring.launch.start import find_mpiexec
 from mpiring.tools.arguments import listed, positive
-from mpiring.tools.output import refuse_unwritable
-from mpiring.tools.results import machine, write_json
-from mpiring.tools.table import Column, Row, head, line
+from mpiring.tools.table import Column, Row
 
-from . import main
+from . import declare_json, main, report
 
 _RANK = Path(__file__).with_name("start_rank.py")
 _LIMIT_S = 300
+_TITLE = ("on the slowest rank: seconds from its start to MPI's first barrier, of importing NumPy "
+          "and mpiring, and of init; its memory, and that of init; threads and open files; a short "
+          "allreduce; rank 0 computes, others wait")
 _COLUMNS = [
     Column("ranks", 5), Column("mpi_s", 8, 3), Column("numpy_s", 8, 3), Column("import_s", 8, 3),
     Column("init_s", 8, 3), Column("pss_after_mib", 8, 3, "PSS MiB"),
@@ -30,36 +32,24 @@ _COLUMNS = [
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--ranks", type=listed(positive), default=[4, 16, 64, 128], metavar="A,B",
-                        help="numbers of ranks; default 4,16,64,128")
+                        help="numbers of ranks (default: 4,16,64,128)")
     parser.add_argument("--rounds", type=positive, default=3,
-                        help="jobs per number of ranks, for medians; default 3")
-    parser.add_argument("--json", metavar="FILE",
-                        help="file for the results; - for standard output only")
-    parser.set_defaults(action=run)
+                        help="jobs per number of ranks, for medians (default: 3)")
+    declare_json(parser)
+    parser.set_defaults(action=lambda options: report(
+        "start", options, _COLUMNS, lambda: (_TITLE, {"rounds": options.rounds}, _rows(options))))
 
 
-def run(options: Namespace) -> int:
-    """Run the jobs, and print a row for each number of ranks; return the exit status.
+def _rows(options: Namespace) -> Iterator[Row]:
+    """Run the jobs, and yield the medians for each number of ranks.
 
     Raises:
         ConfigError: There is no mpiexec, or a job fails.
     """
-    if options.json:
-        refuse_unwritable(options.json)
-    print(f"# on the slowest rank: seconds from its start to MPI's first barrier, of importing "
-          f"NumPy and mpiring, and of\n# init; its memory, and that of init; "
-          f"threads and open files; a short allreduce; rank 0 computes, others wait\n"
-          f"{head(_COLUMNS)}")
-    rows = []
     for ranks in options.ranks:
         readings = [_job(ranks) for _ in range(options.rounds)]
-        row: Row = {"ranks": ranks, **{name: statistics.median(each[name] for each in readings)
-                                       for name in readings[0]}}
-        rows.append(row)
-        print(line(row, _COLUMNS), flush=True)
-    if options.json:
-        write_json(options.json, "start", {**machine(), "rounds": options.rounds}, rows)
-    return 0
+        yield {"ranks": ranks, **{name: statistics.median(each[name] for each in readings)
+                                  for name in readings[0]}}
 
 
 def _job(ranks: int) -> dict[str, float]:
@@ -67,7 +57,7 @@ def _job(ranks: int) -> dict[str, float]:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise ConfigError("there is no mpiexec: pip install 'mpiring[mpich]'")
-    # As text, because a rank that starts in this folder would import modules from it.
+    # The ranks get the program as text: run as a file, it would import modules from its folder.
     job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
                          capture_output=True, text=True, timeout=_LIMIT_S)
     if job.returncode:

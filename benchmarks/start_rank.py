@@ -12,8 +12,9 @@ _CALLS = 21
 _TO_ADD = 50_000_000
 
 
-def _age_s() -> float:
-    """Return the age of this process in seconds, by the kernel's clock; exact to 10 ms."""
+def _age_s(world: Any) -> float:
+    """Return the age of this process after a barrier, by the kernel's clock; exact to 10 ms."""
+    world.Barrier()
     # The 22nd word is the start time; the second word, the name, may contain blanks.
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
@@ -58,20 +59,15 @@ def main() -> None:
     """Start MPI, then mpiring; print the largest readings of all ranks on rank 0."""
     from mpi4py import MPI
     world = MPI.COMM_WORLD
-    world.Barrier()
-    mpi_s = _age_s()
+    mpi_s = _age_s(world)
     # Programs that use MPI from Python import NumPy in any case.
     import numpy as np
-    world.Barrier()
-    numpy_s = _age_s()
+    numpy_s = _age_s(world)
     import mpiring
-    world.Barrier()
-    imported_s, before = _age_s(), _memory()
-    world.Barrier()
-    began_s = _age_s()
+    imported_s, before = _age_s(world), _memory()
+    began_s = _age_s(world)
     comm = mpiring.init()
-    world.Barrier()
-    ready_s = _age_s()
+    ready_s = _age_s(world)
     after, x = _memory(), np.ones(16, np.float32)
     world.Barrier()
     by_mpi_s = _short_calls(world, lambda: world.Allreduce(MPI.IN_PLACE, x))

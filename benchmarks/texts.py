@@ -1,4 +1,4 @@
-"""Text for training a transformer, and the loss on other text."""
+"""Provides text for training a transformer, and computes the loss on other text."""
 
 import math
 import sysconfig
@@ -23,11 +23,11 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 @dataclass(frozen=True)
 class Texts:
-    """Text for training a transformer, and other text.
+    """Text for training a transformer, and text for validation.
 
     Attributes:
-        training: Bytes, shape (n,).
-        validation: Texts, one byte longer than the model's input; shape (m, TEXT_LENGTH + 1).
+        training: Bytes, with shape (n,).
+        validation: Texts, one byte longer than the model's input, with shape (m, TEXT_LENGTH + 1).
     """
 
     training: torch.Tensor
@@ -35,14 +35,14 @@ class Texts:
 
 
 def standard_library(world: World, count: int) -> Texts:
-    """Return the modules of this interpreter's standard library.
+    """Return the source text of this interpreter's standard library.
 
     Args:
         world: The ranks.
         count: Number of validation texts.
 
     Raises:
-        ConfigError: There are no such files.
+        ConfigError: There are too few modules.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     modules = sorted(folder.glob("*.py"))
@@ -62,10 +62,10 @@ def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
     return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
 
 
-def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> Iterator[Batch]:
+def random_batches(text: torch.Tensor, samples: int, rng: np.random.Generator) -> Iterator[Batch]:
     """Yield batches of random windows of a text, endlessly."""
     while True:
-        texts = _windows(text, dice.integers(len(text) - TEXT_LENGTH, size=samples))
+        texts = _windows(text, rng.integers(len(text) - TEXT_LENGTH, size=samples))
         yield texts[:, :-1], texts[:, 1:]
 
 

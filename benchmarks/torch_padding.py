@@ -13,7 +13,7 @@ from mpiring.tools.bench.world import World
 from mpiring.torch import DataParallel
 
 # Target that cross_entropy ignores.
-_NOTHING = -100
+_IGNORED = -100
 _RATE, _REHEARSED_STEPS = 3e-4, 2
 
 
@@ -36,8 +36,8 @@ class Count:
 class PaddedBatches:
     """Batches of texts, padded to the longest in a batch, for predicting each byte.
 
-    Padding comes after a text, where a causal model does not see it. It has no weight: the gradient
-    of a step is the mean over the real tokens of all ranks.
+    Padding comes after a text, so that a causal model does not see it, and has no weight. The
+    gradient of a step is the mean over the real tokens of all ranks.
 
     Args:
         texts: Texts as vectors of bytes.
@@ -60,20 +60,17 @@ class PaddedBatches:
 
     def _padded(self, texts: list[torch.Tensor]) -> Batch:
         tokens = sum(map(len, texts))
-        # Without a text, the model reads one byte, which has no weight.
-        targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
-                               padding_value=_NOTHING)
-        self._note(len(texts), tokens, targets.numel())
+        # Without texts, the model reads one byte, which has no weight.
+        targets = pad_sequence(texts or [torch.tensor([_IGNORED])], batch_first=True,
+                               padding_value=_IGNORED)
+        self._count.samples += len(texts)
+        self._count.tokens += tokens
+        self._count.padded += targets.numel()
+        self._count.most = max(self._count.most, targets.numel())
         self._weigh(tokens)
         return functional.pad(targets.clamp(min=0), (1, -1)), targets
 
-    def _note(self, samples: int, tokens: int, padded: int) -> None:
-        self._count.samples += samples
-        self._count.tokens += tokens
-        self._count.padded += padded
-        self._count.most = max(self._count.most, padded)
-
-    def taken(self) -> Count:
+    def take_count(self) -> Count:
         """Return the sizes of the batches since the last call."""
         count, self._count = self._count, Count()
         return count
@@ -104,15 +101,12 @@ def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
 
 def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:
     """Return functions as vectors of bytes, cut to `longest`."""
-    return [_vector(function[:longest]) for function in functions]
+    return [torch.frombuffer(bytearray(function[:longest]), dtype=torch.uint8).long()
+            for function in functions]
 
 
-def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
+def equal_pieces(texts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the content of texts, cut into pieces of their mean length."""
     text = torch.cat(texts)
     length = round(len(text) / len(texts))
     return list(text[:len(text) // length * length].split(length))
-
-
-def _vector(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

@@ -12,10 +12,10 @@ from mpiring.optim.update import Update
 from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.table import Column, Row
 
-from . import main, vectors
-from .vectors import READINGS, way_here
+from . import main, report
+from .vectors import READINGS, declare_elements, code_kind
 
-# Updates of a step of each method; each reads all its vectors, and writes some.
+# Updates in a step of each method. Each update reads all its vectors, and writes some of them.
 METHODS: dict[str, Sequence[Update]] = {
     "sgd": (sgd.PLAIN,), "momentum": (sgd.MOMENTUM,), "adamw": (adam.ADAM,),
     "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}
@@ -25,11 +25,12 @@ _COLUMNS = [Column("optimizer", -16), Column("bytes", 14, 0), Column("GBps", 14,
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
-    vectors.declare_elements(parser, 16, "weights; more than a cache holds")
-    parser.set_defaults(action=lambda options: vectors.report(
+    declare_elements(parser, 16, "weights; more than a cache holds")
+    parser.set_defaults(action=lambda options: report(
         "updates", options, _COLUMNS, lambda: (
-            f"by {way_here()}; bytes: read and written per weight, not counting norms",
-            {"way": way_here()}, _rows(options.elements))))
+            f"{options.elements:,} float32, by {code_kind()}; bytes: read and written per weight, "
+            f"not counting norms",
+            {"way": code_kind(), "elements": options.elements}, _rows(options.elements))))
 
 
 def _rows(n: int) -> Iterator[Row]:

@@ -22,8 +22,8 @@ from .benchmark import (
     run,
 )
 from .contenders import (
-    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, declare_contenders,
-    memory_copy, settle_contenders,
+    LIMITS, REFERENCES, SUMMING, Call, Contender, chosen, declare_contenders, memory_copy,
+    settle_contenders,
 )
 from .matrix import Line, by_name, over_native
 from .on_device import GpuArrays
@@ -41,14 +41,14 @@ def declare(parser: ArgumentParser) -> None:
                         help="sizes in bytes, a list as 8,1K,64M, or a range in factors of 4 "
                              "(default: 8..64M)")
     parser.add_argument("--algorithms", type=names(NAMES), metavar="A,B",
-                        help=f"algorithms of mpiring, with auto in any case (default: "
+                        help=f"mpiring algorithms to measure in addition to auto (default: "
                              f"{','.join(NAMES)})")
     parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
                         help="kinds of memory, empty (comm.empty) or private (numpy.empty). On a "
-                             "GPU, ranks open the former to each other, and stage the latter "
-                             "(default: empty)")
+                             "GPU, ranks access each other's empty arrays directly, and private "
+                             "arrays through the host (default: empty)")
     parser.add_argument("--dtypes", type=names(inputs.DTYPES), default=["float32"], metavar="A,B",
-                        help=f"dtypes, of {', '.join(inputs.DTYPES)} (default: float32)")
+                        help=f"dtypes, some of {', '.join(inputs.DTYPES)} (default: float32)")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
                         help="seconds per contender and case, over all rounds (default: 0.3)")
     declare_link(parser)
@@ -58,7 +58,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    settle_contenders(options, options.device, ON_CPU, ON_GPU)
+    settle_contenders(options, SUMMING, options.device)
     return run(ALLREDUCE, options)
 
 
@@ -71,17 +71,17 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    where = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
-    contenders = where.contenders(options)
+    arrays = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
+    contenders = arrays.contenders(options)
     rng = random.Random(options.seed)
     for name, buffer, nbytes in _cases(options):
         dtype = inputs.dtype_of(name)
         length = max(1, nbytes // dtype.itemsize)
-        x = where.array(buffer, length, dtype)
-        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(where.device),
+        x = arrays.array(buffer, length, dtype)
+        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(arrays.device),
                   "thread_level": world.thread_level}
         readings = yield from timing.in_turns(
-            options, rng, _subjects(world, contenders, x, options, where.stopwatch))
+            options, rng, _subjects(world, contenders, x, options, arrays.stopwatch))
         yield [Measurement({**labels, "contender": contender.name},
                            readings.get(contender.name, {"call": []})) for contender in contenders]
 
@@ -100,7 +100,7 @@ class HostArrays:
         self._world = world
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Array:
-        """Return an array: open to the node's ranks if `buffer` is "empty", else private.
+        """Return an array: shared with the node's ranks if `buffer` is "empty", otherwise private.
 
         Collective: yes. Blocking: yes.
         """
@@ -110,11 +110,11 @@ class HostArrays:
         return np.empty(length, dtype)
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return the contenders that a command line asks for, and the limit on one node.
+        """Return the requested contenders, and a contender that shows the limit on one node.
 
         Collective: yes. Blocking: yes.
         """
-        # See World.
+        # Compile before anything is measured.
         self._world.comm.prepare(map(inputs.dtype_of, options.dtypes))
         contenders = chosen(self._world, options.contenders, options.algorithms, options.interface)
         if self._world.comm.num_nodes == 1:
@@ -124,7 +124,7 @@ class HostArrays:
 
 def _subjects(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
               stopwatch: timing.Stopwatch) -> dict[str, Callable[[], timing.Readings]]:
-    """Return what times the calls of each contender that can sum `x`.
+    """Return, for each contender that can sum `x`, a function that times its calls.
 
     Raises:
         WrongAnswerError: A contender's result is not the sum.
@@ -156,10 +156,10 @@ def _checked(world: World, contender: Contender, x: Array) -> Call | None:
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each measurement, compared with MPI's own call; case after case.
+    """Return a row for each measurement, compared with MPI's own call, case by case.
 
-    On GPUs that is its naive use. At several thread levels the reference is the faster of MPI's
-    calls.
+    On GPUs, the reference is the naive use of MPI. With several thread levels, it is the faster of
+    MPI's calls.
     """
     def median(measurement: Measurement) -> float:
         return timing.median(measurement.readings["call"])
@@ -204,7 +204,7 @@ def _title(row: Row) -> str:
 
 
 def _line(rows: Sequence[Row]) -> Line:
-    """Return times of contenders; limits follow them."""
+    """Return the times of contenders, then the limits."""
     sums = [row for row in rows if row["contender"] not in LIMITS]
     limits = by_name([row for row in rows if row["contender"] in LIMITS
                       and row["buffer"] in LIMITS[row["contender"]]], "median_us")
@@ -213,6 +213,5 @@ def _line(rows: Sequence[Row]) -> Line:
     return Line(by_name(sums, "median_us"), limits | over_native(rows, "auto"))
 
 
-ALLREDUCE = Benchmark(
-    "allreduce", lambda options: len(_cases(options)) * int(options.rounds), measure, rows,
-    _line, _title)
+ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)) * options.rounds,
+                      measure, rows, _line, _title)

@@ -1,4 +1,4 @@
-"""Runs a benchmark in this MPI job or in new jobs, and reports the results; its options."""
+"""Runs benchmarks in this MPI job or in new jobs, reports results, and declares options."""
 
 import json
 import math
@@ -34,12 +34,10 @@ BEAT = "case done"
 
 
 def declare_jobs(parser: ArgumentParser) -> None:
-    """Declare the files of results, and the number of ranks that a benchmark starts."""
+    """Declare the result files, and the number of ranks of the jobs to start."""
     declare_files(parser, "results and environment")
-    parser.add_argument("--ranks", type=positive,
-                        metavar="N",
-                        help="number of ranks of the jobs that it starts, without a launcher "
-                             "(default: 2)")
+    parser.add_argument("--ranks", type=positive, metavar="N",
+                        help="number of ranks of jobs that start without a launcher (default: 2)")
     parser.add_argument("--part", help=SUPPRESS)
 
 
@@ -48,7 +46,7 @@ def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
     """Declare the options of benchmarks whose contenders take turns.
 
     Args:
-        levels: MPI's thread levels to measure by default.
+        levels: Default thread levels of MPI.
         rounds: Default number of rounds.
     """
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N",
@@ -56,16 +54,16 @@ def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
     parser.add_argument("--seed", type=int, default=1, metavar="N",
                         help="seed of the random orders (default: 1)")
     parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
-                        help=f"MPI's thread levels, if it starts jobs itself (default: "
+                        help=f"thread levels of MPI to measure, without a launcher (default: "
                              f"{','.join(levels)})")
     parser.add_argument("--without-peers", action="store_true", help=SUPPRESS)
     declare_jobs(parser)
 
 
 def declare_device(parser: ArgumentParser) -> None:
-    """Declare the memory of arrays."""
+    """Declare the device of the arrays."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                        help="memory of the arrays, that of the host or of GPUs, which ranks take "
+                        help="device of the arrays, the CPU or GPUs, which are assigned to ranks "
                              "in turn (default: cpu)")
 
 
@@ -81,30 +79,30 @@ def declare_link(parser: _ActionsContainer) -> None:
 def declare_models(parser: _ActionsContainer) -> None:
     """Declare which PyTorch models are trained."""
     parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
-                        help=f"models, of {', '.join(MODELS)} (default: {MODELS[0]})")
+                        help=f"models, some of {', '.join(MODELS)} (default: {MODELS[0]})")
     parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
                         help="approximate number of parameters of each model, as 3M,13M,50M "
                              "(default: 13M)")
 
 
 class Measurement(NamedTuple):
-    """The readings of a case and contender.
+    """The readings of one contender in one case.
 
     Attributes:
-        labels: Describe case and contender.
-        readings: By kind, times in seconds; none where the contender cannot do the case.
+        labels: Labels of the case and the contender.
+        readings: Times in seconds, by kind; empty if the contender does not support the case.
     """
 
     labels: dict[str, Any]
     readings: dict[str, list[float]]
 
     def case(self, *keys: str) -> tuple[Any, ...]:
-        """Return the labels of these names."""
+        """Return the labels with these keys."""
         return tuple(self.labels[key] for key in keys)
 
 
 def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Join the readings of measurements that have equal labels, in the order of the first ones."""
+    """Merge the measurements that have equal labels, in the order of their first occurrence."""
     joined: dict[str, Measurement] = {}
     for measurement in measurements:
         key = json.dumps(measurement.labels, sort_keys=True)
@@ -116,10 +114,10 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 def with_case(measurements: Sequence[Measurement], *keys: str,
               ) -> Iterator[tuple[Measurement, dict[str, Measurement]]]:
-    """Yield each measurement, with those of its case by contender.
+    """Yield each measurement, with all measurements of its case by contender.
 
     Args:
-        keys: Keys of the labels that are equal in a case.
+        keys: Keys of the labels that identify a case.
     """
     cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for measurement in measurements:
@@ -130,11 +128,11 @@ def with_case(measurements: Sequence[Measurement], *keys: str,
 
 def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
                   seconds: Callable[[Measurement], float]) -> dict[tuple[Any, ...], float]:
-    """Return the least seconds of each case, without NaN.
+    """Return the shortest time of each case, ignoring NaN.
 
     Args:
-        keys: Keys of the labels that are equal in a case.
-        seconds: Returns the seconds of a measurement.
+        keys: Keys of the labels that identify a case.
+        seconds: Function that returns the seconds of a measurement.
     """
     least: dict[tuple[Any, ...], float] = {}
     for measurement in measurements:
@@ -146,17 +144,17 @@ def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The part in which benchmarks differ.
+    """The properties in which benchmarks differ.
 
     Attributes:
         name: Name of the command.
         cases: Returns how many times `measure` yields, given the options.
         measure: Measures together with all ranks, and yields the measurements that are complete.
-        rows: Makes a table's rows out of measurements.
-        layout: Columns of the table, of which "thread_level" is shown only if there are several;
-            or how results stand side by side.
-        title: Returns the title of the table that has a row.
-        drawings: How results are drawn, by name.
+        rows: Turns measurements into rows of a table.
+        layout: Columns of the table, or a function that puts results side by side. The column
+            "thread_level" is shown only if there are several levels.
+        title: Returns the title of a row's table.
+        drawings: Drawings of results, by name of the benchmark.
     """
 
     name: str
@@ -168,17 +166,18 @@ class Benchmark:
     drawings: Mapping[str, Drawing] = field(default_factory=lambda: DRAWINGS)
 
     def report(self, say: Callable[[str], None], levels: Sequence[str] = ()) -> Report:
-        """Return what prints results as they come."""
+        """Return a Report, which prints results as they arrive."""
         return Report(self.name, self.layout, self.title, say, has_levels=len(levels) > 1)
 
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
     """Measure and report; return the exit status, which is 1 if a contender's sum is wrong.
 
-    A launcher's job is measured as it is. Without one, jobs of `--ranks` ranks are started.
+    Under a launcher, the benchmark runs in that job. Without one, it starts jobs of `--ranks`
+    ranks.
 
     Raises:
-        ConfigError: `--ranks` in a launcher's job of several ranks, or a file cannot be written.
+        ConfigError: `--ranks` is given in a job of several ranks, or a file cannot be written.
     """
     size, source = launched_size()
     launched = launcher_of() != "" and (size > 1 or launcher_of() != "WORLD_SIZE")
@@ -193,115 +192,112 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
     shown, part = world.rank == 0, options.part
-    # Other ranks may not see rank 0's disk. The process that started a part has checked already.
+    # Other ranks may not see the disk of rank 0. The parent of a part has checked the files.
     if not part:
-        world.everywhere(lambda: check_files(options) if shown else None)
-    about = world.environment()
-    measurements: list[Measurement] = []
+        world.call_on_all(lambda: check_files(options) if shown else None)
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
-        report = benchmark.report(progress.say)
+        results = _Results(benchmark, options, progress)
 
-        def pass_on(content: Any) -> None:
+        def write_part(content: Any) -> None:
             if shown:
                 with open(part, "a") as file:
                     file.write(json.dumps(content) + "\n")
             progress.say(BEAT)
 
+        add = write_part if part else results.add
         try:
-            (pass_on if part else report.begin)(about)
+            add(world.environment())
             for group in benchmark.measure(world, options):
-                measurements += group
-                if part:
-                    pass_on(group)
-                else:
-                    report.add(benchmark.rows(group, about, options))
-                progress.step()
+                add(group)
         except WrongAnswerError as error:
-            # Raised on all ranks, so that all can leave in order.
+            # All ranks raise it, so all of them can exit normally.
             progress.say(f"FAILED: {error}")
             return 1
     if shown and not part:
-        rows = benchmark.rows(measurements, about, options)
-        write_files(benchmark.name, about, rows, options, benchmark.drawings)
+        results.write()
     world.close()
     return 0
 
 
 def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
-    """Run one or several jobs, and report what all of them have measured.
+    """Run one or more jobs, and report the results of all of them.
 
     Raises:
         MissingDependencyError: There is no mpiexec.
     """
     check_files(options)
-    planned = plan(options.levels, options.rounds)
+    jobs = plan(options.levels, options.rounds)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
                                      "your cluster's MPI module")
-    ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
-                for job in planned)
+                for job in jobs)
     with (tempfile.TemporaryDirectory() as folder,
           Progress(f"bench {benchmark.name}", cases) as progress):
-        results = _Results(benchmark, options, progress)
-        for number, job in enumerate(planned):
+        results = _Results(benchmark, options, progress, options.levels)
+        for number, job in enumerate(jobs):
             part = Path(folder, f"part-{number}.json")
             part.touch()
             with open(part) as lines:
                 status = _run_job(
-                    ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-                     sys.executable, *options.words, *job.words(), "--part", str(part)],
-                    lambda: results.take(json.loads(lines.readline()),
-                                         is_last=number == len(planned) - 1))
+                    ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n",
+                     str(options.ranks or _DEFAULT_RANKS), sys.executable, *options.words,
+                     *job.words(), "--part", str(part)],
+                    lambda: results.add(json.loads(lines.readline()),
+                                        is_last=number == len(jobs) - 1))
             if status:
                 return status
-    rows = benchmark.rows(pooled(results.measurements), results.about, options)
-    write_files(benchmark.name, results.about, rows, options, benchmark.drawings)
+    results.write()
     return 0
 
 
 class _Results:
-    """The results of several jobs, which are printed while the last job measures them.
+    """The results of one or more jobs; each case is printed when the last job completes it.
 
     Args:
         benchmark: The benchmark.
-        options: Its options.
-        progress: Prints, and counts cases.
-
-    Attributes:
-        about: Environment of the first job, with the command and the levels of all jobs.
-        measurements: Measurements of all jobs so far.
+        options: Options of the benchmark.
+        progress: Progress that prints lines and counts cases.
+        levels: Thread levels of the jobs that this process starts; none in a job of a launcher.
     """
 
-    def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress) -> None:
+    def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress,
+                 levels: Sequence[str] = ()) -> None:
         self._benchmark, self._options, self._progress = benchmark, options, progress
-        self._report = benchmark.report(progress.say, options.levels)
-        self.about: Environment = {}
-        self.measurements: list[Measurement] = []
+        self._levels, self._report = levels, benchmark.report(progress.say, levels)
+        self._about: Environment = {}
+        self._measurements: list[Measurement] = []
 
-    def take(self, content: Any, *, is_last: bool) -> None:
-        """Take over what a job has written: its environment first, then a list per case."""
+    def add(self, content: Any, *, is_last: bool = True) -> None:
+        """Add the environment of a job, or the measurements of a case."""
         if isinstance(content, dict):
-            self.about = self.about or content | {
-                "thread_level": " and ".join(dict.fromkeys(
-                    job.level for job in plan(self._options.levels, self._options.rounds))),
-                "command": shlex.join(["python", *self._options.words])}
+            # The command and the levels are those of all jobs; the rest is that of the first job.
+            self._about = self._about or content | ({
+                "thread_level": " and ".join(self._levels),
+                "command": shlex.join(["python", *self._options.words])} if self._levels else {})
             if is_last:
-                self._report.begin(self.about)
+                self._report.begin(self._about)
             return
         group = [Measurement(*measurement) for measurement in content]
-        self.measurements += group
+        self._measurements += group
         if is_last and group:
             cases = {_case_of(measurement) for measurement in group}
-            self._report.add(self._benchmark.rows(pooled(
-                measurement for measurement in self.measurements
-                if _case_of(measurement) in cases), self.about, self._options))
+            self._report.add(self._rows(measurement for measurement in self._measurements
+                                        if _case_of(measurement) in cases))
         self._progress.step()
+
+    def write(self) -> None:
+        """Write the files."""
+        write_files(self._benchmark.name, self._about, self._rows(self._measurements),
+                    self._options, self._benchmark.drawings)
+
+    def _rows(self, measurements: Iterable[Measurement]) -> list[Row]:
+        return self._benchmark.rows(pooled(measurements), self._about, self._options)
 
 
 def _case_of(measurement: Measurement) -> str:
-    """Return all labels but those in which the measurements of a case differ."""
+    """Return the labels that identify a case, as text."""
     return json.dumps({key: value for key, value in measurement.labels.items()
                        if key not in ("contender", "thread_level")}, sort_keys=True)
 
@@ -311,8 +307,9 @@ class BenchmarkJob(NamedTuple):
 
     Attributes:
         level: MPI's thread level.
-        rounds: Number of measurements of each case; None where a benchmark has no rounds.
-        peers: Whether Gloo and Horovod take part, which do not depend on MPI's thread level.
+        rounds: Number of rounds; None for benchmarks without rounds.
+        peers: Whether Gloo and Horovod take part. They do not depend on MPI's thread level, and
+            are measured at one level only.
     """
 
     level: str
@@ -326,9 +323,9 @@ class BenchmarkJob(NamedTuple):
 
 
 def plan(levels: Sequence[str], rounds: int | None) -> list[BenchmarkJob]:
-    """Return jobs that alternate between the levels, there and back; a single job for one level.
+    """Return a job for a single level, or two jobs per level: in order, then in reverse order.
 
-    So other programs on the machine disturb all levels equally.
+    This way, other programs on the machine disturb all levels equally.
     """
     if len(levels) == 1 or rounds is None:
         return [BenchmarkJob(levels[0], rounds, peers=True)]
@@ -338,7 +335,7 @@ def plan(levels: Sequence[str], rounds: int | None) -> list[BenchmarkJob]:
 
 
 def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
-    """Run one job to its end; pass on what it prints, except its beats."""
+    """Run a job and forward its output, but call `beat` for each line that is BEAT."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         try:
             for line in job.stdout or ():

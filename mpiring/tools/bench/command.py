@@ -11,25 +11,22 @@ from . import allreduce, latency, overlap, reducers, steps
 _DESCRIPTION = """\
 Compares mpiring with MPI's own allreduce, Gloo and Horovod, if they are installed.
 
-Under a launcher the benchmark measures in that job:
+Under a launcher, the benchmark runs in that job:
   mpirun -n 4 python -m mpiring bench allreduce
-Without a launcher it starts jobs itself, at one or several thread levels of MPI:
+Without a launcher, it starts jobs itself, at one or more thread levels of MPI:
   python -m mpiring bench allreduce --ranks 4
 
-A barrier precedes each timed call, and a call's time is that of its slowest rank. (`latency`
-counts as the OSU micro-benchmarks do, and has an option for barriers.) Contenders use the same
-arrays and take turns in random order, in several rounds. A wrong sum ends the benchmark with exit
-status 1."""
+A barrier precedes each timed call, and the slowest rank determines its time. (`latency` measures
+like the OSU micro-benchmarks, and has an option for barriers.) Contenders use the same arrays, and
+take turns in random order for several rounds. A wrong sum ends the benchmark with exit status 1."""
 
-# Each benchmark is a file, which declares its own options, and a row.
+# The module and the help text of each benchmark; the module declares the options.
 _BENCHMARKS = {
-    "allreduce": (allreduce.declare, "time blocking allreduces, size by size"),
-    "latency": (latency.declare,
-                "time short collectives as the OSU micro-benchmarks do"),
-    "overlap": (overlap.declare, "measure how much communication hides behind compute"),
-    "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
-    "reducers": (reducers.declare,
-                 "time training steps with compressed gradients (PyTorch)"),
+    "allreduce": (allreduce, "time blocking allreduces, size by size"),
+    "latency": (latency, "time short collectives as the OSU micro-benchmarks do"),
+    "overlap": (overlap, "measure how much communication hides behind compute"),
+    "steps": (steps, "time the training steps of a NumPy or PyTorch model"),
+    "reducers": (reducers, "time training steps with compressed gradients (PyTorch)"),
 }
 
 
@@ -38,9 +35,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
-    for name, (declare_options, text) in _BENCHMARKS.items():
-        declare_options(commands.add_parser(name, help=text))
-    plotting = commands.add_parser("plot", help="draw a file of --json")
+    for name, (benchmark, text) in _BENCHMARKS.items():
+        benchmark.declare(commands.add_parser(name, help=text))
+    plotting = commands.add_parser("plot", help="draw the results in a file of --json")
     plotting.add_argument("results", metavar="FILE.json",
                           help="file of --json, or - for standard input")
     plotting.add_argument("plot", metavar="FILE.png", help="picture to draw")

@@ -1,8 +1,8 @@
-"""Ways to sum an array over the ranks: mpiring's algorithms, MPI's own allreduce, the peers."""
+"""Contenders that sum an array over the ranks: mpiring, MPI's own allreduce, and peers."""
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from . import peers
 from .world import World
 
 Call = Callable[[], object]
-# Begins a call, and returns what waits for it.
+# Begins a call, and returns a function that waits for it.
 Start = Callable[[], Call]
 
 NATIVE = "MPI_Allreduce"
@@ -28,13 +28,14 @@ COPY = "memory copy"
 # On GPUs.
 NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
 DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
-# The contenders with which all are compared; and those that only show a limit, with the buffers
-# whose limit they show.
+# Baselines of all other contenders.
 REFERENCES = (NATIVE, NAIVE)
+# Contenders that only show a limit, and the buffers to which it applies.
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
 KINDS = ("mpiring", "mpi", "hvd", *peers.NAMES, "nccl")
-ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
-# Ways to take training steps.
+# Contenders that can sum arrays, by device.
+SUMMING = {"cpu": ("mpiring", "mpi", *peers.NAMES), "cuda": ("mpiring", "mpi", "nccl")}
+# Methods of training.
 ALONE = "compute only"
 OURS = "mpiring DataParallel"
 GLOO = "Gloo + PyTorch's DDP"
@@ -43,10 +44,10 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Shares:
-    """The ranks that share one copy of data in training: none ("rank"), a "node", or the "job".
+    """How ranks share data in training: there is one copy per "rank", per "node", or per "job".
 
     Attributes:
-        weights, gradients, state: Of the optimizer.
+        weights, gradients, state: Sharing of weights, gradients, and optimizer state.
     """
 
     weights: str = "rank"
@@ -54,11 +55,12 @@ class Shares:
     state: str = "rank"
 
     def bytes_per_parameter(self, optimizer: str, node_ranks: int, ranks: int) -> float:
-        """Return what all processes of a node hold together, in float32.
+        """Return the float32 bytes per parameter that all processes of a node hold together.
 
         Args:
-            optimizer: "adamw", which remembers two vectors, or "sgd", which remembers none.
-            node_ranks: Number of ranks of that node, of all `ranks`.
+            optimizer: "adamw", with two vectors of state, or "sgd", with none.
+            node_ranks: Number of ranks on the node.
+            ranks: Number of all ranks.
         """
         copies = {"rank": node_ranks, "node": 1, "job": node_ranks / ranks}
         state = copies[self.state] * (2 if optimizer == "adamw" else 0)
@@ -66,26 +68,27 @@ class Shares:
 
 
 def completed(start: Start) -> Call:
-    """Return a call that begins and waits."""
+    """Return a blocking call, which begins the operation and waits for it."""
     return lambda: start()()
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to sum an array over the ranks, in place, or to train on them.
+    """A method to sum an array over the ranks in place, or to train on them.
 
     The functions that take an array raise ConfigError if the contender cannot sum it.
 
     Attributes:
-        name: For tables.
-        blocking: Returns a function that sums the array, to be called again and again.
-        starting: Returns a function that begins to sum it, and returns a function that waits; None
-            for contenders whose blocking calls alone are measured.
+        name: Name in tables.
+        blocking: Takes an array, and returns a function that sums it with each call.
+        starting: Takes an array, and returns a function that begins to sum it and returns a
+            function that waits. None if only blocking calls are measured.
         sums: False for a contender that only shows a limit.
-        join: Takes a PyTorch module and a recipe of an optimizer, and returns what is called for
-            the module's results, and what uses its gradients.
-        shares: Ranks that share weights, gradients and state in training.
-        has_means: Whether each rank has all means after a backward pass, to be checked.
+        join: Takes a PyTorch module and a recipe for an optimizer, and returns the model to call
+            and the optimizer.
+        shares: How ranks share weights, gradients and optimizer state in training.
+        has_means: Whether each rank has all averaged gradients after a backward pass, so that they
+            can be checked.
     """
 
     name: str
@@ -98,7 +101,7 @@ class Contender:
 
 
 def mpiring(world: World, algorithm: AlgorithmName) -> Contender:
-    """Return mpiring with an algorithm of `the table`."""
+    """Return mpiring with one of its algorithms."""
     comm = world.comm
     return Contender(
         f"mpiring {algorithm}",
@@ -107,7 +110,7 @@ def mpiring(world: World, algorithm: AlgorithmName) -> Contender:
 
 
 def mpi(world: World) -> Contender:
-    """Return MPI's own allreduce, the reference: in place, through mpi4py."""
+    """Return MPI's own allreduce, in place and through mpi4py, which is the baseline."""
     raw, library = world.raw, world.mpi
 
     def call(x: Array) -> Call:
@@ -133,7 +136,7 @@ def memory_copy() -> Contender:
     An allreduce cannot move less: it reads and stores every rank's array, 2 n bytes per rank.
     """
     def call(x: Array) -> Call:
-        # Written to, so that it does not share the system's page of zeros.
+        # Written, because unwritten pages would all be the system's page of zeros.
         other = np.ones_like(x)
         return lambda: np.copyto(other, x)
 
@@ -141,11 +144,11 @@ def memory_copy() -> Contender:
 
 
 def gloo(world: World, interface: str | None) -> Contender:
-    """Return Gloo's process group, called without torch.distributed's wrapping.
+    """Return Gloo, whose process group is called without the wrappers of torch.distributed.
 
     Args:
-        interface: A network interface; by default the loopback on one node, and the first one
-            that has an address between nodes.
+        interface: Network interface; by default the loopback on one node, and the first interface
+            with an address between nodes.
 
     Collective: yes. Blocking: yes.
     """
@@ -161,7 +164,7 @@ def gloo(world: World, interface: str | None) -> Contender:
 
 
 def horovod() -> Contender:
-    """Start Horovod, which finds the ranks in MPI_COMM_WORLD by itself."""
+    """Start and return Horovod, which finds the ranks in MPI_COMM_WORLD by itself."""
     import horovod.torch as hvd
     hvd.init()
     numbers = itertools.count()
@@ -184,45 +187,47 @@ def horovod() -> Contender:
 def declare_contenders(parser: ArgumentParser) -> None:
     """Declare which contenders take part."""
     parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
-                        help=f"contenders, of {', '.join(KINDS)} (default: all that are installed)")
-    parser.add_argument("--interface", metavar="NAME", help="network interface of Gloo, as eth0")
+                        help=f"contenders, some of {', '.join(KINDS)} (default: all installed)")
+    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo, as eth0")
 
 
-def settle_contenders(options: Namespace, device: str, on_cpu: Sequence[str],
-                      on_gpu: Sequence[str]) -> None:
-    """Refuse contenders that cannot take part; in a job without peers, leave these out.
+def settle_contenders(options: Namespace, kinds: Mapping[str, Sequence[str]],
+                      device: str = "cpu") -> None:
+    """Refuse contenders that cannot take part; in a job without peers, remove the peers.
 
     Args:
-        on_cpu, on_gpu: The kinds that can take part there.
+        kinds: Kinds that can take part, by device.
+        device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: A kind was asked for that cannot.
+        ConfigError: A requested kind cannot take part.
     """
-    known = on_cpu if device == "cpu" else on_gpu
+    known = kinds[device]
     for name in options.contenders or ():
         if name not in known:
             raise ConfigError(f"--contenders {name}: here, with --device {device}, "
                               f"expected some of {', '.join(known)}")
     if options.without_peers:
-        options.contenders = [name for name in options.contenders or known
-                              if name not in peers.NAMES]
+        # Without a request, "hvd" takes part only together with Horovod.
+        options.contenders = options.contenders or [name for name in known if name != "hvd"]
+        options.contenders = [name for name in options.contenders if name not in peers.NAMES]
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,
            interface: str | None = None) -> list[Contender]:
-    """Return the contenders that a command line asks for; "auto" and MPI's own always.
+    """Return the requested contenders; "auto" and MPI's own allreduce are always included.
 
     Args:
         kinds: Some of KINDS; by default all that are installed.
-        algorithms: Algorithms of mpiring; by default all.
+        algorithms: mpiring algorithms; by default all.
         interface: Network interface for Gloo.
 
     Raises:
-        MissingDependencyError: A kind was asked for that is not installed.
+        MissingDependencyError: A requested kind is not installed.
 
     Collective: yes. Blocking: yes.
     """
-    contenders = [mpi(world), *of_mpiring(world, kinds, algorithms)]
+    contenders = [mpi(world), *mpiring_contenders(world, kinds, algorithms)]
     if peers.takes_part("gloo", kinds, world):
         contenders.append(gloo(world, interface))
     if peers.takes_part("horovod", kinds, world):
@@ -230,10 +235,9 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
     return contenders
 
 
-def of_mpiring(world: World, kinds: Sequence[str] | None,
-               algorithms: Sequence[str] | None) -> list[Contender]:
-    """Return mpiring with the algorithms that a command line asks for; see `chosen`."""
+def mpiring_contenders(world: World, kinds: Sequence[str] | None,
+                       algorithms: Sequence[str] | None) -> list[Contender]:
+    """Return mpiring with the requested algorithms; see `chosen`."""
     wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds
-    return [mpiring(world, name) for name in NAMES
-            if name == "auto" or ours and name in wanted]
+    return [mpiring(world, name) for name in NAMES if name == "auto" or ours and name in wanted]

@@ -17,15 +17,15 @@ from .world import World
 _TOLERANCE, _TRAINED_TOLERANCE = 1e-4, 1e-2
 
 
-def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
-          use: Callable[[Any], object] = lambda training: training.step(),
-          ) -> tuple[Any, dict[str, list[float]]]:
+def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Array],
+                   use: Callable[[Any], object] = lambda training: training.step(),
+                   ) -> tuple[Any, dict[str, list[float]]]:
     """Create a training run, and check the gradients of its first step.
 
     Args:
-        make: Returns the run, which has a `name` and methods `step` and `gradients`.
+        make: Function that returns the run, with a `name` and methods `step` and `gradients`.
         right: Means over ranks of the first step's gradients; empty to check none.
-        use: Called twice with the run, to measure its peak memory.
+        use: Function that is called twice with the run, to measure its peak memory.
 
     Returns:
         The run, and the memory that it adds, in bytes: the largest peak of a rank, and the largest
@@ -36,19 +36,22 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
 
     Collective: yes. Blocking: yes.
     """
-    of_node, growth = NodeGrowth(world), Growth(world.comm.local_size)
+    node_growth, growth = NodeGrowth(world), Growth(world.comm.local_size)
     training = make()
     # All runs start from the same weights, so that the first step can be checked.
     training.step()
     if right and training.name != ALONE:
-        check(world, training.name, training.gradients(), right)
+        rank, wrong = _first_wrong(world, training.gradients(), right, _TOLERANCE)
+        if wrong:
+            raise WrongAnswerError(f"{training.name} on rank {rank}: the gradients {wrong} are not "
+                                   f"the means over ranks")
     # Buckets may be rebuilt after the first step; this does not count toward the peak.
     training.step()
     growth.forget_peak()
     use(training)
     use(training)
     return training, {"peak_bytes": world.slowest([growth.max_bytes()]),
-                      "node_bytes": [of_node.bytes_now()]}
+                      "node_bytes": [node_growth.bytes_now()]}
 
 
 def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -61,21 +64,6 @@ def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Arr
         means[name] = value.astype(np.float64, order="C") / world.size
         world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
     return means
-
-
-def check(world: World, contender: str, gradients: Mapping[str, Array],
-          right: Mapping[str, Array]) -> None:
-    """Raise an error on all ranks if a gradient on any rank is not the mean.
-
-    Raises:
-        WrongAnswerError: A gradient differs from the mean by more than the tolerance.
-
-    Collective: yes. Blocking: yes.
-    """
-    rank, wrong = _first_wrong(world, gradients, right, _TOLERANCE)
-    if wrong:
-        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
-                               f"means over ranks")
 
 
 def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, Array],

@@ -1,11 +1,11 @@
 """Fills the arrays that are summed, and checks the sums.
 
-The numbers differ within an array and between ranks, since memory that holds one value
-everywhere is faster. An allreduce in place makes its input p times as large, so values
-would soon overflow, and infinities cost less than numbers. So a timed array starts near
-the smallest normal number of its dtype, is summed until it comes near the largest, and is
-then written again. The next call is not timed: it finds the array in the cache as writing
-has left it, and leaves it as later calls find it.
+The values differ within an array and between ranks, because memory that holds a single value
+is faster. An allreduce in place multiplies its input by about the number of ranks, so values
+would soon overflow, and infinities are faster than other numbers. Therefore the values of a
+timed array start near the smallest normal number of its dtype. The array is summed until they
+approach the largest number, and is then filled again. The next call is not timed, because the
+cache is not in the same state as for later calls.
 """
 
 import functools
@@ -21,12 +21,12 @@ from .world import World
 
 
 class _Range(NamedTuple):
-    """The range of numbers of a dtype that is used, and the bits that are summed exactly.
+    """The range of the values of a dtype, and the number of bits that sums keep exactly.
 
     Attributes:
-        first: The binary exponent of the first numbers of a series.
+        first: Binary exponent of the first values of a series of sums.
         last: All sums of a series stay below 2**last.
-        digits: Whole numbers up to 2**digits, and their multiples by powers of two, are exact.
+        digits: Number of exact bits: integers up to 2**digits, times any power of two, are exact.
     """
 
     first: int
@@ -41,7 +41,7 @@ _RANGES = {
 }
 DTYPES = tuple(_RANGES)
 
-# Data repeats only after so many elements; a prime, so that no two slices of an array are equal.
+# Number of elements after which data repeats; a prime, so that no two slices are equal.
 _PERIOD = 65_521
 _SEED = 20_261_121
 _LONGEST_SERIES = 1000
@@ -52,12 +52,12 @@ class WrongAnswerError(Exception):
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name in DTYPES; see arrays.dtype_named."""
+    """Return the dtype with a name in DTYPES."""
     return dtype_named(name, DTYPES)
 
 
 def series_length(dtype: np.dtype[Any], size: int) -> int:
-    """Return after how many sums over `size` ranks an array must be filled again."""
+    """Return the number of sums over `size` ranks after which an array must be filled again."""
     numbers = _RANGES[dtype.name]
     if size == 1:
         return _LONGEST_SERIES
@@ -67,11 +67,12 @@ def series_length(dtype: np.dtype[Any], size: int) -> int:
 
 
 def fill(x: Array, rank: int, size: int) -> None:
-    """Write a rank's first numbers of a series, the same ones each time.
+    """Fill an array with a rank's first values of a series, which are always the same.
 
     Args:
-        x: Shape (n,), of a dtype in DTYPES; also of CuPy.
-        rank, size: Rank and number of ranks; at each offset their numbers have one sign.
+        x: Array of shape (n,) with a dtype in DTYPES, of NumPy or CuPy.
+        rank, size: Rank and number of ranks; at each offset, the values of all ranks have the same
+            sign.
     """
     if is_on_gpu(x):
         host = np.empty(x.shape, x.dtype)
@@ -85,10 +86,10 @@ def fill(x: Array, rank: int, size: int) -> None:
 
 
 def series(world: World, x: Array, call: Callable[[], object]) -> dict[str, Any]:
-    """Return what keeps the sums of calls on `x` finite: arguments `prepare` and `every` of timing.
+    """Return arguments `prepare` and `every` for `timing`, which keep the sums of `x` finite.
 
     Args:
-        call: Sums `x` over the ranks.
+        call: Function that sums `x` over the ranks.
     """
     def prepare() -> None:
         fill(x, world.rank, world.size)
@@ -99,12 +100,12 @@ def series(world: World, x: Array, call: Callable[[], object]) -> dict[str, Any]
 
 @functools.lru_cache(maxsize=8)
 def _first_numbers(dtype: np.dtype[Any], rank: int, size: int) -> Array:
-    """Return a period of random numbers of magnitudes from 2**first up to 2**(first + 1)."""
+    """Return a period of random values with magnitudes from 2**first to 2**(first + 1)."""
     first, _, digits = _RANGES[dtype.name]
     if dtype.kind == "i":
         bits = first
     else:
-        # So few that the sum over ranks is exact, where the dtype allows for that.
+        # Few enough for an exact sum over the ranks, if the dtype has enough bits.
         bits = max(1, digits - 1 - math.ceil(math.log2(size)))
     signs = np.random.default_rng([0, _SEED]).choice([-1, 1], _PERIOD)
     integers = np.random.default_rng([1 + rank, _SEED]).integers(1 << bits, 2 << bits, _PERIOD)
@@ -113,7 +114,7 @@ def _first_numbers(dtype: np.dtype[Any], rank: int, size: int) -> Array:
 
 @functools.lru_cache(maxsize=1)
 def _sums(dtype: np.dtype[Any], size: int) -> Array:
-    """Return a period of the sums over all ranks; exact in float64, where they are in `dtype`."""
+    """Return a period of the sums in float64; they are exact if sums in `dtype` are."""
     total = np.zeros(_PERIOD)
     for rank in range(size):
         total += _first_numbers(dtype, rank, size).astype(np.float64)
@@ -124,17 +125,17 @@ def first_wrong(x: Array, size: int) -> int | None:
     """Return the index of the first element that is not the sum, or None if all are right.
 
     Args:
-        x: The sum of `size` ranks' arrays, as `fill` writes them.
+        x: Sum of the arrays that `fill` writes on `size` ranks.
     """
     right = _sums(x.dtype, size)
     digits = _RANGES[x.dtype.name].digits
-    # The ranks' numbers have at least 2 bits each, 1 of them free, and one sign. With too many
-    # ranks to be exact, each addition rounds by half a bit of the sum at most.
+    # All values at an offset have the same sign, and at least 2 bits, of which 1 is random. With
+    # too many ranks for exact sums, each addition rounds by at most half a bit of the sum.
     exact = x.dtype.kind == "i" or 4 * size <= 2 ** digits
     tolerance = np.zeros(1) if exact else np.abs(right) * (size - 1) * 2.0 ** -digits
     for start in range(0, x.size, _PERIOD):
         piece = x[start:start + _PERIOD].astype(np.float64)
-        # Written so that NaN is also wrong.
+        # A comparison with `>` would accept NaN.
         good = np.abs(piece - right[:piece.size]) <= tolerance[:piece.size]
         if not good.all():
             return start + int(good.argmin())
@@ -142,7 +143,7 @@ def first_wrong(x: Array, size: int) -> int | None:
 
 
 def check(world: World, x: Array, contender: str) -> None:
-    """Raise on all ranks if on any of them `x` is not the sum of what `fill` wrote.
+    """Raise an error on all ranks if `x` on any rank is not the sum of the filled arrays.
 
     Raises:
         WrongAnswerError: Names the contender, and the first rank and element that are wrong.
@@ -155,11 +156,14 @@ def check(world: World, x: Array, contender: str) -> None:
 
 
 def refuse_wrong(world: World, x: Array, index: int | None, contender: str, right: str) -> None:
-    """Raise on all ranks if on any of them a contender's result is wrong.
+    """Raise an error on all ranks if a contender's result is wrong on any rank.
 
     Args:
-        index: Index of this rank's first wrong element; None if all are right.
-        right: Text of the right result.
+        world: The ranks.
+        x: Result on this rank.
+        index: Index of its first wrong element; None if all are right.
+        contender: Name of the contender.
+        right: Description of the right result.
 
     Raises:
         WrongAnswerError: Names the contender, and the first rank and element that are wrong.

@@ -4,8 +4,9 @@ import itertools
 import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,21 +23,24 @@ from .overlap import calibrated
 from .world import World
 
 _DTYPE = np.dtype(np.float32)
-# As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
+# As in the OSU micro-benchmarks, a tenth of the calls is enough above this size, and a warm-up with
+# a tenth of the calls precedes the timed calls.
 _LARGE_BYTES = 8192
 _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
 _CALLS_BEFORE_COMPUTE = 20
-# About 2 µs of work that releases Python's lock.
+# About 2 µs of work that releases the GIL.
 _UNIT_NUMBERS = 1024
 _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
-_TESTS = ("allreduce", "iallreduce", "allgather", "bcast", "reduce_scatter")
+_SUMS = ("allreduce", "iallreduce")
+_TESTS = (*_SUMS, "allgather", "bcast", "reduce_scatter")
 _CASE = ("test", "buffer", "bytes")
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--tests", type=names(_TESTS), default=list(_TESTS),
-                        metavar="A,B", help=f"collectives, of {', '.join(_TESTS)} (default: all)")
+                        metavar="A,B",
+                        help=f"collectives, some of {', '.join(_TESTS)} (default: all)")
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("4..1M"),
                         help="sizes of each rank's contribution in bytes, a list as 8,1K,64K, or "
                              "a range in factors of 4 (default: 4..1M)")
@@ -44,24 +48,22 @@ def declare(parser: ArgumentParser) -> None:
                         help="kinds of memory, empty (comm.empty) or private (numpy.empty) "
                              "(default: both)")
     parser.add_argument("--barrier", action="store_true",
-                        help="call MPI's barrier before each call, as osu_allreduce does (default: "
-                             "calls follow back to back)")
-    parser.add_argument("--calls", type=positive, default=_CALLS,
-                        metavar="N",
-                        help=f"number of calls in each round, a tenth of it above 8 KiB (default: "
+                        help="run an MPI barrier before each call, as osu_allreduce does (default: "
+                             "calls run back to back)")
+    parser.add_argument("--calls", type=positive, default=_CALLS, metavar="N",
+                        help=f"number of calls per round, and a tenth of it above 8 KiB (default: "
                              f"{_CALLS})")
     declare_turns(parser, LEVELS)
     parser.set_defaults(action=lambda options: run(LATENCY, options))
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """A contender's calls on an array, which were checked.
+class _Subject(NamedTuple):
+    """The calls of a contender on an array, whose results were checked.
 
     Attributes:
-        contender: Its name.
-        call: Does all of a collective.
-        start: Begins it, and returns what waits; None for what is blocking.
+        contender: Name of the contender.
+        call: Runs a complete collective.
+        start: Begins the collective, and returns a function that waits; None for blocking calls.
         prepare: Called before the first of every `every` calls.
     """
 
@@ -71,41 +73,34 @@ class _Subject:
     prepare: Call
     every: int
 
-    def seconds(self, world: World, calls: int, barrier: bool, call: Call | None = None) -> float:
-        """Return the mean seconds of a call on this rank.
 
-        Collective: yes. Blocking: yes.
-        """
-        return timing.mean_seconds(world, call or self.call, calls, barrier=barrier,
-                                   prepare=self.prepare, every=self.every)
-
-
-def _lengths(options: Namespace) -> list[int]:
-    return sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
+def _cases(options: Namespace) -> list[tuple[str, str, int]]:
+    lengths = sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
+    return list(itertools.product(options.tests, options.buffers, lengths))
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure MPI's own calls and ours.
+    """Measure MPI's own calls and those of mpiring.
 
     Collective: yes. Blocking: yes.
     """
-    rng, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
-    for test, buffer in itertools.product(options.tests, options.buffers):
-        for length in lengths:
-            subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
-            nbytes = length * _DTYPE.itemsize
-            calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
-            labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
-                      "barrier": options.barrier, "thread_level": world.thread_level}
-            readings = yield from timing.in_turns(options, rng, {
-                subject.contender: partial(_round, world, calls, _actions(
-                    world, subject, options.barrier)) for subject in subjects})
-            yield [Measurement({**labels, "contender": name}, times)
-                   for name, times in readings.items()]
+    rng, arrays = random.Random(options.seed), HostArrays(world)
+    for test, buffer, length in _cases(options):
+        subjects = (_sum_subjects if test in _SUMS else _other_subjects)(
+            world, lambda n: arrays.array(buffer, n, _DTYPE), length, test)
+        nbytes = length * _DTYPE.itemsize
+        calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
+        labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
+                  "barrier": options.barrier, "thread_level": world.thread_level}
+        readings = yield from timing.in_turns(options, rng, {
+            subject.contender: partial(_round, world, calls, _actions(
+                world, subject, options.barrier)) for subject in subjects})
+        yield [Measurement({**labels, "contender": name}, times)
+               for name, times in readings.items()]
 
 
-def _summed(world: World, array: Callable[[int], Array], length: int,
-            nonblocking: bool) -> list[_Subject]:
+def _sum_subjects(world: World, array: Callable[[int], Array], length: int, test: str,
+                  ) -> list[_Subject]:
     """Return the subjects of an allreduce.
 
     Raises:
@@ -122,7 +117,7 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
         return op.wait
 
     calls: dict[str, tuple[Call, Start | None]]
-    if nonblocking:
+    if test == "iallreduce":
         starts = {NONBLOCKING.get(contender.name, contender.name): contender.starting(x)
                   for contender in contenders} | {_PERSISTENT: begin}
         calls = {name: (completed(start), start) for name, start in starts.items()}
@@ -137,10 +132,11 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
             for name, (call, start) in calls.items()]
 
 
-def _moved(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
-    """Return the subjects of a collective whose array may be used again and again.
+def _other_subjects(world: World, array: Callable[[int], Array], length: int, test: str,
+                    ) -> list[_Subject]:
+    """Return the subjects of a collective whose array needs no refill between calls.
 
-    Each rank contributes `length` numbers; of a broadcast, rank 0 does.
+    Each rank contributes `length` numbers; in a broadcast, only rank 0 does.
 
     Raises:
         WrongAnswerError: A contender does not return what the ranks have contributed.
@@ -169,7 +165,7 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
         total = np.sum([contribution(rank) for rank in range(world.size)], axis=0)
         right, counts = slice_of(total, world.rank, world.size), [
             chunk.size for chunk in chunks_of(x, world.size)]
-        # MPI's, in place, would leave its result where the next call has its input.
+        # In place, MPI would overwrite the input of the next call with its result.
         result = np.empty_like(right)
         calls = {"MPI_Reduce_scatter": lambda: (raw.Reduce_scatter(x, result, counts), result)[1],
                  _AUTO: lambda: comm.reduce_scatter(x),
@@ -182,14 +178,8 @@ def _moved(world: World, array: Callable[[int], Array], length: int, test: str) 
     return [_Subject(name, call, None, call, timing.MAX_CALLS) for name, call in calls.items()]
 
 
-_SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
-    "allreduce": partial(_summed, nonblocking=False),
-    "iallreduce": partial(_summed, nonblocking=True),
-    **{test: partial(_moved, test=test) for test in ("allgather", "bcast", "reduce_scatter")}}
-
-
 def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
-    """Return the mean seconds of so many calls, of each rank.
+    """Return each rank's mean seconds per call, after some calls that are not timed.
 
     Collective: yes. Blocking: yes.
     """
@@ -198,19 +188,21 @@ def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) 
     return {kind: [seconds[kind] for seconds in ranks] for kind in ranks[0]}
 
 
-def _actions(world: World, subject: _Subject,
-             barrier: bool) -> Callable[[int], dict[str, float]]:
-    """Return what times so many calls; of a nonblocking one, alone and behind compute.
+def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], dict[str, float]]:
+    """Return a function that times a number of calls; nonblocking calls also behind compute.
 
     Collective: yes. Blocking: yes.
     """
+    mean_seconds = partial(timing.mean_seconds, world, barrier=barrier, prepare=subject.prepare,
+                           every=subject.every)
+
     def alone(calls: int) -> dict[str, float]:
-        return {"call": subject.seconds(world, calls, barrier)}
+        return {"call": mean_seconds(subject.call, calls)}
 
     start = subject.start
     if start is None:
         return alone
-    # The first calls take longer.
+    # The first calls are slower.
     alone(_CALLS_BEFORE_COMPUTE)
     numbers, roots = np.ones(_UNIT_NUMBERS), np.empty(_UNIT_NUMBERS)
     # As long as the collective takes alone, as in osu_iallreduce.
@@ -227,16 +219,16 @@ def _actions(world: World, subject: _Subject,
     def alone_and_together(calls: int) -> dict[str, float]:
         seconds_alone = alone(calls)
         spent.update(dict.fromkeys(spent, 0.0))
-        subject.seconds(world, calls, barrier, together)
+        mean_seconds(together, calls)
         return seconds_alone | {kind: seconds / calls for kind, seconds in spent.items()}
 
     return alone_and_together
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each measurement, test after test, compared with MPI's own call.
+    """Return a row for each measurement, compared with MPI's own call, test by test.
 
-    At several thread levels that is the faster of MPI's calls.
+    With several thread levels, the reference is the faster of MPI's calls.
     """
     order = {test: number for number, test in enumerate(_TESTS)}
     measurements = sorted(measurements, key=lambda measurement: (
@@ -247,33 +239,31 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     native = least_by_case(
         (measurement for measurement in measurements
          if measurement.labels["contender"].startswith("MPI_")), _CASE,
-        lambda measurement: timing.median(_of_rounds(measurement, p)))
+        lambda measurement: timing.median(_round_means(measurement, p)))
     return [_row(measurement, p, native[measurement.case(*_CASE)]) for measurement in measurements]
 
 
-def _of_rounds(measurement: Measurement, p: int) -> list[float]:
-    """Return the mean over the ranks of a call's time, in seconds, for each round."""
-    seconds = measurement.readings["call"]
-    return [sum(seconds[start:start + p]) / p for start in range(0, len(seconds), p)]
+def _round_means(measurement: Measurement, p: int) -> list[float]:
+    """Return the seconds of a call in each round, as means over the ranks."""
+    return [fmean(seconds) for seconds in timing.in_rounds(measurement.readings["call"], p)]
 
 
 def _row(measurement: Measurement, p: int, native_s: float) -> Row:
     labels, readings = measurement.labels, measurement.readings
 
-    def of_ranks(kind: str) -> list[float]:
-        values = readings[kind]
-        return [sum(values[rank::p]) / len(values[rank::p]) * 1e6 for rank in range(p)]
+    def rank_means(kind: str) -> list[float]:
+        return [fmean(readings[kind][rank::p]) * 1e6 for rank in range(p)]
 
-    alone, median = of_ranks("call"), timing.median(_of_rounds(measurement, p))
+    alone, median = rank_means("call"), timing.median(_round_means(measurement, p))
     row: Row = {
         "size": size_text(labels["bytes"]), **labels,
         "iterations": labels["calls"] * len(readings["call"]) // p,
-        "avg_us": sum(alone) / p, "min_us": min(alone), "max_us": max(alone),
+        "avg_us": fmean(alone), "min_us": min(alone), "max_us": max(alone),
         "median_us": median * 1e6, "native_over_this": native_s / median}
     if "init" in readings:
-        init, compute, wait = (sum(of_ranks(kind)) / p for kind in ("init", "compute", "wait"))
+        init, compute, wait = (fmean(rank_means(kind)) for kind in ("init", "compute", "wait"))
         row |= {"overall_us": init + compute + wait, "compute_us": compute, "init_us": init,
-                # The compute is one piece, without a test in between, as by default in OSU's.
+                # Compute runs in one piece, without MPI_Test, which is also the default of OSU.
                 "test_us": 0.0, "wait_us": wait,
                 "overlap_percent": timing.overlap_percentage(
                     compute, row["avg_us"], init + compute + wait)}
@@ -296,7 +286,5 @@ def _line(rows: Sequence[Row]) -> Line:
                         for name, value in by_name(rows, "overlap_percent").items()})
 
 
-LATENCY = Benchmark(
-    "latency", lambda options: (len(options.tests) * len(options.buffers) * len(_lengths(options))
-                                * int(options.rounds)),
-    measure, rows, _line, _title)
+LATENCY = Benchmark("latency", lambda options: len(_cases(options)) * options.rounds,
+                    measure, rows, _line, _title)

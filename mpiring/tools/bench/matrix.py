@@ -1,4 +1,4 @@
-"""Prints results as they come: rows of a table, or a line per size with a column per contender."""
+"""Prints results as they arrive: table rows, or a line per size with a column per contender."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from ..table import Column, Environment, Row
 from .contenders import LIMITS, NATIVE
 
 _WIDTH, _DIGITS = 6, 3
-# So that all contenders fit into 100 columns.
+# Short names, with which all contenders fit into 100 columns.
 _SHORT = {NATIVE: "MPI", "hierarchical": "hier.", "naive, pinned": "pinned", "multiple": "multi",
           "serialized": "serial", **dict.fromkeys(LIMITS, "copy")}
 _MPI, _OURS = "MPI_", "mpiring "
@@ -19,15 +19,15 @@ class Line(NamedTuple):
     """The results of one size at one thread level of MPI.
 
     Attributes:
-        times: Microseconds of contenders, by the title of their column.
-        others: Further values, by the title of their column.
+        times: Microseconds of contenders, by column title.
+        others: Further values, by column title.
     """
 
     times: Mapping[str, float]
     others: Mapping[str, float]
 
 
-# Returns the line of the rows of one size and thread level.
+# Turns the rows of one size and thread level into a Line.
 Matrix = Callable[[Sequence[Row]], Line]
 
 
@@ -36,10 +36,10 @@ class Report:
 
     Args:
         name: Name of the benchmark.
-        layout: Columns of its table, or the function that puts results side by side.
-        title: Returns the title of the table that has a row; None for one table without a title.
-        say: Prints a line.
-        has_levels: If true, results are of several thread levels of MPI.
+        layout: Columns of its table, or a function that puts results side by side.
+        title: Function that returns the title of a row's table; None for one table without a title.
+        say: Function that prints a line.
+        has_levels: If true, there are results for several thread levels of MPI.
     """
 
     def __init__(self, name: str, layout: Sequence[Column] | Matrix,
@@ -51,13 +51,13 @@ class Report:
             column for column in layout if has_levels or column.key != "thread_level"]
 
     def begin(self, about: Environment) -> None:
-        """Print the lines above all."""
+        """Print the header."""
         self._say(table.about(self._name, about))
         if self._title_of is None:
             self._say(table.head(self._columns))
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Print rows that are complete; all rows of a table that has columns and a title."""
+        """Print complete rows. If a table has columns and a title, pass all its rows at once."""
         if callable(self._layout):
             self._add_sizes(self._layout, rows)
             return
@@ -89,7 +89,7 @@ class Report:
             self._add_size(size, lines)
 
     def _columns_of(self, lines: Iterable[Line]) -> list[Column]:
-        """Return columns. Contenders that cannot do the first size have none."""
+        """Return the columns, without contenders that do not support the first size."""
         names = dict.fromkeys(name for line in lines for name, value in (
             *line.times.items(), *line.others.items()) if value == value)
         order = [name for line in lines for name in (*line.times, *line.others) if name in names]
@@ -116,17 +116,17 @@ def _text(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """Return what a contender or thread level is called above its column."""
+    """Return the short name of a contender or thread level."""
     name = name.removeprefix(_OURS)
     return _SHORT.get(name, "MPI" if name.startswith(_MPI) else name)
 
 
 def by_name(rows: Sequence[Row], key: str) -> dict[str, float]:
-    """Return a value of rows by the title of their contender's column."""
+    """Return a value of each row, by the column title of its contender."""
     return {short(row["contender"]): row.get(key, math.nan) for row in rows}
 
 
 def over_native(rows: Sequence[Row], *names: str) -> dict[str, float]:
-    """Return how many times faster than MPI's own call contenders are, by column title."""
+    """Return how many times faster contenders are than MPI's own call, by column title."""
     ratios = by_name(rows, "native_over_this")
     return {f"MPI/{name}": ratios[name] for name in names if name in ratios}

@@ -12,10 +12,10 @@ _FORGET_PEAK = "5"
 
 
 class Growth:
-    """Growth of this process's memory since this object was made, as Linux counts it.
+    """Growth of this process's memory since this object was created, as Linux counts it.
 
-    Memory that the ranks of a node share counts by its size, divided among them: Linux counts all
-    that a process has touched of it, also other ranks' memory.
+    Each rank counts an equal part of the memory that the ranks of its node share. Linux would count
+    all shared pages that the process has touched, also those of other ranks.
 
     Args:
         sharers: Number of ranks that share the windows.
@@ -27,18 +27,17 @@ class Growth:
 
     def forget_peak(self) -> None:
         """Reset the peak to the present memory."""
-        _give_back()
-        if _is_known():
+        _trim_memory()
+        if _is_linux():
             (_PROC / "clear_refs").write_text(_FORGET_PEAK)
 
     def max_bytes(self) -> float:
-        """Return the growth at the peak since `forget_peak`; NaN where the system is not Linux."""
+        """Return the growth at the peak since `forget_peak`; NaN if the system is not Linux."""
         return self._now("VmHWM") - self._before
 
     def _now(self, key: str) -> float:
-        if key == "VmRSS":
-            _give_back()
-        if not _is_known():
+        _trim_memory()
+        if not _is_linux():
             return math.nan
         lines = (_PROC / "status").read_text().splitlines()
         status = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
@@ -47,12 +46,12 @@ class Growth:
 
 
 class NodeGrowth:
-    """Growth of the memory of a node's ranks since this object was made, as Linux counts it.
+    """Growth of the memory of a node's ranks since this object was created, as Linux counts it.
 
     Memory that several ranks share counts once. Code and other files do not count.
 
     Args:
-        world: The ranks, all of which make one and ask it together.
+        world: The ranks, which must all create and use the object together.
     """
 
     def __init__(self, world: World) -> None:
@@ -60,7 +59,7 @@ class NodeGrowth:
         self._before = self._now()
 
     def bytes_now(self) -> float:
-        """Return that of the node where it is the largest; NaN where the system is not Linux.
+        """Return the growth of the node that has grown most; NaN if the system is not Linux.
 
         Collective: yes. Blocking: yes.
         """
@@ -71,14 +70,14 @@ class NodeGrowth:
         return max(nodes.values())
 
     def _now(self) -> float:
-        """Return this process's share: of shared pages, their size over the number of sharers.
+        """Return this process's bytes; shared pages are divided by the number of their users.
 
         Collective: yes. Blocking: yes.
         """
-        _give_back()
-        # While no rank frees what others count their share of.
+        _trim_memory()
+        # No rank may free shared pages while other ranks count them.
         self._world.barrier()
-        if not _is_known():
+        if not _is_linux():
             return math.nan
         lines = (_PROC / "smaps_rollup").read_text().splitlines()
         kib = sum(int(line.split()[1]) for line in lines
@@ -87,12 +86,12 @@ class NodeGrowth:
         return kib << 10
 
 
-def _is_known() -> bool:
+def _is_linux() -> bool:
     return (_PROC / "clear_refs").exists()
 
 
-def _give_back() -> None:
-    """Return freed memory to the system that glibc holds for the next allocation."""
+def _trim_memory() -> None:
+    """Return freed memory, which glibc keeps for later allocations, to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -100,7 +99,7 @@ def _give_back() -> None:
 
 
 def _windows_bytes() -> int:
-    """Return the bytes of mpiring's shared memory, all of which is allocated."""
+    """Return the size of mpiring's shared memory, which is always allocated in full."""
     ranges = [line.split()[0].split("-") for line in (_PROC / "maps").read_text().splitlines()
               if "memfd:mpiring" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)

@@ -1,4 +1,4 @@
-"""Makes a NumPy model, and trains it in each way on several ranks."""
+"""Creates a NumPy model, and trains it on several ranks by each method."""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -18,17 +18,17 @@ Gradients = Mapping[str, Array]
 
 
 class Network:
-    """A multilayer perceptron, with forward and backward pass by hand.
+    """A multilayer perceptron with handwritten forward and backward passes.
 
     Args:
         width: Width of every layer.
         layers: Number of layers.
         batch: Number of rows of data.
-        rank: Seed of the data; weights are equal on all ranks.
+        rank: Seed of the data; weights are the same on all ranks.
 
     Attributes:
         params: Parameters by name.
-        names_as_ready: Names in the order in which `backward` computes gradients.
+        ready_order: Names in the order in which `backward` computes gradients.
     """
 
     def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
@@ -39,7 +39,7 @@ class Network:
             values = weights.standard_normal((width, width), np.float32)
             self.params[f"w{layer}"] = values * np.float32(np.sqrt(2 / width))
             self.params[f"b{layer}"] = np.zeros(width, np.float32)
-        self.names_as_ready = [
+        self.ready_order = [
             f"{kind}{layer}" for layer in reversed(self._layers) for kind in "wb"]
         self._x = data.standard_normal((batch, width), np.float32)
         self._y = data.standard_normal((batch, width), np.float32)
@@ -48,8 +48,8 @@ class Network:
         """Compute the gradients of half the mean squared error, the last layer's first.
 
         Args:
-            gradients: Written, by name.
-            ready: Called with each name as soon as its gradient is written.
+            gradients: Arrays to write, by name.
+            ready: Function that is called with each name as soon as its gradient is written.
         """
         inputs, x = [], self._x
         for layer in self._layers:
@@ -73,11 +73,12 @@ class Network:
 
 
 class NumpyTraining:
-    """A way to take training steps.
+    """A method to take training steps.
 
     Attributes:
-        gradients: Returns those of the last step.
-        own_bytes: Bytes of gradients that were made together with the variant.
+        name: Name in tables.
+        gradients: Returns the gradients of the last step.
+        own_bytes: Bytes of gradients that were allocated together with the variant.
     """
 
     def __init__(self, name: str, network: Network, combine: Callable[[], object],
@@ -93,31 +94,30 @@ class NumpyTraining:
         self._network.update(self.gradients())
 
     def communicate(self) -> None:
-        """Do what a step does with gradients, without the computation and its memory."""
+        """Communicate as in a step, but without computation and the memory that it needs."""
         gradients = self.gradients()
-        for name in self._network.names_as_ready:
+        for name in self._network.ready_order:
             gradients[name][...] = 1
             self._ready(name)
         self._combine()
 
 
 def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
-    """Return views of a vector, one after the other, of the parameters' shapes."""
+    """Return consecutive views of a vector, with the shapes of the parameters."""
     ends = np.cumsum([value.size for value in params.values()])
     return {name: flat[end - value.size:end].reshape(value.shape)
             for (name, value), end in zip(params.items(), ends)}
 
 
-def _while_computing(world: World, network: Network, bucket_bytes: int) -> NumpyTraining:
-    """Return steps in which DataParallel averages the gradients during backward."""
+def _overlapped(world: World, network: Network, bucket_bytes: int) -> NumpyTraining:
+    """Return training in which DataParallel averages the gradients during backward."""
     dp = DataParallel(network.params, world.comm, bucket_bytes=bucket_bytes)
     return NumpyTraining(OURS, network, dp.wait, lambda: dp.grads, dp.ready,
                          sum(value.nbytes for value in network.params.values()))
 
 
-def _after_backward(contender: Contender, network: Network, flat: Array, size: int,
-                    ) -> NumpyTraining:
-    """Return steps in which one blocking call combines all gradients at once."""
+def _blocking(contender: Contender, network: Network, flat: Array, size: int) -> NumpyTraining:
+    """Return training in which one blocking call combines all gradients at once."""
     call, views, share = contender.blocking(flat), _views(flat, network.params), flat.dtype.type(
         1 / size)
 
@@ -132,18 +132,21 @@ def _network_of(world: World, options: Namespace) -> Network:
     return Network(options.width, options.layers, options.batch, world.rank)
 
 
-def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
-    """Return what makes the variants; parameters exist already, and all gradients but ours."""
+def factories(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
+    """Return functions that create the variants.
+
+    Parameters already exist, and so do all gradients except those of DataParallel.
+    """
     alone = _network_of(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
-    # Written to, so that it does not share the system's page of zeros.
+    # Written, because unwritten pages would all be the system's page of zeros.
     flat[...] = 1
     views = _views(np.ones(length, np.float32), alone.params)
     return [
         partial(NumpyTraining, ALONE, alone, lambda: None, lambda: views),
-        partial(_while_computing, world, _network_of(world, options), options.bucket),
-        *(partial(_after_backward, contender, _network_of(world, options), flat, world.size)
+        partial(_overlapped, world, _network_of(world, options), options.bucket),
+        *(partial(_blocking, contender, _network_of(world, options), flat, world.size)
           for contender in chosen(world, options.contenders, ["auto"], options.interface)),
     ]
 
@@ -151,6 +154,6 @@ def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]
 def mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     """Return the means over ranks of the first step's gradients, in float64."""
     network = _network_of(world, options)
-    of_this_rank = {name: np.empty_like(value) for name, value in network.params.items()}
-    network.backward(of_this_rank, lambda name: None)
-    return means_over_ranks(world, of_this_rank)
+    gradients = {name: np.empty_like(value) for name, value in network.params.items()}
+    network.backward(gradients, lambda name: None)
+    return means_over_ranks(world, gradients)

@@ -11,7 +11,8 @@ from ...gpu.device import Device, DeviceVector
 from ...gpus import cupy_for
 from . import peers
 from .contenders import (
-    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, of_mpiring, refuse_unknown,
+    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, mpiring_contenders,
+    refuse_unknown,
 )
 from .timing import finish
 from .world import World
@@ -32,13 +33,13 @@ class GpuArrays:
     def __init__(self, world: World) -> None:
         from ...gpu import cuda
         self._world = world
-        # Ranks that have a GPU would wait for a rank that has none.
-        world.everywhere(cuda.cupy)
+        # Otherwise, ranks with a GPU would wait for a rank without one.
+        world.call_on_all(cuda.cupy)
         self._cupy = cupy_for(world.comm)
         self.device: Device = device_named("cuda", world.comm.local_rank)
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array: open to the node's ranks if `buffer` is "empty", else private.
+        """Return an array: shared with the node's ranks if `buffer` is "empty", otherwise private.
 
         Collective: yes. Blocking: yes.
         """
@@ -48,7 +49,7 @@ class GpuArrays:
         return self.device.gpu.array(memory, (length,))
 
     def stopwatch(self, action: Call) -> float:
-        """Return the seconds between two events on the stream in use, around an action."""
+        """Return the seconds of an action, between two events on the current stream."""
         began, ended = self._cupy.cuda.Event(), self._cupy.cuda.Event()
         began.record()
         action()
@@ -57,10 +58,10 @@ class GpuArrays:
         return float(self._cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return the contenders asked for; always "auto", the naive way and the limits.
+        """Return the requested contenders, and always "auto", the naive method and the limits.
 
         Raises:
-            ConfigError: NCCL was asked for, and cannot run here.
+            ConfigError: NCCL was requested, but cannot run here.
 
         Collective: yes. Blocking: yes.
         """
@@ -68,22 +69,20 @@ class GpuArrays:
         contenders = [naive(world)]
         if kinds is None or "mpi" in kinds:
             contenders.append(naive_pinned(world))
-        contenders += of_mpiring(world, kinds, options.algorithms)
+        contenders += mpiring_contenders(world, kinds, options.algorithms)
         if kinds is None or "nccl" in kinds:
             contenders += _nccl(world, asked=kinds is not None)
         return [*contenders, device_copy(), pinned_copies(world.size)]
 
 
 def naive(world: World) -> Contender:
-    """Return the obvious way: the whole array to the host, MPI_Allreduce, and back."""
-    raw, library = world.raw, world.mpi
-
+    """Return the naive method: copy the array to the host, call MPI_Allreduce, and copy it back."""
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
 
         def run() -> None:
             host = x.get()
-            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            world.raw.Allreduce(world.mpi.IN_PLACE, host, op=world.mpi.SUM)
             x.set(host)
         return run
 
@@ -91,9 +90,7 @@ def naive(world: World) -> Contender:
 
 
 def naive_pinned(world: World) -> Contender:
-    """Return the obvious way with a pinned buffer that is reused."""
-    raw, library = world.raw, world.mpi
-
+    """Return the naive method with a pinned buffer, which is reused."""
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
         vector = vector_of(x)
@@ -104,7 +101,7 @@ def naive_pinned(world: World) -> Contender:
             stream.wait(gpu.mark())
             stream.download(vector, host)
             finish(stream.record())
-            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            world.raw.Allreduce(world.mpi.IN_PLACE, host, op=world.mpi.SUM)
             stream.upload(host, vector)
             finish(stream.record())
         return run
@@ -113,9 +110,9 @@ def naive_pinned(world: World) -> Contender:
 
 
 def device_copy() -> Contender:
-    """Return the limit of summing in the GPU's memory: every rank copies its array there.
+    """Return the limit of sums in GPU memory: each rank copies its array within that memory.
 
-    A copy reads and writes 2 n bytes per rank, as an allreduce must.
+    A copy reads n bytes and writes n bytes per rank, as an allreduce must.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
@@ -130,23 +127,23 @@ def device_copy() -> Contender:
 
 
 def pinned_copies(p: int) -> Contender:
-    """Return the limit of going through the host and summing on the GPU, between p ranks.
+    """Return the limit for p ranks that exchange data through the host and sum on the GPU.
 
-    Each rank downloads n bytes: (p-1)/p n for others to sum, and the n/p that it has summed. It
-    uploads 2 (p-1)/p n: p-1 slices of n/p to sum, and p-1 that others have summed. All of it at
-    once; at 2 ranks n bytes each way.
+    Each rank downloads n bytes: (p-1)/p n for other ranks to sum, and the n/p that it has summed.
+    It uploads 2 (p-1)/p n bytes: p-1 slices of n/p to sum, and p-1 slices that other ranks have
+    summed. Both directions run at the same time; with 2 ranks, each direction has n bytes.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
         gpu = vector.device.gpu
         down, up, other = gpu.stream(), gpu.stream(), _like(vector)
         hosts = [gpu.pinned(vector.nbytes).view(vector.dtype) for _ in range(2)]
-        rises = 2 * (p - 1) * vector.size // p
+        upload_size = 2 * (p - 1) * vector.size // p
 
         def run() -> None:
             down.download(vector, hosts[0])
-            for start in range(0, rises, vector.size):
-                piece = slice(0, min(vector.size, rises - start))
+            for start in range(0, upload_size, vector.size):
+                piece = slice(0, min(vector.size, upload_size - start))
                 up.upload(hosts[1][piece], other[piece])
             finish(down.record())
             finish(up.record())
@@ -156,7 +153,7 @@ def pinned_copies(p: int) -> Contender:
 
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
-    """Return NCCL, called by PyTorch, if it can run, with a GPU for each rank."""
+    """Return NCCL, called through PyTorch, if it can run with one GPU for each rank."""
     problem = "there is no PyTorch" if peers.missing(*peers.TORCH) else ""
     gpu = None
     if not problem:
@@ -176,8 +173,8 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
             raise ConfigError(f"the contender 'nccl' cannot run: {problem}")
 
     if asked:
-        world.everywhere(refuse)
-    elif world.anywhere(bool(problem)):
+        world.call_on_all(refuse)
+    elif world.any_rank(bool(problem)):
         return []
     torch.cuda.set_device(index)
     store = peers.store_of_rank_0(world, peers.interface_for(world))

@@ -15,11 +15,11 @@ from ..units import parse_size, size_text
 from . import inputs, timing
 from .benchmark import Benchmark, Measurement, declare_turns, run
 from .contenders import (
-    NONBLOCKING, ON_CPU, Contender, chosen, declare_contenders, settle_contenders,
+    NONBLOCKING, SUMMING, Contender, chosen, declare_contenders, settle_contenders,
 )
 from .world import World
 
-# Compute is calibrated on stretches of at least this length.
+# Compute is calibrated with runs of at least this duration.
 _LONG_ENOUGH_S = 0.05
 _MATRIX = 192
 _ADDITIONS = 5000
@@ -28,13 +28,13 @@ Action = Callable[[], object]
 
 
 def _numpy_unit() -> Action:
-    """Return about 0.2 ms of work that releases Python's lock, as NumPy and PyTorch do."""
+    """Return about 0.2 ms of work that releases the GIL, as NumPy and PyTorch do."""
     a, b, product = (np.full((_MATRIX, _MATRIX), 0.01, np.float32) for _ in range(3))
     return lambda: np.matmul(a, b, out=product)
 
 
 def _python_unit() -> Action:
-    """Return about 0.2 ms of work that holds Python's lock."""
+    """Return about 0.2 ms of work that holds the GIL."""
     def add() -> int:
         total = 0
         for value in range(_ADDITIONS):
@@ -50,11 +50,11 @@ COMPUTES = tuple(_UNITS)
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--size", type=checked(parse_size), default=20_000_000,
-                        help="size of all buckets together in bytes (default: 20MB)")
+                        help="total size of all buckets in bytes (default: 20MB)")
     parser.add_argument("--bucket", type=checked(parse_size), default=5_000_000, metavar="SIZE",
                         help="size of one bucket in bytes (default: 5MB)")
     parser.add_argument("--ratio", type=above_zero, default=1.8,
-                        help="time of compute over that of communication (default: 1.8)")
+                        help="compute time divided by communication time (default: 1.8)")
     parser.add_argument("--computes", type=names(COMPUTES), default=list(COMPUTES),
                         metavar="A,B", help=f"kinds of compute (default: {','.join(COMPUTES)})")
     declare_turns(parser)
@@ -63,15 +63,16 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace) -> int:
-    settle_contenders(options, "cpu", ON_CPU, ())
+    settle_contenders(options, SUMMING)
     return run(OVERLAP, options)
 
 
 def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
-    """Return work that takes `wanted_s` when all ranks do it at once and nothing else.
+    """Return work that takes `wanted_s` if all ranks do it at the same time, and nothing else.
 
     Args:
-        unit: A short piece of the work.
+        unit: Function that does a short piece of the work.
+        wanted_s: Duration in seconds.
 
     Collective: yes. Blocking: yes.
     """
@@ -89,7 +90,7 @@ def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders and kinds of compute in each round; the last round yields them all.
+    """Measure all contenders and kinds of compute in each round; the last round yields all results.
 
     Collective: yes. Blocking: yes.
     """
@@ -122,9 +123,9 @@ def _fill(world: World, buckets: Sequence[Array]) -> None:
 
 def _subjects(world: World, contender: Contender, buckets: Sequence[Array], options: Namespace,
               ) -> Iterator[tuple[str, str, dict[str, Action]]]:
-    """Check a contender; yield its name, each kind of compute, and what to time for both.
+    """Check a contender; yield its name, a kind of compute, and the actions to time, for each kind.
 
-    Compute is in proportion to communication.
+    The compute time is proportional to the communication time.
     """
     name = NONBLOCKING.get(contender.name, contender.name)
     begins = [contender.starting(bucket) for bucket in buckets]
@@ -179,4 +180,4 @@ _COLUMNS = [
     Column("compute_ms", 11, 4), Column("communication_ms", 10, 4, "comm. ms"),
     Column("total_ms", 10, 4), Column("overlap_percent", 9, 3, "overlap %"),
     Column("total_over_longest", 9, 3, "total/max")]
-OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, _COLUMNS, _title)
+OVERLAP = Benchmark("overlap", lambda options: options.rounds, measure, rows, _COLUMNS, _title)

@@ -16,7 +16,7 @@ NAMES = ("gloo", "horovod")
 # `mpiring.torch`, which lets tensors share the memory of arrays, needs these packages.
 TORCH = ("torch", "ml_dtypes")
 _NEEDS = {"gloo": TORCH, "horovod": (*TORCH, "horovod")}
-_TIMEOUT_S = 120
+_TIMEOUT = timedelta(seconds=120)
 
 
 def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
@@ -32,9 +32,9 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
     Collective: yes. Blocking: yes.
     """
     if kinds is None:
-        return not world.anywhere(bool(missing(*_NEEDS[name])))
+        return not world.any_rank(bool(missing(*_NEEDS[name])))
     if name in kinds:
-        world.everywhere(lambda: _refuse_missing(name))
+        world.call_on_all(lambda: _refuse_missing(name))
     return name in kinds
 
 
@@ -94,15 +94,13 @@ def store_of_rank_0(world: World, interface: str) -> Any:
     Collective: yes. Blocking: yes.
     """
     import torch.distributed as dist
-    store = None
     if world.rank == 0:
         # Port 0: the system picks a free one.
         store = dist.TCPStore(ipv4_address(interface), 0, is_master=True, wait_for_workers=False,
-                              timeout=timedelta(seconds=_TIMEOUT_S))
-    address = world.raw.bcast(store and (store.host, store.port), root=0)
-    if store is None:
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_TIMEOUT_S))
-    return store
+                              timeout=_TIMEOUT)
+        world.raw.bcast((store.host, store.port))
+        return store
+    return dist.TCPStore(*world.raw.bcast(None), is_master=False, timeout=_TIMEOUT)
 
 
 def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
@@ -113,5 +111,5 @@ def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
     import torch.distributed as dist
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    options._timeout = timedelta(seconds=_TIMEOUT_S)
+    options._timeout = _TIMEOUT
     return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""Measures what Reducers save and cost in the training steps of a PyTorch model."""
+"""Measures the savings and costs of Reducers in training steps of a PyTorch model."""
 
 import gc
 import logging
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from ...errors import ConfigError
 from ...record.statistics import Statistics
@@ -27,27 +25,28 @@ if TYPE_CHECKING:
     from .torch_training import Training
 
 METHODS_HELP = """\
-  alone      each rank for itself: the compute only
-  dense      plain means, of which all others are measured
+  alone      each rank trains for itself, without communication
+  dense      plain means without compression, the baseline of all methods
   fp16, bf16, int8, onebit, topk, powersgd, powersgd4
-             those of mpiring.reducers; int8 with error feedback, topk sends 0.1 %,
-             powersgd has rank 2, powersgd4 rank 4
+             methods of mpiring.reducers: int8 with error feedback, topk with 0.1 % of the
+             gradients, powersgd with rank 2, powersgd4 with rank 4
 
-Between nodes only is compressed: it takes several hosts, or MPIRING_SHARED_MEMORY=0.
+Gradients are compressed only between nodes: use several hosts, or MPIRING_SHARED_MEMORY=0.
 """
 _DESCRIPTION = f"""\
-Times the training steps of a transformer with each way to average gradients. What each does to
-the loss, the study benchmarks.reducers of mpiring's sources measures.
+Times the training steps of a transformer with each method of averaging gradients. The study
+benchmarks.reducers in mpiring's sources also measures the loss.
 
 {METHODS_HELP}
   compressed  bytes of plain means / bytes sent
-  on wire     the same, by the hosts' own counters
-  encode, wire, decode  in a step, of the slowest rank; buckets overlap, and hide behind compute"""
+  on wire     the same, by the hosts' counters
+  encode, wire, decode  time in a step on the slowest rank; overlaps between buckets and with
+                        computation"""
 
 _log = logging.getLogger("mpiring")
 
 ALONE, DENSE = "alone", "dense"
-# Each is made again for each training, from the number of steps in which it may begin gently.
+# Functions that return a new Reducer for each training, given the number of warm-up steps.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
     "fp16": lambda warmup: Cast("float16"),
@@ -60,7 +59,7 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
 }
 NAMES = (ALONE, *METHODS)
 KIND = "transformer"
-# The first step builds the buckets again, the second is the first to write to their memory.
+# The first step rebuilds the buckets, and the second is the first to write to their memory.
 UNSETTLED_STEPS = 2
 _INTERFACES = Path("/sys/class/net")
 _LOOPBACK = "lo"
@@ -83,7 +82,7 @@ def declare_reducers(parser: ArgumentParser) -> None:
     """Declare which Reducers take part."""
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
-                        help=f"methods, of {', '.join(NAMES)} (default: all)")
+                        help=f"methods, some of {', '.join(NAMES)} (default: all)")
 
 
 def declare_training(parser: ArgumentParser) -> None:
@@ -97,28 +96,28 @@ def declare_training(parser: ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
                         help="number of texts of 64 bytes per rank and step (default: 4)")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw",
-                        help="optimizer, of which sgd has no momentum (default: adamw)")
+                        help="optimizer, AdamW or SGD without momentum (default: adamw)")
     declare_jobs(parser)
 
 
 def refuse_few_steps(options: Namespace) -> None:
-    """Raise ConfigError if no steps are left to be measured."""
+    """Raise ConfigError if no steps are left to measure."""
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
                           f"not measured")
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train with one method after the other; yield after each, after the last one all.
+    """Train with one method after another; yield after each, and yield all after the last.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
-        WrongAnswerError: A method's parameters differ between ranks in the end.
+        WrongAnswerError: A method's final parameters differ between ranks.
 
     Collective: yes. Blocking: yes.
     """
     warn_if_nothing_is_compressed(world)
-    world.everywhere(refuse_missing_torch)
+    world.call_on_all(refuse_missing_torch)
     from ...torch import share_cores
     from . import torch_training
     share_cores(world.comm)
@@ -138,7 +137,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             "optimizer": options.optimizer, "thread_level": world.thread_level},
             _readings(world, options, training, communicates=name != ALONE)))
         del training
-        # Modules and their hooks refer to each other.
+        # Modules and their hooks form reference cycles.
         gc.collect()
         yield measurements if number == len(options.reducers) else []
 
@@ -156,7 +155,7 @@ def warn_if_nothing_is_compressed(world: World) -> None:
 
 def _readings(world: World, options: Namespace, training: "Training", *,
               communicates: bool) -> timing.Readings:
-    """Take the steps, and return the seconds of each, and the costs of a settled one.
+    """Train, and return the seconds of each step, and the costs of a settled step.
 
     Raises:
         WrongAnswerError: Parameters differ between ranks.
@@ -186,22 +185,20 @@ def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float)
 
     Args:
         cost: Costs of all `steps`, on this rank.
-        host_bytes: Bytes that all hosts have sent in them.
+        host_bytes: Bytes that all hosts have sent during these steps.
 
     Collective: yes. Blocking: yes.
     """
-    values = {"dense_bytes": cost.dense_bytes, "sent_bytes": cost.bytes_sent,
-              "encode_s": cost.encode_s, "wire_s": cost.wire_s, "decode_s": cost.decode_s,
-              "exposed_s": cost.exposed_s}
-    of_ranks = np.array(world.raw.allgather(list(values.values())), np.float64)
-    totals = {name: column.sum() if name.endswith("bytes") else column.max()
-              for name, column in zip(values, of_ranks.T)}
-    return {name: [float(total) / steps]
-            for name, total in {**totals, "host_bytes": host_bytes}.items()}
+    ranks = world.raw.allgather(cost)
+    totals = {"dense_bytes": sum(cost.dense_bytes for cost in ranks),
+              "sent_bytes": sum(cost.bytes_sent for cost in ranks), "host_bytes": host_bytes,
+              **{name: max(getattr(cost, name) for cost in ranks)
+                 for name in ("encode_s", "wire_s", "decode_s", "exposed_s")}}
+    return {name: [total / steps] for name, total in totals.items()}
 
 
 class HostTraffic:
-    """Counts the bytes that all hosts send from now on, all headers included.
+    """Counts the bytes that all hosts send from now on, including all headers.
 
     Args:
         world: The ranks on these hosts.
@@ -215,19 +212,19 @@ class HostTraffic:
         self._before = sent_bytes()
 
     def end(self, known_bytes: int) -> float:
-        """Return what all hosts have sent.
+        """Return the bytes that all hosts have sent.
 
         Args:
-            known_bytes: Bytes that this rank has sent at least.
+            known_bytes: Bytes that this rank is known to have sent.
 
         Returns:
-            NaN where all ranks are on one host, and where a counter shows less than a rank has
-            sent, as with InfiniBand, whose messages bypass the system.
+            The bytes; NaN if all ranks are on one host, or if a counter shows fewer bytes than a
+            rank has sent. The latter happens with InfiniBand, whose messages bypass the system.
 
         Collective: yes. Blocking: yes.
         """
         self._world.barrier()
-        comm, counted = self._world.comm, grown(self._before, sent_bytes())
+        comm, counted = self._world.comm, max_growth(self._before, sent_bytes())
         ranks = comm.allgather_object((known_bytes, counted, comm.local_rank))
         least = min(known for known, _, _ in ranks)
         if comm.num_nodes == 1 or any(grew < least for _, grew, _ in ranks):
@@ -241,16 +238,17 @@ def sent_bytes(interfaces: Path = _INTERFACES) -> dict[str, int]:
             for path in interfaces.glob("*") if path.name != _LOOPBACK and path.is_dir()}
 
 
-def grown(before: dict[str, int], after: dict[str, int]) -> int:
+def max_growth(before: dict[str, int], after: dict[str, int]) -> int:
     """Return the growth of the interface that has sent the most.
 
-    Not that of all: a bridge, a bond and its members count the same bytes.
+    A sum over all interfaces would be wrong: a bond and its members count the same bytes, as do a
+    bridge and its members.
     """
     return max((after[name] - before[name] for name in before.keys() & after.keys()), default=0)
 
 
 def by_method(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
-    """Return the trainings with each method."""
+    """Return the trainings, by method."""
     trainings: dict[str, list[Measurement]] = {}
     for training in measurements:
         trainings.setdefault(training.labels["reducer"], []).append(training)
@@ -258,7 +256,7 @@ def by_method(measurements: Sequence[Measurement]) -> dict[str, list[Measurement
 
 
 def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each method, next to the plain mean and the compute alone."""
+    """Return a row for each method, compared with the plain mean and with compute alone."""
     trainings = by_method(measurements)
     return [{**runs[0].labels, **costs(runs, trainings, options.settled)}
             for runs in trainings.values()]
@@ -266,12 +264,12 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
 def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
           first: int) -> Row:
-    """Return the times of steps, and the costs of a settled one.
+    """Return the times of steps, and the costs of a settled step.
 
     Args:
         runs: Trainings with one method.
-        trainings: Trainings with each method.
-        first: Number of the first step that is settled.
+        trainings: Trainings with all methods, by method.
+        first: Index of the first settled step.
     """
     def over(other: str) -> timing.Ratio:
         return timing.over(*([run.readings["step"][first:] for run in each]
@@ -292,13 +290,13 @@ def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurem
 
 
 def reading(trainings: Sequence[Measurement], name: str) -> float:
-    """Return the mean of a reading over trainings; NaN where none has it."""
+    """Return the mean of a reading over trainings; NaN if no training has it."""
     values = [training.readings[name][0] for training in trainings if name in training.readings]
     return fmean(values) if values else math.nan
 
 
 def ratio(more: float, less: float) -> float:
-    """Return a ratio; NaN where one of both is nothing."""
+    """Return a ratio; NaN if either number is 0."""
     return more / less if more and less else math.nan
 
 

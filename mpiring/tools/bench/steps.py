@@ -20,16 +20,16 @@ from .benchmark import (
     Benchmark, Measurement, declare_device, declare_link, declare_models, declare_turns, run,
     with_case,
 )
-from .contenders import ALONE, GLOO, ON_CPU, Contender, declare_contenders, settle_contenders
-from .numpy_training import NumpyTraining, makers, mean_gradients
+from .contenders import ALONE, GLOO, SUMMING, Contender, declare_contenders, settle_contenders
+from .numpy_training import NumpyTraining, factories, mean_gradients
 from .world import World
 
 if TYPE_CHECKING:
     from .torch_training import ModelDevice
 
-# Ways to share the optimizer's work.
+# Methods of sharding the optimizer, and contenders that can train PyTorch models, by device.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
-TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", "hvd", *peers.NAMES), ("mpiring", "gloo")
+_TRAINING = {"cpu": ("mpiring", "hvd", *peers.NAMES), "cuda": ("mpiring", "gloo")}
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -37,14 +37,12 @@ def declare(parser: ArgumentParser) -> None:
     declare_device(parser)
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
                         help="framework of the model (default: numpy)")
-    parser.add_argument("--batch", type=positive,
-                        metavar="N",
-                        help="number of samples per rank and step (default: 64, with PyTorch one "
-                             "for each model)")
-    parser.add_argument("--bucket", type=checked(parse_size),
-                        metavar="SIZE",
-                        help="length of a bucket in bytes (default: 4MiB, with PyTorch the default "
-                             "of DataParallel and DDP)")
+    parser.add_argument("--batch", type=positive, metavar="N",
+                        help="number of samples per rank and step (default: 64, or with PyTorch a "
+                             "number that depends on the model)")
+    parser.add_argument("--bucket", type=checked(parse_size), metavar="SIZE",
+                        help="size of a bucket in bytes (default: 4MiB, or with PyTorch the "
+                             "defaults of DataParallel and DDP)")
     parser.add_argument("--calls", type=positive, default=3, metavar="N",
                         help="number of steps per round (default: 3)")
     numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
@@ -57,10 +55,10 @@ def declare(parser: ArgumentParser) -> None:
     torch.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd",
                        help="optimizer, SGD or PyTorch's fused AdamW (default: sgd)")
     torch.add_argument("--sharded", type=names(SHARDINGS), nargs="?", metavar="A,B", default=[],
-                       const=list(SHARDINGS), help="ways to share the optimizer's work, which "
-                       f"are also measured, of {', '.join(SHARDINGS)} (without a value: all)")
+                       const=list(SHARDINGS), help="methods of sharding the optimizer that are "
+                       f"also measured, some of {', '.join(SHARDINGS)} (without a value: all)")
     declare_link(torch)
-    # So that it ends within a minute on two cores.
+    # With few rounds, it ends within a minute on two cores.
     declare_turns(parser, rounds=4)
     declare_contenders(parser)
     parser.set_defaults(action=_run)
@@ -68,48 +66,48 @@ def declare(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace) -> int:
     if options.framework == "torch":
-        settle_contenders(options, options.device, TORCH_ON_CPU, TORCH_ON_GPU)
+        settle_contenders(options, _TRAINING, options.device)
         if options.sharded and options.device != "cpu":
             raise ConfigError("--sharded needs --device cpu")
         return run(SHARDED_STEPS if options.sharded else TORCH_STEPS, options)
     if options.device != "cpu" or options.sharded or options.optimizer != "sgd":
         raise ConfigError("--device cuda, --optimizer adamw and --sharded need --framework torch")
-    settle_contenders(options, "cpu", ON_CPU, ())
+    settle_contenders(options, SUMMING)
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20
     return run(NUMPY_STEPS, options)
 
 
 def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all variants in each round; the last round yields them all.
+    """Measure all variants in each round; the last round yields all results.
 
     Collective: yes. Blocking: yes.
     """
     right = mean_gradients(world, options)
     world.warm_up()
-    begun = [gradients.begun(world, make, right, NumpyTraining.communicate)
-             for make in makers(world, options)]
+    started = [gradients.start_training(world, make, right, NumpyTraining.communicate)
+               for make in factories(world, options)]
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
-        variant.name: timing.timed_steps(world, options, {"step": variant.step})
-        for variant, _ in begun})
+        variant.name: partial(timing.timed_steps, world, options, {"step": variant.step})
+        for variant, _ in started})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {
         **readings[variant.name], "extra_bytes": [memory["peak_bytes"][0] - variant.own_bytes]})
-        for variant, memory in begun]
+        for variant, memory in started]
 
 
 def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders, model by model; the last round of a model yields them all.
+    """Measure all contenders, model by model; the last round of a model yields all results.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(peers.refuse_missing_torch)
+    world.call_on_all(peers.refuse_missing_torch)
     from . import torch_training
-    # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
+    # Each measurement of memory collects garbage; frozen objects, such as PyTorch's, are skipped.
     gc.freeze()
     device = torch_training.device_named(world, options.device)
     contenders = torch_training.contenders(world, options, device.torch)
@@ -134,19 +132,20 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
     del alone
     trainings, memories = [], {}
     for contender in contenders:
-        training, memory = gradients.begun(
+        training, memory = gradients.start_training(
             world, partial(begin, contender), right if contender.has_means else {})
         trainings.append(training)
-        # The process's memory is not that of the GPU.
+        # The process's memory does not include the GPU's.
         on_host = device.torch.type == "cpu"
         memories[contender.name] = memory if on_host else dict.fromkeys(memory, [math.nan])
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
-    # Written to, so that it does not share the system's page of zeros; zeros never overflow.
+    # Written, because unwritten pages would all be the system's page of zeros. Sums stay zero.
     flat[...] = 0
-    actions = {contender.name: timing.timed_steps(
-        world, options, {"step": training.step, "communication": contender.blocking(flat)},
-        device.stopwatch) for contender, training in zip(contenders, trainings)}
+    actions = {contender.name: partial(
+        timing.timed_steps, world, options,
+        {"step": training.step, "communication": contender.blocking(flat)}, device.stopwatch)
+        for contender, training in zip(contenders, trainings)}
     readings = yield from timing.in_turns(options, random.Random(options.seed), actions)
     gradients.check_parameters(
         world, {training.name: training.parameters() for training in trainings})
@@ -159,13 +158,13 @@ def _measure_model(world: World, options: Namespace, contenders: Sequence[Conten
          contender.shares.bytes_per_parameter(options.optimizer, node_ranks, world.size)},
         {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
     del trainings, actions
-    # Modules and their hooks hold each other.
+    # Modules and their hooks form reference cycles.
     gc.collect()
 
 
 def numpy_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
                ) -> list[Row]:
-    """Return a row for each variant, compared with the compute alone at its thread level."""
+    """Return a row for each variant, compared with compute alone at its thread level."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
@@ -182,7 +181,7 @@ def numpy_rows(measurements: Sequence[Measurement], about: Environment, options:
 
 def torch_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
                ) -> list[Row]:
-    """Return a row for each model and contender, compared with the compute alone and with Gloo."""
+    """Return a row for each model and contender, compared with compute alone and with Gloo."""
     return [_torch_row(measurement, case, about, options)
             for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
 
@@ -202,7 +201,7 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
         communication = timing.median(measurement.readings["communication"])
         hidden = timing.overlap_percentage(compute, communication, median)
         extra = max(measurement.readings["peak_bytes"]) - max(case[ALONE].readings["peak_bytes"])
-    over_compute = _over(measurement, case.get(ALONE))
+    over_compute = _over(measurement, case[ALONE])
     return {
         **labels,
         **timing.summary(seconds),
@@ -221,7 +220,7 @@ def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about:
 
 
 def _over(measurement: Measurement, other: Measurement | None) -> timing.Ratio:
-    """Return how many times longer the step is than another contender's."""
+    """Return the ratio of a contender's step time to another contender's."""
     calls = measurement.labels["calls"]
     return timing.over(*(timing.in_rounds(each.readings["step"] if each else [], calls)
                          for each in (measurement, other)))
@@ -237,14 +236,14 @@ _NUMPY_COLUMNS = [
     Column("thread_level", -10, title="threads"), Column("median_ms", 10, 4),
     Column("p95_ms", 10, 4), Column("samples_per_s", 9, 4, "samples/s"),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("extra_MiB", 9, 3)]
-NUMPY_STEPS = Benchmark("steps", lambda options: int(options.rounds), _measure_numpy,
+NUMPY_STEPS = Benchmark("steps", lambda options: options.rounds, _measure_numpy,
                         numpy_rows, _NUMPY_COLUMNS, _title)
 _TORCH_COLUMNS = [
     Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
     Column("median_ms", 9, 4), Column("over_compute", 17, 3, "/compute", interval=True),
     Column("over_gloo", 17, 3, "/Gloo", interval=True), Column("over_bound", 6, 3, "/bound")]
 TORCH_STEPS = Benchmark(
-    "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
+    "steps", lambda options: len(options.models) * len(options.parameters) * options.rounds,
     _measure_torch, torch_rows,
     [*_TORCH_COLUMNS, Column("hidden_percent", 8, 3, "hidden %"), Column("extra_MiB", 9, 3)],
     _title)

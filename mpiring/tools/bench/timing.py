@@ -1,4 +1,4 @@
-"""Times calls, and summarizes their seconds."""
+"""Times calls, and summarizes the times."""
 
 import contextlib
 import gc
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 from ...gpu.device import Event
 from .world import World
 
-# Calls per case and round, at least and at most.
+# Smallest and largest number of calls per case and round.
 _MIN_CALLS, MAX_CALLS = 2, 200
 _RESAMPLES = 1000
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
 Stopwatch = Callable[[Action], float]
-# Seconds, by what was timed.
+# Times in seconds, by kind.
 Readings = dict[str, list[float]]
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def by_clock(action: Action) -> float:
 
 
 def finish(event: Event) -> None:
-    """Spin until a GPU has reached an event, so that no pause is timed."""
+    """Spin until a GPU has reached an event; a sleep would lengthen the measured time."""
     while not event.test():
         pass
 
@@ -41,62 +41,58 @@ def finish(event: Event) -> None:
 def timed(world: World, action: Action, calls: int, *,
           prepare: Action = lambda: None, every: int = 1,
           stopwatch: Stopwatch = by_clock) -> list[float]:
-    """Return the seconds that each of several calls took on its slowest rank.
+    """Return the seconds of each of several calls on its slowest rank.
 
-    Before each call stands MPI's barrier, which is not timed. Garbage collection is off.
+    An MPI barrier, which is not timed, precedes each call. Garbage collection is off.
 
     Args:
-        action: The call.
-        prepare: Called before the first of every `every` calls, and not timed.
-        stopwatch: Returns the seconds that an action takes; a GPU's are between events.
+        action: Function to time.
+        calls: Number of calls.
+        prepare: Function that is called before the first of every `every` calls, and not timed.
+        stopwatch: Function that returns the seconds of an action; on a GPU, between two events.
 
     Collective: yes. Blocking: yes.
     """
-    return world.slowest(_seconds_of_calls(world, action, calls, prepare, every, stopwatch))
-
-
-def _seconds_of_calls(world: World, action: Action, calls: int, prepare: Action, every: int,
-                      stopwatch: Stopwatch = by_clock) -> list[float]:
-    """Return the seconds of each call on this rank; for the rest, see `timed`."""
     seconds = []
-    with _no_collector():
+    with _gc_disabled():
         for call in range(calls):
             if call % every == 0:
                 prepare()
             world.barrier()
             seconds.append(stopwatch(action))
-    return seconds
+    return world.slowest(seconds)
 
 
 def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
-                 prepare: Action = lambda: None, every: int) -> float:
+                 prepare: Action, every: int) -> float:
     """Return the mean seconds of several calls on this rank.
 
     Args:
-        action: The call.
-        barrier: If true, MPI's barrier precedes each call, and is not timed. Otherwise it precedes
-            the first of every `every` calls, which follow back to back.
-        prepare: Called before the first of every `every` calls, and not timed.
+        action: Function to time.
+        calls: Number of calls.
+        barrier: If true, an MPI barrier precedes each call, and is not timed. Otherwise, it
+            precedes only the first of every `every` calls, which run back to back.
+        prepare: Function that is called before the first of every `every` calls, and not timed.
 
     Collective: yes. Blocking: yes.
     """
-    if barrier:
-        return statistics.fmean(_seconds_of_calls(world, action, calls, prepare, every))
-    seconds = 0.0
-    with _no_collector():
-        for start in range(0, calls, every):
-            prepare()
+    burst, seconds = 1 if barrier else every, 0.0
+    with _gc_disabled():
+        for start in range(0, calls, burst):
+            if start % every == 0:
+                prepare()
+            repeats = range(min(burst, calls - start))
             world.barrier()
             began = time.perf_counter()
-            for _ in range(min(every, calls - start)):
+            for _ in repeats:
                 action()
             seconds += time.perf_counter() - began
     return seconds / calls
 
 
 @contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Keep the garbage collector off."""
+def _gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -113,8 +109,9 @@ def in_turns(options: Namespace, rng: random.Random, subjects: Mapping[T, Callab
     Yields an empty list after each round but the last, as a benchmark's `measure` does.
 
     Args:
-        options: The number of `rounds`.
-        subjects: Functions that measure each subject for a round.
+        options: Options with the number of `rounds`.
+        rng: Generator of the random orders.
+        subjects: Functions that measure one round of each subject, by subject.
 
     Collective: yes. Blocking: yes.
     """
@@ -129,40 +126,37 @@ def in_turns(options: Namespace, rng: random.Random, subjects: Mapping[T, Callab
 
 
 def timed_steps(world: World, options: Namespace, actions: Mapping[str, Action],
-                stopwatch: Stopwatch = by_clock) -> Callable[[], Readings]:
-    """Return what times each of some actions `options.calls` times, after a call of it."""
-    def measure() -> Readings:
-        readings = {}
-        for kind, action in actions.items():
-            action()
-            readings[kind] = timed(world, action, options.calls, stopwatch=stopwatch)
-        return readings
-
-    return measure
+                stopwatch: Stopwatch = by_clock) -> Readings:
+    """Time each action `options.calls` times, after one call that is not timed."""
+    readings = {}
+    for kind, action in actions.items():
+        action()
+        readings[kind] = timed(world, action, options.calls, stopwatch=stopwatch)
+    return readings
 
 
 def calls_within(budget_s: float, call_s: float) -> int:
-    """Return how many calls fit into a budget, within limits."""
+    """Return the number of calls that fit into a time budget, within fixed limits."""
     return min(MAX_CALLS, max(_MIN_CALLS, int(budget_s / max(call_s, 1e-9))))
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
+    """Return the median; NaN if there are no values."""
     return statistics.median(values) if values else math.nan
 
 
 def p95(values: Sequence[float]) -> float:
-    """Return the smallest value that at least 95 % do not exceed; NaN of nothing."""
+    """Return the smallest value that at least 95 % of all do not exceed; NaN if there are none."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else math.nan
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Return how many steps were timed, and their median and 95th percentile in milliseconds."""
+    """Return the number of timed steps, and their median and 95th percentile in milliseconds."""
     return {"steps": len(seconds), "median_ms": median(seconds) * 1e3, "p95_ms": p95(seconds) * 1e3}
 
 
 class Ratio(NamedTuple):
-    """How many times longer one thing takes than another.
+    """Ratio of two times, with its confidence interval.
 
     Attributes:
         value: Ratio of the medians.
@@ -174,27 +168,25 @@ class Ratio(NamedTuple):
     high: float
 
     def of(self, key: str) -> dict[str, float]:
-        """Return the entries of a row: the value with a key, and both ends of its interval."""
+        """Return the ratio under a key, and the ends of its interval, as entries of a row."""
         return {key: self.value, f"{key}_low": self.low, f"{key}_high": self.high}
 
 
 def over(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> Ratio:
-    """Return the ratio of the medians of two things that were timed in the same rounds.
+    """Return the ratio of the medians of two actions that were timed in the same rounds.
 
-    The interval is that of the paired bootstrap: rounds are drawn with replacement, the same ones
-    for both, since the readings of a round are close in time.
+    The interval is computed by a paired bootstrap. It draws rounds with replacement, and the same
+    rounds for both actions, because the readings of a round are close in time.
 
     Args:
-        rounds: Seconds of one thing in each round.
-        others: Seconds of the other; a round without readings of one of both is ignored.
+        rounds: Seconds of one action in each round.
+        others: Seconds of the other action. Rounds without readings of both are ignored.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
     pairs = [(a, b) for a, b in zip(rounds, others) if a and b]
-    if not pairs:
-        return Ratio(math.nan, math.nan, math.nan)
-    value = _median_ratio(pairs)
-    if len(pairs) == 1:
+    value = _median_ratio(pairs) if pairs else math.nan
+    if len(pairs) < 2:
         return Ratio(value, math.nan, math.nan)
     rng = random.Random(0)
     ratios = sorted(_median_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
@@ -208,17 +200,17 @@ def _median_ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> f
 
 
 def in_rounds(seconds: Sequence[float], calls: int) -> list[Sequence[float]]:
-    """Return seconds by round.
+    """Split the seconds of all calls by round.
 
     Args:
-        seconds: Seconds of `calls` calls in each round.
+        seconds: Seconds of each call.
         calls: Number of calls in a round.
     """
     return [seconds[start:start + calls] for start in range(0, len(seconds), calls)]
 
 
 def overlap_percentage(compute_s: float, communication_s: float, total_s: float) -> float:
-    """Return how much of the communication was hidden behind the compute, 0 to 100.
+    """Return the percentage of communication that was hidden behind compute, 0 to 100.
 
     Source: osu_iallreduce of the OSU micro-benchmarks.
     """
@@ -228,11 +220,11 @@ def overlap_percentage(compute_s: float, communication_s: float, total_s: float)
 
 
 def wire_seconds(nbytes: int, nodes: int, bytes_per_s: float) -> float:
-    """Return how long a node's link is busy, each way, with its part of an allreduce.
+    """Return the seconds for which an allreduce occupies a node's link, in each direction.
 
     Args:
-        nbytes: Length of the array.
-        nodes: Number of nodes; a single node has no wire, and needs no time.
+        nbytes: Size of the array in bytes.
+        nodes: Number of nodes; a single node sends nothing, and its time is 0.
         bytes_per_s: Data rate of the link.
     """
     return 2 * (nodes - 1) / nodes * nbytes / bytes_per_s

@@ -1,4 +1,4 @@
-"""Makes small PyTorch models, and trains them in each way on several ranks."""
+"""Creates small PyTorch models, and trains them on several ranks by each method."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ from ...gpu import accelerator
 from ...memory.arrays import Array
 from ...torch import DataParallel, Sharded, device_for, share_cores
 from . import peers, timing
-from .contenders import ALONE, GLOO, OURS, Call, Contender, Shares, horovod
+from .contenders import ALONE, OURS, Call, Contender, Shares, horovod
 from .world import World
 
 _BYTE_VALUES = 256
@@ -32,21 +32,21 @@ _LAYERS = 4
 _PIXELS, _COLORS, _CLASSES = 32, 3, 10
 
 _LEARNING_RATE = 1e-3
-# With PyTorch's default, 1e-8, Adam would amplify the rounding errors of gradients that are zero
-# but for these (of the keys' biases). No two sums would train identically.
+# The gradients of the keys' biases are zero except for rounding errors. With PyTorch's default of
+# 1e-8, Adam would amplify these errors, and no two contenders would train identically.
 _ADAM_EPS = 1e-3
-# torch.distributed's name for Gloo on an interface that we have chosen.
-_GLOO_HERE = "gloo_here"
+# Name in torch.distributed of Gloo on a chosen network interface.
+_GLOO_BACKEND = "gloo_on_interface"
 
-# Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
+# Creates an optimizer of parameters; `func` is its class, and `keywords` are its settings.
 Recipe = partial[torch.optim.Optimizer]
-# The callable for a module's results, and the user of its gradients.
+# The model to call, and the optimizer.
 Joined = tuple[nn.Module, Any]
 RECIPES: Mapping[str, Recipe] = {
     "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
     "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
 
-# mpiring's optimizers of slices by their names for `--sharded`; names for tables, and settings.
+# Sharded optimizers of mpiring, by name for `--sharded`: name in tables, settings, and shares.
 _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "slices": ("mpiring Sharded", {}, Shares(state="job")),
     "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
@@ -60,11 +60,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Transformer(nn.Module):
-    """A transformer over bytes that predicts each next one.
+    """A byte-level transformer that predicts each next byte.
 
     Args:
         width: Length of its vectors; a multiple of 64, the width of an attention head.
-        longest: Largest number of bytes that it reads.
+        longest: Largest number of bytes in a text.
     """
 
     def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
@@ -108,7 +108,7 @@ def convnet(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of model: made from a width, a multiple of `unit`, and its data for a batch."""
+    """A kind of model: constructor, unit of its widths, default batch size, and data of a batch."""
 
     make: Callable[[int], nn.Module]
     unit: int
@@ -134,7 +134,7 @@ _KINDS = {
 
 
 def model_of(kind: str, width: int) -> nn.Module:
-    """Return a model; all of a kind and width begin with the same weights."""
+    """Return a model; models of the same kind and width begin with the same weights."""
     torch.manual_seed(0)
     return _KINDS[kind].make(width)
 
@@ -143,23 +143,20 @@ def batch_of(kind: str, samples: int | None, seed: int) -> Batch:
     """Return a batch of data for a kind of model, in host memory.
 
     Args:
-        samples: Number of samples; by default, batches of all kinds take about as long.
+        kind: Name of the kind of model.
+        samples: Number of samples; by default, batches of all kinds take about the same time.
         seed: Seed of the random data.
     """
     x, y = _KINDS[kind].data(samples or _KINDS[kind].batch, torch.Generator().manual_seed(seed))
     return x.contiguous(), y.contiguous()
 
 
-def size_of(kind: str, width: int) -> int:
-    """Return a model's number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in _KINDS[kind].make(width).parameters())
-
-
 def width_for(kind: str, parameters: int) -> int:
-    """Return the width at which a model's number of parameters is closest to the wanted one."""
+    """Return the width at which the number of parameters is closest to a given number."""
     def distance(width: int) -> int:
-        return abs(size_of(kind, width) - parameters)
+        with torch.device("meta"):
+            module = _KINDS[kind].make(width)
+        return abs(sum(p.numel() for p in module.parameters()) - parameters)
 
     width = unit = _KINDS[kind].unit
     while distance(width + unit) < distance(width):
@@ -176,7 +173,7 @@ class ModelDevice:
 
 
 def _by_events(action: Callable[[], object]) -> float:
-    """Return the seconds between two events on the current stream, around an action."""
+    """Return the seconds of an action, between two events on the current stream."""
     began, ended = (torch.Event(enable_timing=True) for _ in range(2))
     began.record()
     action()
@@ -195,8 +192,8 @@ def device_named(world: World, name: str) -> ModelDevice:
     """
     if name == "cpu":
         return ModelDevice(torch.device("cpu"), timing.by_clock)
-    # Ranks that have a GPU would wait for a rank that has none.
-    world.everywhere(accelerator.available)
+    # Otherwise, ranks with a GPU would wait for a rank without one.
+    world.call_on_all(accelerator.available)
     return ModelDevice(device_for(world.comm), _by_events)
 
 
@@ -206,8 +203,8 @@ class Training:
     Args:
         name: Name of the method, for tables.
         module: Module that is trained.
-        model: Called for the module's results.
-        optimizer: User of the gradients that backward() has left.
+        model: Model to call for the module's results.
+        optimizer: Optimizer, which uses the gradients that backward() computes.
         batches: Data and targets of each step, on the module's device.
     """
 
@@ -232,7 +229,7 @@ class Training:
         return sum(p.numel() for p in self.module.parameters())
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return those of the last step, by name.
+        """Return the gradients of the last step, by name.
 
         Collective: with FSDP2. Blocking: with FSDP2.
         """
@@ -252,7 +249,7 @@ def training_of(contender: Contender, kind: str, width: int, recipe: Any, batch:
     """Return the training of a model with one batch, on the batch's device.
 
     Args:
-        recipe: Makes the optimizer.
+        recipe: Function that creates the optimizer.
     """
     module = model_of(kind, width).to(batch[0].device)
     model, optimizer = contender.join(module, recipe)
@@ -266,30 +263,28 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "m
 
 
 def _gathered(tensor: torch.Tensor) -> Array:
-    """Return a tensor's values, gathered where each rank has a shard."""
+    """Return a tensor's values, gathered if each rank has a shard."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy()
 
 
 def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
-    """Connect the ranks by all contenders that a command line asks for, and return them.
+    """Connect the ranks through all requested contenders, and return the contenders.
 
     On GPUs, Horovod is left out.
 
     Raises:
-        MissingDependencyError: A peer was asked for that is not installed.
+        MissingDependencyError: A requested peer is not installed.
 
     Collective: yes. Blocking: yes.
     """
     share_cores(world.comm)
     kinds = options.contenders
-    contenders = [NOBODY, *_of_mpiring(world, options)]
-    has_back_end = kinds is None or "mpiring" in kinds
-    if has_back_end:
+    contenders = [NOBODY, *_mpiring_contenders(world, options)]
+    if kinds is None or "mpiring" in kinds:
         dist.init_process_group("mpiring", init_method="mpi://")
-        contenders += _over(dist.group.WORLD, "mpiring + PyTorch's DDP", "mpiring", options)
+        contenders += _torch_contenders(dist.group.WORLD, "mpiring", options)
     if peers.takes_part("gloo", kinds, world):
-        group = _gloo(world, options.interface, is_second=has_back_end)
-        contenders += _over(group, GLOO, "Gloo", options)
+        contenders += _torch_contenders(_gloo(world, options.interface), "Gloo", options)
     by_horovod = device.type == "cpu" and peers.takes_part("horovod", kinds, world)
     if by_horovod:
         call = horovod().blocking
@@ -303,8 +298,8 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     return contenders
 
 
-def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
-    """Yield mpiring's wrapper of models, alone and with the optimizers of slices."""
+def _mpiring_contenders(world: World, options: Namespace) -> Iterator[Contender]:
+    """Yield DataParallel of mpiring, alone and with the requested sharded optimizers."""
     bucket = {} if options.bucket is None else {"bucket_bytes": options.bucket}
     dense = data_parallel(world, OURS, **bucket)
 
@@ -320,11 +315,11 @@ def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
 
 
 def data_parallel(world: World, name: str, **settings: Any) -> Contender:
-    """Return mpiring's wrapper of models.
+    """Return DataParallel of mpiring.
 
     Args:
         world: The ranks.
-        name: Name for tables.
+        name: Name in tables.
         settings: Arguments of DataParallel.
     """
     return Contender(
@@ -333,8 +328,8 @@ def data_parallel(world: World, name: str, **settings: Any) -> Contender:
                                      recipe(module.parameters())))
 
 
-def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:
-    """Yield PyTorch's own ways to train, over a process group."""
+def _torch_contenders(group: Any, name: str, options: Namespace) -> Iterator[Contender]:
+    """Yield PyTorch's own methods of training, on a process group."""
     size = {} if options.bucket is None else {"bucket_cap_mb": options.bucket / 2 ** 20}
 
     def blocking(flat: Array) -> Call:
@@ -352,44 +347,46 @@ def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[
             **recipe.keywords)
 
     def fsdp(module: nn.Module, recipe: Recipe) -> Joined:
-        _shard(module, group)
+        _shard_layers(module, group)
         return module, recipe(module.parameters())
 
-    yield Contender(ddp_name, blocking, join=ddp)
+    yield Contender(f"{name} + PyTorch's DDP", blocking, join=ddp)
     if "zero" in options.sharded:
         yield Contender(f"{name} + ZeRO", blocking, join=zero, shares=Shares(state="job"))
     if "fsdp" in options.sharded:
         yield Contender(f"{name} + FSDP2", blocking, join=fsdp, shares=Shares("job", "job", "job"))
 
 
-def _shard(model: nn.Module, group: Any) -> None:
-    """Shard a model's layers, and what is left of it, by FSDP2."""
-    # It warns of operations in place on outputs that are views, of which there are none here.
+def _shard_layers(model: nn.Module, group: Any) -> None:
+    """Shard a model with FSDP2: each layer, then the remaining parameters."""
+    # FSDP2 warns of in-place operations on outputs that are views; there are none here.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     layers = [module for module in model.modules()
               if isinstance(module, nn.TransformerEncoderLayer)]
     for module in (*layers, model):
         fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
-        # Gloo has no means.
+        # Gloo cannot average.
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
+def _gloo(world: World, interface: str | None) -> Any:
     """Return Gloo's process group: the default group, or another one."""
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
+    interface = interface or peers.interface_for(world)
 
-    if not hasattr(dist.Backend, _GLOO_HERE.upper()):
-        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
-    if is_second:
-        return dist.new_group(backend=_GLOO_HERE)
-    store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
-    dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return peers.gloo_group(store, rank, size, interface)
+
+    if not hasattr(dist.Backend, _GLOO_BACKEND.upper()):
+        dist.Backend.register_backend(_GLOO_BACKEND, make, devices=["cpu", "cuda"])
+    if dist.is_initialized():
+        return dist.new_group(backend=_GLOO_BACKEND)
+    store = peers.store_of_rank_0(world, interface)
+    dist.init_process_group(_GLOO_BACKEND, store=store, rank=world.rank, world_size=world.size)
     return dist.group.WORLD
 
 
 def _by_optimizer(name: str, call: Callable[[Array], Call], wrapper: Any) -> Contender:
-    """Return a way to train by a wrapper of optimizers: Horovod's, or ours of that name."""
+    """Return a method of training that wraps the optimizer, as Horovod does."""
     def join(module: nn.Module, recipe: Recipe) -> Joined:
         return module, wrapper(
             recipe(module.parameters()), named_parameters=module.named_parameters())

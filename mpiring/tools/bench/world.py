@@ -1,4 +1,4 @@
-"""Opens the ranks of a benchmark: a communicator of MPI, and another of mpiring."""
+"""Opens the communicators of a benchmark: one of MPI, and one of mpiring."""
 
 import os
 import re
@@ -21,13 +21,13 @@ _WARM_BYTES = 1 << 20
 class World:
     """The ranks that measure together.
 
-    MPI is used on a duplicate of the world, which has none of mpiring's messages.
+    MPI's own calls use a duplicate of the world, which carries no messages of mpiring.
 
     Attributes:
         mpi: The module mpi4py.MPI.
         raw: The duplicate, an mpi4py communicator.
         comm: mpiring's communicator over the same ranks.
-        rank, size: As in MPI.
+        rank, size: Rank of this process, and number of ranks.
         thread_level: "multiple", "serialized", "funneled" or "single".
 
     Collective: yes. Blocking: yes.
@@ -39,15 +39,15 @@ class World:
         self.raw: Any = world.Dup()
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
         self.thread_level = thread_level(self.mpi)
-        # As "auto" would choose, but without its warning: a benchmark chooses levels on purpose.
+        # The choice of "auto", but without its warning: a benchmark sets levels on purpose.
         config = Config() if self.thread_level == "multiple" else Config(progress="inline")
         self.comm = Communicator(world, config=config)
-        # Nothing is to be compiled while something is measured.
+        # Compile before anything is measured.
         self.comm.prepare()
         self.barrier = self.raw.Barrier
 
     def slowest(self, values: list[float]) -> list[float]:
-        """Return the largest of the ranks' values, element by element.
+        """Return the largest values over all ranks, element by element.
 
         Collective: yes. Blocking: yes.
         """
@@ -55,18 +55,18 @@ class World:
         self.raw.Allreduce(self.mpi.IN_PLACE, array, op=self.mpi.MAX)
         return [float(value) for value in array]
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank.
 
         Collective: yes. Blocking: yes.
         """
         return self.slowest([float(flag)])[0] > 0
 
-    def everywhere(self, action: Callable[[], object]) -> None:
-        """Call a function on each rank; raise on all ranks what it raises on any.
+    def call_on_all(self, action: Callable[[], object]) -> None:
+        """Call a function on all ranks; if it fails on any rank, raise an error on all of them.
 
         Raises:
-            MpiringError: That of the first such rank, with its number.
+            MpiringError: The error of the lowest rank that failed, with its number.
 
         Collective: yes. Blocking: yes.
         """
@@ -80,7 +80,7 @@ class World:
                 raise type(problem)(f"rank {rank}: {problem}") from failure
 
     def warm_up(self) -> None:
-        """Take the memory that a process's first messages cost, whichever contender sends them.
+        """Send first messages, so that the memory they allocate counts for no contender.
 
         Collective: yes. Blocking: yes.
         """
@@ -90,15 +90,15 @@ class World:
         self.raw.Alltoall(long, np.empty_like(long))
 
     def environment(self) -> Environment:
-        """Return everything about this run that may matter to a reader of its numbers.
+        """Return the machine, the software and the placement of the ranks.
 
         Collective: yes. Blocking: yes.
         """
         place = {"rank": self.rank, "host": socket.gethostname(), "node": self.comm.node_rank,
-                 # Those that this process may use, where they are known (Linux).
+                 # The cores that this process may use; only Linux knows them.
                  "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
                            else None)}
-        # The first line of the library's description, without what is not name and version.
+        # Name and version of the library, from the first line of its description.
         library = self.mpi.Get_library_version().splitlines()[0].partition(",")[0]
         return {
             **machine(),

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from launching import PROGRAMS, needed
 
 from mpiring.__main__ import main
 from mpiring.tools.bench.benchmark import BenchmarkJob as Job, plan
+from mpiring.tools.bench.contenders import settle_contenders
 from mpiring.tools.bench.world import World
 from mpiring.errors import ConfigError, MissingDependencyError
 
@@ -90,13 +92,21 @@ def test_jobs_alternate_between_the_levels():
     assert plan(levels[:1], None) == [Job("multiple", None, True)]
 
 
+@pytest.mark.parametrize(("asked", "chosen"), [
+    (None, ["mpiring"]), (["gloo"], []), (["hvd", "horovod"], ["hvd"])])
+def test_a_job_without_peers_has_no_contender_that_the_first_job_lacks(asked, chosen):
+    options = Namespace(contenders=asked, without_peers=True)
+    settle_contenders(options, {"cpu": ("mpiring", "hvd", "gloo", "horovod")})
+    assert options.contenders == chosen
+
+
 def test_what_one_rank_cannot_do_ends_all():
     world = World.__new__(World)
     found = [None, MissingDependencyError("there is no CuPy"), None]
     world.raw = SimpleNamespace(allgather=lambda mine: [mine, *found])
     with pytest.raises(MissingDependencyError, match="^rank 2: there is no CuPy$"):
-        world.everywhere(lambda: None)
+        world.call_on_all(lambda: None)
     found.clear()
-    world.everywhere(lambda: None)
+    world.call_on_all(lambda: None)
     with pytest.raises(ConfigError, match="^rank 0: mine$"):
-        world.everywhere(lambda: (_ for _ in ()).throw(ConfigError("mine")))
+        world.call_on_all(lambda: (_ for _ in ()).throw(ConfigError("mine")))

@@ -142,8 +142,8 @@ def test_the_bytes_on_the_wire(tmp_path):
     assert before == {"eth0": 200, "bridge0": 300}
     for name, nbytes in (("lo", 10_000), ("eth0", 1200), ("bridge0", 1290), ("eth1", 10_000)):
         interface(name, nbytes)
-    assert reducers.grown(before, reducers.sent_bytes(tmp_path)) == 1000
-    assert reducers.sent_bytes(tmp_path / "missing") == {} and reducers.grown({}, before) == 0
+    assert reducers.max_growth(before, reducers.sent_bytes(tmp_path)) == 1000
+    assert reducers.sent_bytes(tmp_path / "missing") == {} and reducers.max_growth({}, before) == 0
 
 
 @pytest.mark.parametrize(("hosts", "counted", "sent"), [
