@@ -52,9 +52,8 @@ class Cache:
         Raises:
             OSError: The folder cannot be written to.
         """
-        if self._file is None:
-            return
-        save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
+        if self._file is not None:
+            save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
 
 
 def folder_of(setting: str) -> Path | None:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ..errors import MpiringError, StallError
 from ..transport.layout import REPORT_FAILED, REPORT_KIND, REPORT_PRINTED
@@ -38,11 +37,6 @@ _QUIET_S = 2.0
 _TURN_S, _TURNS = 0.4, 8
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
-# Per rank, numbers that can be set.
-Words = Sequence[Any]
-
-Abort = Callable[[int], None]
-
 
 class FirstReport:
     """The report of the first rank of a node that fails, told to the others without messages.
@@ -52,7 +46,7 @@ class FirstReport:
         rank: This rank among them.
     """
 
-    def __init__(self, words: Callable[[], Words | None], rank: int) -> None:
+    def __init__(self, words: Callable[[], Sequence[memoryview] | None], rank: int) -> None:
         self._words, self._rank = words, rank
 
     def is_due(self, error: BaseException) -> bool:
@@ -102,8 +96,8 @@ class JobEnder:
             longer before they report what several ranks raise.
     """
 
-    def __init__(self, rank: int, size: int, abort: Abort,
-                 report: Callable[[int], str] = lambda last: "", *, in_full: bool = False) -> None:
+    def __init__(self, rank: int, size: int, abort: Callable[[int], None],
+                 report: Callable[[int], str], *, in_full: bool = False) -> None:
         self._report = report
         self._where = f"rank {rank} of {size} on {os.uname().nodename}"
         self._abort = abort
@@ -122,8 +116,10 @@ class JobEnder:
         if self._in_full:
             self.end(error, "".join(traceback.format_exception(error)))
             return
-        if isinstance(error, KeyboardInterrupt):
-            _ignore_interrupts()
+        if (isinstance(error, KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread()):
+            # Terminals and launchers send several, and a second one would end the report.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         is_due = True
         with contextlib.suppress(Exception):
             is_due = self.first is None or self.first.is_due(error)
@@ -206,12 +202,6 @@ def _leave_out_frames(summary: traceback.TracebackException) -> None:
 def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:
     return traceback.StackSummary.from_list(
         [frame for frame in frames if not frame.filename.startswith(_PACKAGE)])
-
-
-def _ignore_interrupts() -> None:
-    """Ignore further Ctrl-C: terminals and launchers send several, which would end the report."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Hook:

@@ -75,10 +75,9 @@ LAUNCHERS = (
                  "OMPI_APP_CTX_", "OMPI_FIRST_RANKS", "OMPI_ARGV", "OMPI_COMMAND",
                  "OMPI_FILE_LOCATION", "OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir",
                  "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix"), "mpirun -n"),
-    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
-             "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_",), "mpirun_rsh -np"),
-    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK",
-             "MVP_COMM_WORLD_LOCAL_RANK", ("MVP_COMM_WORLD_",), "mpirun_rsh -np"),
+    *(Launcher("MVAPICH", "MVAPICH's mpirun_rsh", f"{world}SIZE", f"{world}RANK",
+               f"{world}LOCAL_RANK", (world,), "mpirun_rsh -np")
+      for world in ("MV2_COMM_WORLD_", "MVP_COMM_WORLD_")),
     Launcher("Intel MPI", "Intel MPI's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID",
              (*_PMI, "I_MPI_HYDRA_UUID", "HYDRA_"), "mpirun -n", mark="I_MPI_HYDRA_UUID"),
     Launcher("MPICH", "MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _PMI,
@@ -201,12 +200,11 @@ def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
         environ: Environment variables of this process.
         proc: Folder in which the system shows its processes.
     """
-    names = [launcher.rank for launcher in launchers(environ) if launcher.rank][:1]
+    innermost = next(iter(launchers(environ)), None)
     try:
-        first = variables_of(proc / "1")
+        return innermost is not None and innermost.rank in variables_of(proc / "1")
     except OSError:
         return False
-    return any(name in first for name in names)
 
 
 def variables_of(process: Path) -> Mapping[str, str]:

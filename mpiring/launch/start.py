@@ -64,18 +64,19 @@ def mpi_world(*, allow_singleton: bool) -> Any:
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalized already.
     """
-    forks.refuse_start()
+    if allow_singleton:
+        return load_mpi().COMM_WORLD
     wanted, source = launched_size()
     by_mpi, known_by = launched_size(by_mpi=True)
-    if not allow_singleton and known_by and wanted > 1 and wanted != by_mpi:
+    if known_by and wanted > 1 and wanted != by_mpi:
         # MPI's own start may die of this: torchrun closes the files that mpirun has opened.
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but {known_by} "
                               f"that MPI's world has {by_mpi}")
     world = load_mpi().COMM_WORLD
-    if not allow_singleton and wanted > 1 and world.Get_size() == 1:
+    if wanted > 1 and world.Get_size() == 1:
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
                               f"process on {os.uname().nodename} is alone in its MPI world")
-    if not allow_singleton and world.Get_size() == 1 and not launchers():
+    if world.Get_size() == 1 and not launchers():
         _refuse_dropped_variables()
     return world
 

@@ -181,7 +181,7 @@ def test_two_labs_do_not_collide(possible):
 
 def test_a_lab_that_nobody_wants_any_more_ends(possible):
     """As when `lab up` is interrupted before it has noted the lab."""
-    _, process = lab._hold(2, "1gbit", "sleep infinity")
+    _, process = lab._hold(2, "1gbit", "read -r go; exec sleep infinity")
     assert holders()
     process.communicate()
     assert gone() and lab.standing() is None

@@ -103,17 +103,19 @@ def _examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
         os.set_inheritable(answers.fileno(), True)
         ended = child_job.run(
             [sys.executable, "-m", "mpiring", "doctor", "--examine", str(answers.fileno()),
-             "--deadline", str(deadline_s)], deadline_s + child_job.GRACE_S, in_place=True)
+             "--deadline", str(deadline_s)], deadline_s, in_place=True)
         stage, facts = _read(answers)
-    # Python's own report of a late end is noise.
-    end = next((i for i, line in enumerate(ended.lines) if line.startswith("Timeout (")), None)
-    is_late, status = ended.status is None or end is not None, ended.status or 0
-    facts["printed"] = child_job.last_lines(ended.lines[:end], _MAX_LINES)
+    facts["printed"] = child_job.last_lines(ended.lines, _MAX_LINES)
     if stage == "":
         return facts, None    # however it ended after MPI did
-    how = (f"no end within {deadline_s:g} s" if is_late else f"exit status {status}"
-           if status >= 0 else f"{signal.strsignal(-status)} (signal {-status})")
-    return facts, Failure(stage=stage, how=how, late=is_late, printed=facts["printed"])
+    status = ended.status
+    if status is None:
+        how = f"no end within {deadline_s:g} s"
+    elif status < 0:
+        how = f"{signal.strsignal(-status)} (signal {-status})"
+    else:
+        how = f"exit status {status}"
+    return facts, Failure(stage=stage, how=how, late=status is None, printed=facts["printed"])
 
 
 def _read(answers: IO[bytes]) -> tuple[str, dict[str, Any]]:

@@ -20,7 +20,9 @@ import numpy as np
 from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
+from ...launch import child_job
 from ...launch.start import thread_level
+from ...launch.topology import topology
 from . import gather
 from .facts import (
     ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank,
@@ -34,9 +36,6 @@ _TRIED_SIZE = 1 << 18
 
 _LIBRARY = re.compile(r"libmpi(?!_gtl|_cxx|_mpifh|_usempi|_usempif08|fort|cxx|java)[\w-]*\.so")
 
-# Takes the next stage, and what was found so far.
-Report = Callable[..., None]
-
 
 def examine(descriptor: int, deadline_s: float) -> None:
     """Do all that needs MPI, and report stage by stage, so that a reader sees where it died.
@@ -46,8 +45,8 @@ def examine(descriptor: int, deadline_s: float) -> None:
             fields by name.
         deadline_s: Seconds after which this process ends, wherever it is.
     """
-    # Ends the process also where MPI holds the interpreter's lock.
-    faulthandler.dump_traceback_later(deadline_s, exit=True)
+    # The process that started this one kills it earlier, unless it was killed itself.
+    faulthandler.dump_traceback_later(deadline_s + child_job.GRACE_S, exit=True)
     with os.fdopen(descriptor, "wb") as file:
         def report(stage: str, **facts: object) -> None:
             pickle.dump((stage, facts), file)
@@ -89,16 +88,15 @@ def _library(mpi: Any) -> Library:
                    or any(path.name.startswith("libpmix") for path in loaded))
 
 
-def _with_mpi(mpi: Any, library: Library, report: Report) -> None:
+def _with_mpi(mpi: Any, library: Library, report: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD.Dup()
     rank = gather.rank(world.rank, library)
     rank = replace(rank, thread_level=thread_level(mpi),
                    gpus=_asked(rank.gpus, Path(library.path)))
     report(EXCHANGING, ranks=[rank], size=world.size)
     leaders = _leaders(mpi, world)
-    leader = leaders[world.rank]
-    rank = replace(rank, node=sorted(set(leaders)).index(leader),
-                   gpus=usable(rank.gpus, leaders[:world.rank].count(leader)))
+    place = topology(world.rank, leaders)
+    rank = replace(rank, node=place.node_rank, gpus=usable(rank.gpus, place.local_rank))
     ranks = world.gather(rank) or [rank]
     report(TRYING, ranks=ranks)
     # MPI would end the job, and the report with it.

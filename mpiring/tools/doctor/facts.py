@@ -295,7 +295,7 @@ class Failure:
 
 
 # The stages of an examination, in their order.
-LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = STAGES = (
+LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = (
     "loading the MPI library", "MPI_Init", "the first exchange between ranks",
     "an allreduce of mpiring", "measuring", "MPI_Finalize")
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ...config import Config, unknown_variables
@@ -140,14 +140,14 @@ def memory(root: Path = _ROOT) -> Memory:
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    left = list(_left(root))
+    left = _left(root)
     return Memory(left_files=len(left), left_bytes=sum(left), shm_bytes=total, shm_free_bytes=free,
                   locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
                   open_files=_limit(resource.RLIMIT_NOFILE))
 
 
-def _left(root: Path) -> Iterator[int]:
-    """Yield the sizes of this user's MPI files in /dev/shm that no process has mapped.
+def _left(root: Path) -> Collection[int]:
+    """Return the sizes of this user's MPI files in /dev/shm that no process has mapped.
 
     Only this user's processes can have mapped them.
     """
@@ -162,7 +162,7 @@ def _left(root: Path) -> Iterator[int]:
         for maps in (root / "proc").glob("[0-9]*/maps"):
             for name in _SHM_FILES.finditer(text_of(maps)):
                 sizes.pop(name[0], None)
-    yield from sizes.values()
+    return sizes.values()
 
 
 def _limit(which: int) -> int | None:

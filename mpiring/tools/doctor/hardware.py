@@ -111,14 +111,12 @@ def processors(job: JobFacts, *ranks: Rank) -> Rows:
 
 def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
     """Judge the threads of NumPy's BLAS; PyTorch has as many."""
-    each = [_threads_of(rank) for rank in ranks]
-    total, variables = sum(each), ranks[0].variables
-    variable = next((name for name in _THREAD_VARIABLES if variables.get(name)), "")
-    source = f"{variable}={variables[variable]}" if variable else "nothing is set"
+    each, settings = zip(*map(_threads_of, ranks))
+    total = sum(each)
     remedy = f"export OMP_NUM_THREADS={max(1, math.floor(room / len(ranks)))}"
-    text = (f"{span(each)} per rank in NumPy's BLAS ({source}): {total} on "
-            f"{count(int(room), 'processor')}")
-    if not variable and "torch" in ranks[0].versions:
+    text = (f"{span(each)} per rank in NumPy's BLAS ({settings[0] or 'nothing is set'}): {total} "
+            f"on {count(int(room), 'processor')}")
+    if not settings[0] and "torch" in ranks[0].versions:
         text += "; PyTorch's are shared out by mpiring.torch"
     return check("threads", [
         (total > max(room, len(ranks)), WARNING, text, remedy),
@@ -127,14 +125,18 @@ def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
         (True, OK, text)])
 
 
-def _threads_of(rank: Rank) -> int:
-    """Return how many threads a rank's BLAS takes: as a variable says, or one per processor."""
+def _threads_of(rank: Rank) -> tuple[int, str]:
+    """Return how many threads a rank's BLAS uses, and the variable that sets their number.
+
+    Without such a variable, BLAS uses one thread per processor.
+    """
     for name in _THREAD_VARIABLES:
-        # OMP_NUM_THREADS may be a list, of which the first is the outermost level's.
-        first = rank.variables.get(name, "").partition(",")[0]
+        # OMP_NUM_THREADS may be a list, whose first number is for the outermost level.
+        text = rank.variables.get(name, "")
+        first = text.partition(",")[0]
         if first.isdigit() and int(first):
-            return int(first)
-    return len(rank.processors.allowed)
+            return int(first), f"{name}={text}"
+    return len(rank.processors.allowed), ""
 
 
 def slurm_share(job: JobFacts, rank: Rank) -> Rows:

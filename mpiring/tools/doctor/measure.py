@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...launch.topology import ranks_of_nodes
 from .facts import Pair
 
 _LATENCY_S, _BANDWIDTH_S = 0.1, 0.35
@@ -24,10 +25,9 @@ def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     Args:
         leaders: Lowest rank on the node of every rank.
     """
-    nodes = {leader: [rank for rank, other in enumerate(leaders) if other == leader]
-             for leader in sorted(set(leaders))}
-    inside = [(ranks[0], ranks[1]) for ranks in nodes.values() if len(ranks) > 1]
-    neighbors = list(zip(list(nodes), list(nodes)[1:]))
+    nodes = ranks_of_nodes(leaders, range(len(leaders)))
+    inside = [(ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1]
+    neighbors = [(ranks[0], others[0]) for ranks, others in zip(nodes, nodes[1:])]
     return [pairs for pairs in (inside, neighbors[::2], neighbors[1::2]) if pairs]
 
 

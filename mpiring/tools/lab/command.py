@@ -1,6 +1,7 @@
 """The command `mpiring lab`: sets up a lab, runs commands in it, and ends it."""
 
 import argparse
+from contextlib import nullcontext
 
 from ...errors import ConfigError
 from . import lab
@@ -46,19 +47,13 @@ def _up(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     running = lab.standing()
-    if running is None:
-        with lab.temporary(*_size(options)) as cluster:
-            return _run_in(cluster, options)
-    if options.rate not in (None, running.rate):
+    if running and options.rate not in (None, running.rate):
         raise ConfigError(f"--rate {options.rate}: the lab that is up has links of {running.rate}")
-    return _run_in(running, options)
-
-
-def _run_in(cluster: lab.Lab, options: argparse.Namespace) -> int:
-    status = cluster.run(options.command, hosts=options.hosts, placement=options.placement,
-                         ranks_per_host=options.ranks_per_host)
-    if options.traffic:
-        _print_traffic(cluster)
+    with nullcontext(running) if running else lab.temporary(*_size(options)) as cluster:
+        status = cluster.run(options.command, hosts=options.hosts, placement=options.placement,
+                             ranks_per_host=options.ranks_per_host)
+        if options.traffic:
+            _print_traffic(cluster)
     return status
 
 

@@ -66,8 +66,7 @@ for i in $(seq 1 "$1"); do
   tc -n host$i qdisc add dev eth0 root tbf rate "$2" burst 128kb latency 400ms
 done
 echo ready
-read -r go
-exec $3
+eval "$3"
 """
 
 
@@ -174,7 +173,7 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
     """Start the holder, wait until it has set the lab up, and return both.
 
     Args:
-        until: A command; the lab ends with it.
+        until: Command of the shell that keeps the lab up; the lab ends with it.
     """
     _check_tools()
     if not 1 <= hosts <= _MAX_HOSTS:
@@ -207,9 +206,8 @@ def temporary(hosts: int, rate: str) -> Iterator[Lab]:
         ConfigError: A bad count or rate.
     """
     # `cat` ends when its input does: at the latest when this process dies, however.
-    lab, process = _hold(hosts, rate, "cat")
+    lab, process = _hold(hosts, rate, "exec cat")
     try:
-        _let_go(process)
         yield lab
     finally:
         lab.down()
@@ -223,18 +221,11 @@ def up(hosts: int, rate: str) -> Lab:
     """
     if standing() is not None:
         raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
-    lab, process = _hold(hosts, rate, "sleep infinity")
     # If this process ends before the note is written, the lab ends with it.
+    lab, process = _hold(hosts, rate, "read -r go; exec sleep infinity")
     _NOTE.write_text(json.dumps([lab.holder, lab.hosts, lab.rate]))
-    _let_go(process)
+    print("go", file=process.stdin, flush=True)
     return lab
-
-
-def _let_go(process: "subprocess.Popen[str]") -> None:
-    """Let a holder continue; it ends if its input ends before that."""
-    if process.stdin is not None:
-        process.stdin.write("go\n")
-        process.stdin.flush()
 
 
 def standing() -> Lab | None:

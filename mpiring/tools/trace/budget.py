@@ -112,13 +112,13 @@ class StepBudget:
     def hidden_percent(self) -> float:
         """Percentage of the time with operations in flight in which the program computes."""
         in_flight = self.hidden + self.exposed + self.idle
-        return 100 * self.hidden / in_flight if in_flight else float("nan")
+        return 100 * self.hidden / in_flight if in_flight else math.nan
 
 
 def activity_of(trace: RankTrace) -> Activity:
     """Return the activity of a rank, read from its trace."""
     activity = Activity(trace.rank)
-    incomplete: set[Key] = set()
+    operations: dict[Key, TracedOperation] = {}
     for event in trace.events():
         category, args = event.get("cat"), event.get("args", {})
         span = event.get("ts", 0.0), event.get("ts", 0.0) + event.get("dur", 0.0)
@@ -129,14 +129,12 @@ def activity_of(trace: RankTrace) -> Activity:
         elif category == "wait":
             activity.waits.append(Wait(*span, _key(args)))
         elif category == "operation":
+            # An operation that was recorded while incomplete may be recorded again at its end.
             key = _key(args)
-            # An operation that was reported while incomplete may be reported again at its end.
-            if key in incomplete:
-                activity.operations = [each for each in activity.operations if each.key != key]
-            incomplete |= set() if args["complete"] else {key}
-            activity.operations.append(TracedOperation(
+            operations[key] = TracedOperation(
                 *span, event["tid"] - OPERATIONS, event["name"], args["algorithm"], args["bytes"],
-                key))
+                key)
+    activity.operations = list(operations.values())
     spans = [*(each[:2] for each in activity.operations), *(wait[:2] for wait in activity.waits)]
     if not activity.steps and spans:
         activity.steps = [Step(0, min(spans)[0], max(ended for _, ended in spans))]

@@ -1,5 +1,6 @@
 """Prints and plots how each rank spends the time of training steps."""
 
+import math
 import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -108,8 +109,8 @@ def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
     """Print one line per rank and the mean; of many ranks, only those that compute longest."""
     shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MAX_RANKS:]
-    known = any(budget.tokens == budget.tokens for budget in budgets.values())
-    columns = [column for column in _BUDGET if column.key != "tokens" or known]
+    has_tokens = not all(math.isnan(budget.tokens) for budget in budgets.values())
+    columns = [column for column in _BUDGET if column.key != "tokens" or has_tokens]
 
     def line(rank: str, steps: float, budget: StepBudget) -> str:
         return table.line({"rank": rank, "steps": f"{steps:.0f}", **vars(budget),
