@@ -59,8 +59,8 @@ def examine(descriptor: int, deadline_s: float) -> None:
             report("", library=Library(error=str(error)))
             return
         library = _describe_library(mpi)
-        # Start MPI before anything else, as other programs do. MPICH 5.0.2 sends uninitialized
-        # memory to Slurm's PMI, which fails if this memory contains a long string.
+        # Start MPI first, as other programs do. MPICH 5.0.2 sends uninitialized memory to Slurm's
+        # PMI, which fails if this memory contains a long string.
         report(STARTING, library=library)
         mpi.Init_thread(level)
         _examine_ranks(mpi, library, report)

@@ -182,14 +182,13 @@ class Container:
     """The container of a process, and the other ranks that are visible in it.
 
     Attributes:
-        kinds: Runtimes, the innermost first: "Apptainer", "enroot", "Kubernetes", "Podman",
-            "Docker", or another name from the variable `container`; () outside of containers.
+        kinds: Container runtimes, the innermost first, such as ("Apptainer",); () outside of
+            containers.
         image: Name or file of the image; "" if unknown.
         machine: Boot ID of the machine, equal in all its containers; "" if unknown.
         shm: Name of the file system at /dev/shm, unique on the machine; "" if unknown.
-        processes, users: Identifiers of the PID and user namespaces; "" if unknown. Processes in
-            other PID namespaces are invisible. The memory of processes in other user namespaces is
-            inaccessible.
+        processes, users: Numbers of the PID and user namespaces; "" if unknown. Processes in other
+            PID namespaces are invisible. In other user namespaces, their memory is inaccessible.
         private: If true, the launcher has started this container for one rank.
         other_shm: Number of visible doctor processes that have another /dev/shm.
         missing_folder: Folder of the launcher's PMIx, if the container lacks it; otherwise "".

@@ -98,7 +98,7 @@ def processors(job: JobFacts, *ranks: Rank) -> Rows:
          f"start at most {count(max(1, math.floor(limit)), 'rank')} on such a node, or ask for "
          f"more processors (srun --cpus-per-task, docker --cpus)"),
         (len(ranks) == 1 and first.cores < len(first.allowed), OK, f"{text} ({first.cores} cores)"),
-        (True, OK, text)])
+    ], text)
     yield check("binding", [
         (sum(map(len, sets)) == allowed, OK, f"each rank has {each} of its own"),
         (is_free and is_full, OK, f"none: each rank may use all {online}"),
@@ -128,8 +128,7 @@ def _threads(ranks: Sequence[Rank], limit: float) -> Finding | None:
     return check("threads", [
         (total > max(limit, len(ranks)), WARNING, text, remedy),
         (total < _MIN_THREADS * limit, NOTE, text,
-         f"{remedy}, if the model's compute is in NumPy or PyTorch on CPUs"),
-        (True, OK, text)])
+         f"{remedy}, if the model's compute is in NumPy or PyTorch on CPUs")], text)
 
 
 def _threads_of(rank: Rank) -> tuple[int, str]:
@@ -203,8 +202,7 @@ def shared_memory(job: JobFacts, *ranks: Rank) -> Rows:
         (free < needed and not ranks[0].thread_level, PROBLEM, f"{text}, too full: {wants}",
          "delete what dead jobs have left there (ls -l /dev/shm), or enlarge it"),
         (total < _SMALL_SHM_BYTES, NOTE,
-         f"{text}: enough for MPI, little for PyTorch's data loaders", remedy),
-        (True, OK, f"{text}; {wants}")])
+         f"{text}: enough for MPI, little for PyTorch's data loaders", remedy)], f"{text}; {wants}")
     if memory.leftover_files:
         yield Finding("dead jobs", NOTE, f"{count(memory.leftover_files, 'file')} of MPI in "
                       f"/dev/shm that no process uses, {_size_text(memory.leftover_bytes)}",
@@ -228,8 +226,7 @@ def limits(job: JobFacts, rank: Rank) -> Rows:
         (forks and unsafe and not is_safe, WARNING, f"{text}, with {', '.join(unsafe)}: a "
          f"forked data loader can crash, or corrupt messages", "multiprocessing.set_start_method("
          "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1"),
-        (forks and not unsafe, OK, f"{text}, with no device that forks can break"),
-        (True, OK, text)])
+        (forks and not unsafe, OK, f"{text}, with no device that forks can break")], text)
 
 
 def _device_text(device: NetworkDevice) -> str:
@@ -246,8 +243,7 @@ def devices(job: JobFacts, rank: Rank) -> Rows:
     text = ", ".join(map(_device_text, active)) or "none"
     yield check("devices", [
         (down, WARNING, f"{text}; down: {', '.join(down)}",
-         "ask the administrators: ibstat shows the state of each port"),
-        (True, OK, text)])
+         "ask the administrators: ibstat shows the state of each port")], text)
     for name, slow in _TRANSPORT_VARIABLES.items() if fast else ():
         words = variables.get(name, "").split(",")
         if set(words) & set(slow) and not any(
@@ -318,8 +314,8 @@ def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
          f"{text}, far below {_device_text(best)}",
          "let MPI use it: the cluster's MPI module; UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER unset"
          if best.is_fast else "name the right device (UCX_NET_DEVICES, mpirun -iface, "
-         "OMPI_MCA_btl_tcp_if_include), and look for other traffic"),
-        (True, OK, f"{text}, over {_device_text(best)} or the like")])
+         "OMPI_MCA_btl_tcp_if_include), and look for other traffic")],
+        f"{text}, over {_device_text(best)} or the like")
 
 
 def gpus(job: JobFacts, rank: Rank) -> Rows:
@@ -336,8 +332,7 @@ def gpus(job: JobFacts, rank: Rank) -> Rows:
          "--nv (AMD: --rocm), docker run --gpus all"),
         (not gpus.kind, OK, "none"),
         (len(neighbors) > gpus.count, WARNING, f"{text}, for {count(len(neighbors), 'rank')}",
-         f"start {count(gpus.count, 'rank')} on such a node"),
-        (True, OK, text)])
+         f"start {count(gpus.count, 'rank')} on such a node")], text)
     if gpus.kind:
         yield _gpu_aware(rank)
         yield from _own_gpu(job, rank, neighbors)
@@ -372,16 +367,15 @@ def _own_gpu(job: JobFacts, rank: Rank, neighbors: Sequence[Rank]) -> Rows:
          "through pinned host memory"),
         (gpus.address and sharers > 1, NOTE, f"{text}, for {sharers} ranks",
          "they take turns in computing; start one rank for each GPU, or let each see its own (srun "
-         "--gpus-per-task=1)"),
-        (gpus.address, OK, text)])
+         "--gpus-per-task=1)")], text)
     if gpus.problem or not gpus.address:
         return
     if len(neighbors) > 1:
         yield check("GPU memory within a node", [
             (gpus.sharing_error, NOTE,
              f"cannot be shared ({gpus.sharing_error}): data goes through pinned host memory",
-             "containers: give ranks one IPC and PID namespace; Linux only"),
-            (True, OK, "shared: arrays of comm.empty, and gradients, are summed in place")])
+             "containers: give ranks one IPC and PID namespace; Linux only")],
+            "shared: arrays of comm.empty, and gradients, are summed in place")
     if len(job.nodes()) > 1:
         yield Finding("GPU memory between nodes", OK, _GPU_AWARE.get(
             rank.variables.get("MPIRING_GPU_AWARE", "auto"), _GPU_AWARE["auto"]))
@@ -394,12 +388,12 @@ def _gpu_direct(rank: Rank) -> Rows:
     is_direct = gpus.kind == "NVIDIA" and rank.fast_devices
     for name, modules, remedy in _GPU_DIRECT if is_direct else ():
         loaded = next((module for module in modules if module in gpus.modules), "")
-        yield check(name, [(loaded, OK, f"{loaded} is loaded"),
-                           (True, NOTE, f"{modules[0]} is not loaded", remedy)])
+        yield check(name, [(not loaded, NOTE, f"{modules[0]} is not loaded", remedy)],
+                    f"{loaded} is loaded")
     yield check("UCX transports", [
         (tls and not tls.startswith("^") and not has_gpu_transport, WARNING,
          f"UCX_TLS={tls} has none for GPUs",
          f"unset UCX_TLS, or add {'cuda' if gpus.kind == 'NVIDIA' else 'rocm'}"),
         (gpus.transports == (), NOTE, "MPI's UCX has no modules for GPUs",
-         _AWARE_REMEDIES.get(rank.library.vendor, "use a UCX built for these GPUs")),
-        (gpus.transports, OK, ", ".join(gpus.transports or ()))])
+         _AWARE_REMEDIES.get(rank.library.vendor, "use a UCX built for these GPUs"))],
+        ", ".join(gpus.transports or ()))

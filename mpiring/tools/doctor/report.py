@@ -26,7 +26,7 @@ class Finding:
             "problem" (does not work).
         value: Observed value.
         remedy: Advice to the user; "" if nothing needs to be done.
-        ranks: Ranks with this finding; () for the complete job.
+        ranks: Ranks with this finding; () for all ranks.
         subject: Heading of the report under which the finding is printed.
     """
 
@@ -44,9 +44,15 @@ Rows = Iterator[Finding | None]
 Row = tuple[object, str, str] | tuple[object, str, str, str]
 
 
-def check(name: str, rows: Sequence[Row]) -> Finding | None:
-    """Return the finding of the first row whose condition is true; None if there is none."""
-    return next((Finding(name, *row[1:]) for row in rows if row[0]), None)
+def check(name: str, rows: Sequence[Row], ok: str = "") -> Finding | None:
+    """Return the finding of the first row whose condition is true.
+
+    Args:
+        name: Name of the property.
+        rows: Rows of the table.
+        ok: Value of the finding if all conditions are false; "" for no finding.
+    """
+    return next((Finding(name, *row[1:]) for row in [*rows, (ok, OK, ok)] if row[0]), None)
 
 
 def merge(findings: Iterable[Finding], size: int) -> list[Finding]:
@@ -68,7 +74,7 @@ def merge(findings: Iterable[Finding], size: int) -> list[Finding]:
 
 
 def location(ranks: Sequence[int], job: JobFacts) -> str:
-    """Return a text such as "ranks 4-7 on n2"; "" for the complete job."""
+    """Return a text such as "ranks 4-7 on n2"; "" without ranks."""
     names, chosen = job.node_names(), set(ranks)
     parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbors in job.nodes().items()
              if (numbers := [rank.rank for rank in neighbors if rank.rank in chosen])]

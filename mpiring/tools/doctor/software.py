@@ -86,8 +86,7 @@ def _compared(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], st
               ) -> Finding | None:
     """Report the version of a rank; warn if the versions of the ranks differ."""
     text = ", ".join(filter(None, [version(rank), path]))
-    return check(name, [(len(set(map(version, job.ranks))) == 1, OK, text),
-                        (True, WARNING, text, remedy)])
+    return check(name, [(len(set(map(version, job.ranks))) > 1, WARNING, text, remedy)], text)
 
 
 def mpirun(job: JobFacts, *_: Rank) -> Rows:
@@ -129,9 +128,8 @@ def threads(job: JobFacts, rank: Rank) -> Rows:
     if variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
         remedy = "unset MPI4PY_RC_THREAD_LEVEL"
     yield check("thread level", [
-        (level == "multiple", OK, level),
-        (level, WARNING, f"{level}: operations advance only inside mpiring's calls, so that less "
-         f"is hidden", remedy)])
+        (level not in ("", "multiple"), WARNING, f"{level}: operations advance only inside "
+         f"mpiring's calls, so that less is hidden", remedy)], level)
 
 
 def packages(job: JobFacts, rank: Rank) -> Rows:
@@ -205,8 +203,7 @@ def launch(job: JobFacts, *_: Rank) -> Rows:
         (is_srun, OK, f"srun, with {_pmi_text(job)}"),
         (is_mismatched(job.reporter), PROBLEM,
          f"{title} has started ranks that load {library.name}", command),
-        (job.is_split and not job.launcher.starts, PROBLEM, f"{title}, {_NO_MPI}", command),
-        (True, OK, title)])
+        (job.is_split and not job.launcher.starts, PROBLEM, f"{title}, {_NO_MPI}", command)], title)
     if job.failure is not None:
         yield _failure(job, job.failure)
     elif job.size:
@@ -230,8 +227,8 @@ def _world(job: JobFacts) -> Finding | None:
     return check("ranks", [
         (job.is_split, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
          f"each process is alone in its MPI world: {_cause(job)}", launch_command(job)),
-        (len(set(sizes)) == 1, OK, text),
-        (True, NOTE, text, "give every node as many: the fullest sets the pace")])
+        (len(set(sizes)) > 1, NOTE, text, "give every node as many: the fullest sets the pace"),
+    ], text)
 
 
 def _cause(job: JobFacts) -> str:
@@ -284,8 +281,7 @@ def slurm(job: JobFacts, *_: Rank) -> Rows:
         (vendor and not slurm.offers(pmi), WARNING, text, launch_command(job)),
         (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
          and not _needs_mpirun(job), NOTE, f"{text}, and {vendor} needs {pmi}",
-         f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}"),
-        (True, OK, text)])
+         f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")], text)
     if slurm.kills is False:
         yield Finding("srun --kill-on-bad-exit", NOTE, "off by default: when a rank is killed, the "
                       "others wait for it", "srun --kill-on-bad-exit=1")
@@ -365,8 +361,7 @@ def images(job: JobFacts, *_: Rank) -> Rows:
              PROBLEM, text, _image_remedy("Cray MPICH" if is_cray else launcher)),
             (version and major != version_of(library.text).partition(".")[0], WARNING,
              f"{text}: they need not understand each other",
-             f"put {launcher} {major} into the image, or start ranks by the mpirun inside"),
-            (True, OK, text)])
+             f"put {launcher} {major} into the image, or start ranks by the mpirun inside")], text)
     if "PMIX_NAMESPACE" in variables and library.text:
         has_failed, folder = job.is_split or job.failure is not None, rank.container.missing_folder
         offered = f"the launcher's PMIx {variables.get('PMIX_VERSION', '')}".strip()

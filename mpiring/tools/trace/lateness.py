@@ -13,8 +13,8 @@ from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, mean, 
 # Shorter waits, as a share of a step, are not reported.
 _MIN_SHARE = 0.05
 # Each rank is sometimes the last one by chance. A rank is named only if others wait for it this
-# many times as long as for an average rank, and if the difference is significant: this many
-# standard deviations, or this share of all waits.
+# many times as long as for an average rank. The difference must also be this many standard
+# deviations, or the rank must cause this share of all waits.
 _MIN_RATIO, _DEVIATIONS, _MAJORITY = 1.5, 2.0, 0.75
 # Maximum number of ranks that are named.
 _MAX_RANKS = 3
