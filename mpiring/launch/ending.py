@@ -56,8 +56,8 @@ class FirstReport:
     def is_due(self, error: BaseException) -> bool:
         """Return whether this rank should report an error in full.
 
-        If another rank failed earlier with the same type of error, wait for its report and return
-        False.
+        If another rank failed earlier with the same type of error, wait for its report. Return True
+        only if this report does not arrive in time.
 
         Collective: no. Blocking: for 0.05 s, or up to 5 s if another rank failed first.
         """
@@ -73,7 +73,7 @@ class FirstReport:
         deadline = time.monotonic() + _PRINT_S
         while first != self._rank and not words[first][REPORT_PRINTED]:
             if time.monotonic() > deadline:
-                # The first rank was probably killed. Every error needs a report.
+                # The first rank was probably killed, and every error needs a report.
                 return True
             time.sleep(_PAUSE_S)
         return first == self._rank
@@ -86,13 +86,13 @@ class FirstReport:
 
 
 class JobEnder:
-    """Prints an error with its rank, and ends the complete MPI job.
+    """Prints an error with its rank, and ends the MPI job on all ranks.
 
     Args:
         rank, size: Number of this rank and number of ranks, for messages.
         abort: Function that ends the job with an exit status, such as MPI_Abort.
-        report: Function that saves the last operations of this rank. It returns lines about as
-            many of them as its argument says.
+        report: Function that saves the last operations of this rank and returns a text about some
+            of them. Its argument is the number of operations in the text.
         in_full: If true, each rank prints its complete traceback.
 
     Attributes:

@@ -389,12 +389,14 @@ class JobFacts:
     @property
     def launcher(self) -> Launcher:
         """The launcher of the ranks; its name is "" if no launcher has started them."""
-        return launchers(self.variables)[0] if launcher_of(self.variables) else Launcher("", "")
+        name = launcher_of(self.variables)
+        return next((launcher for launcher in launchers(self.variables) if launcher.name == name),
+                    Launcher("", ""))
 
     @property
     def is_split(self) -> bool:
         """Whether the launcher started several ranks, but each has a separate MPI world."""
-        return self.size == 1 and self.wanted > 1 and launcher_of(self.variables) != ""
+        return self.size == 1 and self.wanted > 1 and self.launcher.name != ""
 
     def nodes(self) -> dict[int, list[Rank]]:
         """Return the ranks of each node, by node number."""

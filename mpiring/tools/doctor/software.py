@@ -6,7 +6,7 @@ from pathlib import Path
 from ...launch.environment import launched_here, launcher_of, survives_deaths
 from ...text import count, ranks_on_nodes, span
 from .facts import (
-    ENDING, STARTING, Failure, JobFacts, Rank, incompatible, cma_fails, vendor_of, version_of)
+    ENDING, STARTING, Failure, JobFacts, Rank, cma_fails, incompatible, vendor_of, version_of)
 from .hardware import shm_is_short
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check
 
@@ -102,7 +102,7 @@ def mpirun(job: JobFacts, *_: Rank) -> Rows:
     reinstall = (f"{f'use {matching}; or ' if matching else ''}uninstall {vendor}, whose mpirun "
                  f"has taken the place of {library.vendor}'s, and install {library.vendor} again")
     # A job with another launcher does not need mpirun.
-    is_launched = job.size > 1 or launcher_of(job.variables) == "srun"
+    is_launched = job.size > 1 or job.launcher.name == "srun"
     yield check("mpirun", [
         (not path and matching, WARNING, "not in PATH",
          f"use {matching}, or put its folder in PATH"),
@@ -148,7 +148,7 @@ def launch_command(job: JobFacts) -> str:
     vendor, pmi = job.library.vendor, job.library.pmi
     words = f"-n {job.wanted if job.wanted > 1 else 4} {_DOCTOR}"
     line = f"{job.mpirun.of_library or f'the mpirun of {vendor}'} {words}"
-    if launcher_of(job.variables) != "srun" and not (
+    if job.launcher.name != "srun" and not (
             job.slurm.installed and "SLURM_JOB_ID" in job.variables):
         return line
     if job.slurm.mpi_types and not job.slurm.offers(pmi):
@@ -190,7 +190,7 @@ def _pmi_text(job: JobFacts) -> str:
 
 def launch(job: JobFacts, *_: Rank) -> Rows:
     """Judge the launcher, and report the results of the examination."""
-    launcher, library, command = launcher_of(job.variables), job.library, launch_command(job)
+    launcher, library, command = job.launcher.name, job.library, launch_command(job)
     title, is_srun = job.launcher.title, launcher == "srun"
     yield check("launcher", [
         (not launcher and job.wanted > 1, WARNING,
@@ -233,7 +233,7 @@ def _world(job: JobFacts) -> Finding | None:
 
 def _cause(job: JobFacts) -> str:
     """Return the reason why each rank has a separate MPI world."""
-    launcher, library = launcher_of(job.variables), job.library
+    launcher, library = job.launcher.name, job.library
     if launcher == "srun":
         return f"srun offers {_pmi_text(job)}, and {library.name} needs {library.pmi}"
     if is_mismatched(job.reporter):
@@ -248,13 +248,13 @@ def _failure(job: JobFacts, failure: Failure) -> Finding:
     lines = [f"{failure.reason}; it printed:" if failure.printed else failure.reason,
              *failure.printed]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
-    vendor, variables = job.library.vendor, job.variables
-    text, mpirun = " ".join(failure.printed), job.mpirun.of_library or "mpirun"
+    text, vendor = " ".join(failure.printed), job.library.vendor
+    mpirun = job.mpirun.of_library or "mpirun"
     remedies: Iterable[tuple[object, str]] = (
         (not vendor, "ask mpi4py itself: python -c 'from mpi4py import MPI'"),
         (failure.stage == STARTING and is_mismatched(job.reporter), launch_command(job)),
         # With MPICH 5.0.2 and Slurm 22.05, UCX addresses were longer than PMI allows.
-        (launcher_of(variables) == "srun" and "UCX_comm_addr_exchange" in text,
+        (job.launcher.name == "srun" and "UCX_comm_addr_exchange" in text,
          f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses do not "
          f"pass through Slurm's PMI; else, in a batch script, {mpirun}"),
         (_is_private(job), "give the ranks of a node one /dev/shm, as explained below"),
@@ -306,15 +306,14 @@ def _settings_of(rank: Rank) -> str:
 
 def survival(job: JobFacts, *_: Rank) -> Rows:
     """Judge whether the other ranks can continue after the death of a rank in this launch."""
-    library, variables = job.library, job.variables
-    is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
+    library, is_open = job.library, job.library.vendor == "Open MPI"
+    text = f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
     yield check("survival", [
         (is_old, NOTE, f"{text}; since 5.0 the others can continue", _CHECKPOINTS),
-        (is_open and launcher_of(variables) == "srun", NOTE,
-         "under srun the job ends when a rank dies",
+        (is_open and job.launcher.name == "srun", NOTE, "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
-        (is_open and survives_deaths(variables), OK,
+        (is_open and survives_deaths(job.variables), OK,
          "the other ranks can continue (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} was launched without fault tolerance (ULFM)",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
@@ -346,13 +345,13 @@ def images(job: JobFacts, *_: Rank) -> Rows:
     For a launcher without MPI, such as srun, compare only its PMI.
     """
     rank, variables, library = job.reporter, job.variables, job.library
-    launcher = launcher_of(variables)
+    launcher, title = job.launcher.name, job.launcher.title
     if not rank.container.kinds:
         return
     is_cray = launcher in ("PALS", "ALPS") or variables.get("SLURM_MPI_TYPE") == "cray_shasta"
     if library.vendor and launcher and (launcher != "srun" or is_cray):
-        title = (f"srun --mpi={variables['SLURM_MPI_TYPE']}" if launcher == "srun" else
-                 job.launcher.title)
+        if launcher == "srun":
+            title = f"srun --mpi={variables['SLURM_MPI_TYPE']}"
         version = variables.get("CRAY_MPICH_VERSION" if is_cray else "OMPI_VERSION", "")
         major = version.partition(".")[0]
         text = f"{f'{title} {version}'.strip()} has started ranks that load {library.name}"

@@ -117,6 +117,12 @@ def test_a_shell_within_an_allocation_is_no_launch():
     assert "srun --kill-on-bad-exit=1" in one(shell, "srun --kill-on-bad-exit", "note")
 
 
+def test_ranks_that_an_allocation_does_not_know():
+    ranks_of_torch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "WORLD_SIZE": "4", "RANK": "0"}
+    torn = job(ranks(1, variables=ranks_of_torch), wanted=4, wanted_by="SLURM_NTASKS=4")
+    assert "processes that MPI does not know" in one(torn, "launcher", "problem")
+
+
 @pytest.mark.parametrize(("library", "variables", "memory", "failure", "words"), [
     (MPICH, HYDRA, Memory(shm_bytes=1 << 20, shm_free_bytes=0), ("Bus error (signal 7)",),
      "give /dev/shm more memory"),
