@@ -109,7 +109,7 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
 # Programs that start ranks on their node, by process name. (slurmstepd starts the ranks of srun.)
 _STARTERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "orterun",
              "orted", "prterun", "prted", "mpispawn", "slurmstepd", "flux-shell")
-# Programs with which they reach other nodes.
+# Programs with which launchers reach other nodes.
 _REMOTE_SHELLS = ("ssh", "rsh", "srun")
 
 # Prefixes of variables about the launch and binding of a process, and about the networks and GPUs

@@ -33,7 +33,6 @@ _PROOF = "mpiring: MPI takes GPU memory"
 _PROBLEM = "mpiring: "
 # Sizes of an eager message and of a rendezvous message, which MPI may send in several parts.
 _SIZES = 64, 4 << 20
-_TAG = 1
 _MAX_LINES = 3
 
 
@@ -114,8 +113,8 @@ def _exchange(device: Device) -> None:
         host = device.gpu.pinned(nbytes)
         _fill(host, comm.rank)
         _wait(device.to_device(host, sent))
-        requests = [comm.Irecv([received, nbytes, MPI.BYTE], other, _TAG),
-                    comm.Isend([sent, nbytes, MPI.BYTE], other, _TAG)]
+        requests = [comm.Irecv([received, nbytes, MPI.BYTE], other),
+                    comm.Isend([sent, nbytes, MPI.BYTE], other)]
         MPI.Request.Waitall(requests)
         _wait(device.to_host(received, host))
         arrived = host.copy()

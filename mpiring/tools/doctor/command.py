@@ -49,7 +49,7 @@ _MAX_LINES = 12
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
-        "Finds problems of an MPI launch or a machine, and explains how to fix them. Start it "
+        "Finds problems with an MPI launch or a machine, and explains how to fix them. Start it "
         "without a launcher, or on all ranks: mpirun -n 4 python -m mpiring doctor. The exit "
         "status is 1 if there is a problem.")
     parser.set_defaults(action=run)

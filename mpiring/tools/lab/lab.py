@@ -126,7 +126,7 @@ class Lab:
             raise
 
     def traffic(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each host and the number of bytes that it sent and received, with all headers."""
+        """Yield each host and the number of bytes that it sent and received, including headers."""
         for host in range(1, self.hosts + 1):
             show = ["ip", "-n", f"host{host}", "-json", "-stats", "link", "show", "eth0"]
             out = subprocess.run([*self._nsenter(), *show], check=True, capture_output=True)

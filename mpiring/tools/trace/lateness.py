@@ -82,7 +82,7 @@ class Lateness:
 
         Args:
             ranks: Ranks for which others waited.
-            clause: Format of the result, with a place for the reason.
+            clause: Format string of the result, with a place for the reason.
         """
         late, usual, weights = [], [], []
         means: dict[int, StepBudget] = {}
