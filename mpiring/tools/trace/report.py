@@ -108,7 +108,7 @@ def _add_costs(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
 
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
-    """Print a line for each rank and for the mean; of many ranks, only those that compute longest."""
+    """Print a line for each rank and the mean; of many ranks, only those that compute longest."""
     shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MAX_RANKS:]
     has_tokens = not all(math.isnan(budget.tokens) for budget in budgets.values())
     columns = [column for column in _BUDGET if column.key != "tokens" or has_tokens]
