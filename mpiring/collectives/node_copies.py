@@ -75,7 +75,7 @@ class _Slots:
 
         Args:
             longest: Length of the longest vector that this rank writes or reads.
-            copy_in, copy_out: Functions that write to the slot and read from slots, given the round.
+            copy_in, copy_out: Functions of a round that write to the slot, and read from slots.
             check: Function that is called before anything is read.
         """
         node = self._node

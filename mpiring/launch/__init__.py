@@ -1,1 +1,1 @@
-"""How a process was launched: the start of MPI, the end of the job, nodes, results on disk."""
+"""Starts MPI, ends the job, and detects launchers, nodes and forks; caches results on disk."""

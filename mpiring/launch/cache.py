@@ -10,7 +10,7 @@ from ..files import parsed, read, save
 
 _log = logging.getLogger("mpiring")
 
-# A model of ten algorithms at ten sizes has 5 kB.
+# The tuning results of ten algorithms at ten sizes need 5 kB.
 _MAX_BYTES, _LEVELS = 1 << 20, 4
 
 
@@ -32,7 +32,7 @@ class Cache:
         self._file = None if self.folder is None else self.folder / f"{prefix}{name}.json"
 
     def read(self, name: str) -> Any:
-        """Return a value that an earlier job of this user has saved; None if there is none."""
+        """Return a value that an earlier job of this user saved; None if there is none."""
         if self._file is None:
             return None
         try:
@@ -52,13 +52,12 @@ class Cache:
         Raises:
             OSError: The folder cannot be written to.
         """
-        if self._file is None:
-            return
-        save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
+        if self._file is not None:
+            save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
 
 
 def folder_of(setting: str) -> Path | None:
-    """Return the folder of the setting `tuning_folder`; None for "", or without a home folder."""
+    """Return the folder of the setting `tuning_folder`; None for "" or without a home folder."""
     try:
         return Path(setting).expanduser() if setting else None
     except RuntimeError:

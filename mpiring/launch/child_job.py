@@ -8,17 +8,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Seconds that a child gets beyond the deadline at which it should end by itself.
+# Seconds to wait after the deadline for a child that ends by itself, before it is killed.
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """End of a child.
+class ChildResult:
+    """Exit status and output of a child.
 
     Attributes:
         status: Exit status, below 0 for a signal; None if the child was killed at the limit.
-        lines: Lines that it has written to standard output and standard error.
+        lines: Lines that the child wrote to standard output and standard error.
     """
 
     status: int | None
@@ -31,16 +31,16 @@ def last_lines(lines: Sequence[str], most: int) -> list[str]:
 
 
 def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None,
-        in_place: bool = False) -> Ended:
-    """Run a command to its end, or kill it.
+        in_place: bool = False) -> ChildResult:
+    """Run a command until it ends, or kill it after a time limit.
 
     Args:
         command: Words of the command.
-        limit_s: Seconds after which it is killed.
-        env: Environment of the child; by default that of this process.
-        in_place: If true, the child replaces this process among a launcher's ranks: it inherits
-            open files and stays in the session. Otherwise it has a separate session, and all
-            processes of that session end with it.
+        limit_s: Seconds after which the child is killed.
+        env: Environment of the child; by default, the environment of this process.
+        in_place: If true, the child replaces this process as a rank of the launcher: it inherits
+            all open files and stays in the session. Otherwise it has a separate session, and its
+            processes end with it.
 
     Raises:
         OSError: The command cannot be started.
@@ -61,4 +61,4 @@ def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None
                     os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         output.seek(0)
-        return Ended(status, output.read().decode(errors="replace").splitlines())
+        return ChildResult(status, output.read().decode(errors="replace").splitlines())

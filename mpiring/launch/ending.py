@@ -1,4 +1,4 @@
-"""Ends the job when a rank fails, and lets one rank of the job report what several raise."""
+"""Ends the job when a rank fails. If several ranks raise the same error, one of them reports it."""
 
 import contextlib
 import os
@@ -11,57 +11,56 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ..errors import MpiringError, StallError
 from ..transport.layout import REPORT_FAILED, REPORT_KIND, REPORT_PRINTED
 from . import forks
 
-# The exit status of a process that Ctrl-C ended, by the convention of shells.
+# Exit status of a process that Ctrl-C ended, by the convention of shells.
 _INTERRUPTED = 130
-# Launchers kill at once, and drop output that they have not yet forwarded.
+# Time for the launcher to forward output. When a rank ends with an error, launchers kill the job
+# at once and drop the rest.
 FORWARD_S = 0.3
-# The last words of a rank show this many operations.
-_LAST = 4
-# Of an error that another rank has reported, so many characters are printed.
-_LINE = 300
-# So much later than the first rank the others may fail, and still find that it is the first.
+# Number of last operations in the report of a failed rank.
+_LAST_OPERATIONS = 4
+# Maximum length of the line about an error that another rank has reported, in characters.
+_LINE_LENGTH = 300
+# Ranks that fail within this time of each other agree on which rank failed first.
 _TOGETHER_S = 0.05
-# How long the others give it to print, before they do.
+# Seconds in which the first rank must print its report; otherwise the others print theirs.
 _PRINT_S = 5.0
 _PAUSE_S = 0.01
-# Errors that several ranks raise at once: one rank reports them. The others print nothing, unless
-# the job has not ended after this time.
+# One rank reports errors that several ranks raise at once. The others print nothing, unless the
+# job is still running after this time.
 _COMMON = (MpiringError, KeyboardInterrupt)
 _QUIET_S = 2.0
-# Of ranks that share no memory, those of rank 0's node report first, then one node after another.
+# Nodes report one after another, the node of rank 0 first.
 _TURN_S, _TURNS = 0.4, 8
 # Beginnings of the files whose frames do not belong to the program.
 _INTERNAL = f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__
 
-# Per rank, numbers that can be set.
-Words = Sequence[Any]
-
-Abort = Callable[[int], None]
-
 
 class FirstReport:
-    """The report of the first rank of a node that fails, told to the others without messages.
+    """Chooses the rank of a node that reports an error: the first one that fails.
+
+    The ranks communicate in node-shared memory, without messages.
 
     Args:
-        words: Returns the node memory's words per rank of the node; None once it is given back.
-        rank: This rank among them.
+        words: Function that returns the words of each rank in the node memory; None after the
+            memory has been freed.
+        rank: Number of this rank in the node memory.
     """
 
-    def __init__(self, words: Callable[[], Words | None], rank: int) -> None:
+    def __init__(self, words: Callable[[], Sequence[memoryview] | None], rank: int) -> None:
         self._words, self._rank = words, rank
 
     def is_due(self, error: BaseException) -> bool:
-        """Return whether this rank is to report an error in full.
+        """Return whether this rank should report an error in full.
 
-        If another rank has failed before with such an error, return False once it has reported.
+        If another rank failed earlier with the same type of error, wait for its report. Return True
+        only if this report does not arrive in time.
 
-        Collective: no. Blocking: for 0.05 s, or 5 s at most.
+        Collective: no. Blocking: for 0.05 s, or up to 5 s if another rank failed first.
         """
         words = self._words()
         if words is None:
@@ -70,41 +69,41 @@ class FirstReport:
         words[self._rank][REPORT_KIND] = kind
         words[self._rank][REPORT_FAILED] = time.monotonic_ns()
         time.sleep(_TOGETHER_S)
-        _, first = min((its[REPORT_FAILED], rank) for rank, its in enumerate(words)
-                       if its[REPORT_FAILED] and its[REPORT_KIND] == kind)
+        _, first = min((of_rank[REPORT_FAILED], rank) for rank, of_rank in enumerate(words)
+                       if of_rank[REPORT_FAILED] and of_rank[REPORT_KIND] == kind)
         deadline = time.monotonic() + _PRINT_S
         while first != self._rank and not words[first][REPORT_PRINTED]:
             if time.monotonic() > deadline:
-                # It has been killed meanwhile: no error may go without a report.
+                # The first rank was probably killed, and every error needs a report.
                 return True
             time.sleep(_PAUSE_S)
         return first == self._rank
 
     def printed(self) -> None:
-        """Tell the others that this rank has reported."""
+        """Tell the other ranks that this rank has printed its report."""
         words = self._words()
         if words is not None:
             words[self._rank][REPORT_PRINTED] = 1
 
 
 class JobEnder:
-    """Prints an error with its rank, and ends the whole MPI job.
+    """Prints an error with its rank, and ends the MPI job on all ranks.
 
     Args:
-        rank, size: Printed, so that the rank is found among many.
+        rank, size: Number of this rank and number of ranks, for messages.
         abort: Function that ends the job with an exit status, such as MPI_Abort.
-        report: Function that returns lines about this number of last operations of this rank, and
-            saves them.
-        in_full: If true, each rank prints its whole traceback.
+        report: Function that saves the last operations of this rank and returns a text about some
+            of them. Its argument is the number of operations in the text.
+        in_full: If true, each rank prints its complete traceback.
 
     Attributes:
-        first: Answers whether this rank reports in full; None if it always does.
-        turn: Number of this rank's node memory, from that of rank 0 on. Ranks of later turns wait
-            longer before they report what several ranks raise.
+        first: Chooses the rank of this node that reports in full; None if every rank does.
+        turn: Number of this rank's node memory, counted from the memory of rank 0. Ranks with a
+            larger number wait longer before they report an error that several ranks raise.
     """
 
-    def __init__(self, rank: int, size: int, abort: Abort,
-                 report: Callable[[int], str] = lambda last: "", *, in_full: bool = False) -> None:
+    def __init__(self, rank: int, size: int, abort: Callable[[int], None],
+                 report: Callable[[int], str], *, in_full: bool = False) -> None:
         self._report = report
         self._where = f"rank {rank} of {size} on {os.uname().nodename}"
         self._abort = abort
@@ -118,37 +117,40 @@ class JobEnder:
         If another rank has printed the same kind of error, this rank prints one line or nothing.
         """
         with contextlib.suppress(Exception):
-            # A rank that prints nothing also saves its last operations.
+            # Save the last operations, even if this rank prints nothing.
             self._report(0)
         if self._in_full:
             self.end(error, "".join(traceback.format_exception(error)))
             return
-        if isinstance(error, KeyboardInterrupt):
-            _ignore_interrupts()
+        if (isinstance(error, KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread()):
+            # Terminals and launchers send several interrupts. The next one would stop the report.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         is_due = True
         with contextlib.suppress(Exception):
             is_due = self.first is None or self.first.is_due(error)
         if isinstance(error, _COMMON) and (self.turn or not is_due):
-            # Another rank reports, and ends the job meanwhile.
+            # Another rank should report and end the job during this time.
             time.sleep(_QUIET_S + self.turn % _TURNS * _TURN_S)
         if is_due:
             self.end(error, _traceback_of(error))
         else:
-            line = str(error).partition("\n")[0][:_LINE]
+            line = str(error).partition("\n")[0][:_LINE_LENGTH]
             self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
 
     def end(self, error: BaseException, text: str = "") -> None:
-        """Print `text` and last words, and end the job because of `error`."""
-        self._end(error, f"{text}{self._last_words(error)}")
+        """Print `text` and the last operations, and end the job because of `error`."""
+        self._end(error, f"{text}{self._last_operations(error)}")
 
     def _end(self, error: BaseException, text: str) -> None:
-        # A program that wraps the excepthook may hold back what it prints, as PyTorch does after
-        # init_process_group, and would never come to show it.
-        held_back = sys.stderr is not sys.__stderr__
-        for stream in (sys.stderr, sys.__stderr__) if held_back else (sys.stderr,):
-            # Also where nothing can be printed, as on a full disk, the other ranks must end.
+        # PyTorch, after init_process_group, replaces stderr while its excepthook runs. It would
+        # not print the collected text, because this process ends before.
+        is_replaced = sys.stderr is not sys.__stderr__
+        for stream in (sys.stderr, sys.__stderr__) if is_replaced else (sys.stderr,):
+            # The other ranks must end even if printing fails, as on a full disk.
             with contextlib.suppress(Exception):
-                # One write (print makes two), so that the launcher does not mix ranks' lines.
+                # One write, so that the launcher does not mix lines of different ranks. (`print`
+                # writes twice.)
                 stream.write(f"{text}\n")  # type: ignore[union-attr]
                 stream.flush()  # type: ignore[union-attr]
         with contextlib.suppress(Exception):
@@ -159,15 +161,15 @@ class JobEnder:
         time.sleep(FORWARD_S)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._abort(code)
-        # MPICH's MPI_Abort may return, and this process must do nothing more.
+        # MPICH's MPI_Abort may return, but this process must not continue.
         os._exit(code)
 
-    def _last_words(self, error: BaseException) -> str:
+    def _last_operations(self, error: BaseException) -> str:
         report = ""
-        # Nothing that goes wrong here may keep the job from ending.
+        # The job must end even if the report fails.
         with contextlib.suppress(Exception):
-            # A StallError shows the last operations itself.
-            report = self._report(0 if isinstance(error, StallError) else _LAST)
+            # The text of a StallError already contains the last operations.
+            report = self._report(0 if isinstance(error, StallError) else _LAST_OPERATIONS)
         end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
         if isinstance(error, _COMMON) and not self._in_full:
             end += ". For the complete tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
@@ -177,14 +179,14 @@ class JobEnder:
 def _traceback_of(error: BaseException) -> str:
     """Return the traceback of an error.
 
-    mpiring errors say what is wrong. Their tracebacks, and that of Ctrl-C, have only the frames
-    of the program.
+    An mpiring error explains the problem in its message. Its traceback has only the frames of the
+    program, and so has the traceback of a KeyboardInterrupt.
     """
     summary = traceback.TracebackException.from_exception(error, compact=True)
     remark = ""
     if isinstance(error, _COMMON):
         all_frames = summary.stack
-        _leave_out_frames(summary)
+        _remove_frames(summary)
         if not summary.stack and threading.current_thread() is not threading.main_thread():
             remark = "An operation in the background failed. The main thread is here:\n"
             main = sys._current_frames()[threading.main_thread().ident or 0]
@@ -193,13 +195,13 @@ def _traceback_of(error: BaseException) -> str:
     return remark + "".join(summary.format())
 
 
-def _leave_out_frames(summary: traceback.TracebackException) -> None:
+def _remove_frames(summary: traceback.TracebackException) -> None:
     """Remove the frames that are not the program's, and the causes that have no other frames."""
     summary.stack = _of_program(summary.stack)
     for name in ("__cause__", "__context__"):
         cause = getattr(summary, name)
         if cause is not None:
-            _leave_out_frames(cause)
+            _remove_frames(cause)
             if not cause.stack:
                 setattr(summary, name, None)
 
@@ -209,14 +211,8 @@ def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:
         [frame for frame in frames if not frame.filename.startswith(_INTERNAL)])
 
 
-def _ignore_interrupts() -> None:
-    """Ignore further Ctrl-C: terminals and launchers send several, which would end the report."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class _Hook:
-    """An excepthook that ends the job after the traceback is printed."""
+    """An excepthook that prints the traceback and ends the job."""
 
     def __init__(self, ender: JobEnder) -> None:
         self._ender = ender
@@ -225,7 +221,7 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
         if forks.in_fork:
-            # No rank waits for it: it ends alone.
+            # No rank waits for a fork, so the job continues.
             self._previous(kind, error, trace)
             return
         if self._previous is sys.__excepthook__:

@@ -1,7 +1,7 @@
 """Reads the variables that launchers set: this process's rank, the number of ranks, the deadline.
 
-The functions read `environ`, by default this process's variables. One of them reads the processes
-that have started this one.
+The functions read `environ`, by default the variables of this process. `launched_by_ancestors`
+reads /proc instead.
 """
 
 import os
@@ -24,13 +24,13 @@ class Launcher(NamedTuple):
 
     Attributes:
         name: One word; for the launcher of an MPI library, the library's name.
-        title: Name for sentences.
+        title: Name in messages.
         size: Variable with the number of ranks; "" if there is none.
         rank, local_rank: Variables with this process's rank, in the job and on its node.
         prefixes: Prefixes of variables that would mislead the ranks of another job.
-        starts: Command that starts MPI ranks, up to their number; "" if the launcher starts
-            processes that MPI does not know.
-        mark: Variable without which the other variables are not from this launcher.
+        starts: Command that starts MPI ranks, without their number; "" if the launcher starts
+            processes that are unknown to MPI.
+        mark: Variable that identifies this launcher; "" if `size` or `rank` does.
     """
 
     name: str
@@ -43,18 +43,18 @@ class Launcher(NamedTuple):
     mark: str = ""
 
     def is_here(self, environ: Mapping[str, str]) -> bool:
-        """Return whether its variables are set."""
+        """Return whether the variables of this launcher are set."""
         return (self.mark or self.size or self.rank) in environ and (
             self.name != "srun" or _is_task(environ))
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether a Slurm step consists of ranks; batch scripts and shells are also steps."""
+    """Return whether this Slurm step consists of ranks; batch scripts and shells are also steps."""
     step = environ.get("SLURM_STEP_ID", "")
     return not step.isdigit() or int(step) < _FIRST_SPECIAL_STEP
 
 
-# Slurm numbers steps that srun has not started from here on: batch, interactive, extern (slurm.h).
+# Number of the first Slurm step that srun did not start: batch, interactive, extern (slurm.h).
 _FIRST_SPECIAL_STEP = 0xfffffff0
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", ("SLURM_",), "srun -n")
 _PMI = ("PMI_", "MPI_LOCAL", "HYDI_")
@@ -62,9 +62,8 @@ _TORCH = ("RANK", "LOCAL_RANK", (
     "TORCHELASTIC_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _NO_MPI = "another launcher than MPI's"
 
-# Launchers start each other. The first launcher in this table whose variables are set is most
-# probably the innermost. Launchers that only grant ranks, or whose variables may be left over, come
-# last.
+# A launcher may start another one. The first launcher in this table whose variables are set is most
+# probably the innermost. The last ones only reserve ranks, or their variables may be left over.
 LAUNCHERS = (
     Launcher("torchrun", "torchrun", "WORLD_SIZE", *_TORCH, mark="TORCHELASTIC_RUN_ID"),
     # DeepSpeed, Accelerate and others that start several processes on a node.
@@ -75,15 +74,14 @@ LAUNCHERS = (
                  "OMPI_APP_CTX_", "OMPI_FIRST_RANKS", "OMPI_ARGV", "OMPI_COMMAND",
                  "OMPI_FILE_LOCATION", "OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir",
                  "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix"), "mpirun -n"),
-    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
-             "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_",), "mpirun_rsh -np"),
-    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK",
-             "MVP_COMM_WORLD_LOCAL_RANK", ("MVP_COMM_WORLD_",), "mpirun_rsh -np"),
+    *(Launcher("MVAPICH", "MVAPICH's mpirun_rsh", f"{world}SIZE", f"{world}RANK",
+               f"{world}LOCAL_RANK", (world,), "mpirun_rsh -np")
+      for world in ("MV2_COMM_WORLD_", "MVP_COMM_WORLD_")),
     Launcher("Intel MPI", "Intel MPI's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID",
              (*_PMI, "I_MPI_HYDRA_UUID", "HYDRA_"), "mpirun -n", mark="I_MPI_HYDRA_UUID"),
     Launcher("MPICH", "MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _PMI,
              "mpirun -n", mark="MPI_LOCALNRANKS"),
-    # HPE's mpiexec and aprun, and the older aprun.
+    # HPE's PALS (mpiexec and aprun), and Cray's older ALPS (aprun).
     Launcher("PALS", "Cray's mpiexec", "", "PALS_RANKID", "PALS_LOCAL_RANKID", ("PALS_",),
              "mpiexec -n"),
     Launcher("ALPS", "Cray's aprun", "", "ALPS_APP_PE", "", ("ALPS_",), "aprun -n"),
@@ -100,23 +98,22 @@ LAUNCHERS = (
     # Kubernetes' PyTorchJob, or a user's own export.
     Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH))
 
-# Variables that container runtimes set inside, and the runtimes. Apptainer also sets the name of
-# Singularity. systemd asks containers to set the last one.
+# Variables that container runtimes set in the container, and the runtimes. Apptainer also sets
+# Singularity's variable. By a systemd convention, any runtime may set the last one.
 CONTAINERS = {
     "APPTAINER_CONTAINER": "Apptainer", "SINGULARITY_CONTAINER": "Apptainer",
     "KUBERNETES_SERVICE_HOST": "Kubernetes", "container": ""}
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                 "MVP_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
-# Programs that start ranks on their own node, by their names in Linux. (The ranks of srun are
-# children of slurmstepd.)
+# Programs that start ranks on their node, by process name. (slurmstepd starts the ranks of srun.)
 _STARTERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "orterun",
              "orted", "prterun", "prted", "mpispawn", "slurmstepd", "flux-shell")
-# Programs that starters use to reach other nodes.
-_MESSENGERS = ("ssh", "rsh", "srun")
+# Programs with which launchers reach other nodes.
+_REMOTE_SHELLS = ("ssh", "rsh", "srun")
 
-# Prefixes of the variables that say how a process was launched and bound, and which networks and
-# GPUs it uses. They are narrow, since other variables of Slurm may hold secrets.
+# Prefixes of variables about the launch and binding of a process, and about the networks and GPUs
+# that it uses. They are narrow, because other Slurm variables may contain secrets.
 LAUNCH_PREFIXES = (
     *filter(None, (name for launcher in LAUNCHERS for name in (
         launcher.size, launcher.rank, launcher.local_rank, launcher.mark))),
@@ -128,7 +125,7 @@ LAUNCH_PREFIXES = (
 
 
 def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that change the speed of a program, for the record."""
+    """Return the variables that change the speed of a program, for benchmark records."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
 
 
@@ -143,34 +140,34 @@ def lab_options(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that change the speed of a program, or say how it was launched."""
+    """Return the variables that change the speed of a program or describe its launch."""
     prefixes = SPEED_PREFIXES + LAUNCH_PREFIXES
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
 def variables_for_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return all variables except those that a launcher has set for this process."""
+    """Return all variables except those that a launcher sets for this process."""
     prefixes = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
 def launchers(environ: Mapping[str, str] = os.environ) -> list[Launcher]:
-    """Return the launchers whose variables are set, the most credible first."""
+    """Return the launchers whose variables are set, the most probable first."""
     return [launcher for launcher in LAUNCHERS if launcher.is_here(environ)]
 
 
 def launcher_of(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name, as in LAUNCHERS, of the launcher that started this process among several.
+    """Return the name, as in LAUNCHERS, of the launcher that started this process as a rank.
 
     Returns:
-        The name; "" if there is none, as in a Slurm allocation without srun.
+        The name; "" without a launcher, as in a Slurm allocation without srun.
     """
     return next((launcher.name for launcher in launchers(environ)
                  if launcher.name != "Slurm"), "")
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = False) -> int | None:
-    """Return this process's rank from the launcher's variables; None if there is none.
+    """Return this process's rank from the launcher's variables; None if they do not contain it.
 
     Args:
         environ: Environment variables.
@@ -187,36 +184,32 @@ def launched_here(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def _number(environ: Mapping[str, str], names: Iterable[str]) -> int | None:
-    """Return the value of the first variable that is a number."""
+    """Return the value of the first variable that is a number; None if there is none."""
     return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
-    """Return whether the first visible process was launched as a rank.
-
-    This is so in a container that was started for one rank. Otherwise a launcher, which is no rank,
-    has started this process and others.
+    """Return whether process 1 was launched as a rank, as in a container of a single rank.
 
     Args:
         environ: Environment variables of this process.
-        proc: Folder in which the system shows its processes.
+        proc: Folder of the proc file system.
     """
-    names = [launcher.rank for launcher in launchers(environ) if launcher.rank][:1]
+    innermost = next(iter(launchers(environ)), None)
     try:
-        first = variables_of(proc / "1")
+        return innermost is not None and innermost.rank in variables_of(proc / "1")
     except OSError:
         return False
-    return any(name in first for name in names)
 
 
 def variables_of(process: Path) -> Mapping[str, str]:
-    """Return the variables with which a process has started.
+    """Return the initial environment variables of a process.
 
     Args:
         process: Folder of the process in /proc.
 
     Raises:
-        OSError: The process has ended, or belongs to another user.
+        OSError: The process has ended or belongs to another user.
     """
     pairs = (text.partition("=") for text in (process / "environ").read_text(
         errors="replace").split("\0"))
@@ -225,11 +218,11 @@ def variables_of(process: Path) -> Mapping[str, str]:
 
 def launched_size(environ: Mapping[str, str] = os.environ, *,
                   by_mpi: bool = False) -> tuple[int, str]:
-    """Return the number of ranks that the launcher promises, and a text that says where.
+    """Return the number of ranks from the launcher's variables, and the source of the number.
 
-    The innermost launcher counts: `mpirun -n 1` inside a Slurm allocation of four tasks starts one
-    rank, and torchrun inside `mpirun -n 1` starts its own number. If a launcher sets only this
-    process's rank, there are at least this rank and those before it.
+    The innermost launcher counts. For example, `mpirun -n 1` inside a Slurm allocation of four
+    tasks starts one rank. If a launcher sets the rank but not the number of ranks, the number is at
+    least the rank plus 1.
 
     Args:
         environ: Environment variables.
@@ -250,21 +243,22 @@ def launched_size(environ: Mapping[str, str] = os.environ, *,
 
 
 def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) -> tuple[int, str]:
-    """Return the number of ranks that this process's ancestors started, and a text that says where.
+    """Return the number of ranks that a launcher among this process's ancestors started.
 
-    This is for a process without a launcher's variables. A program between the launcher and Python,
-    like `env -i` or sudo, may have dropped them, and each rank would then be a separate world.
+    Use it for a process without a launcher's variables. A program between the launcher and Python,
+    such as `env -i` or sudo, may have dropped the variables. Each rank would then be a separate
+    world.
 
-    A rank may start a program without the launcher's variables on purpose. Therefore an ancestor
-    that has loaded an MPI library ends the search.
+    A rank may start another program without these variables on purpose. Therefore the search stops
+    at an ancestor that has loaded an MPI library.
 
     Args:
-        proc: Folder in which the system shows its processes.
+        proc: Folder of the proc file system.
         pid: Number of this process.
 
     Returns:
         A pair like `(2, "mpirun (process 123) has started 2 processes on this node,")`. It is
-        `(1, "")` if no ancestor has started several, or if /proc does not show them, as in a
+        `(1, "")` if no ancestor has started several ranks, or if /proc hides the ancestors, as in a
         container.
     """
     process = proc / str(os.getpid() if pid is None else pid)
@@ -274,14 +268,14 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
             name = _status(process)["Name"]
             if name in _STARTERS:
                 ranks = [child for child in _children(process)
-                         if _status(proc / child)["Name"] not in _MESSENGERS]
+                         if _status(proc / child)["Name"] not in _REMOTE_SHELLS]
                 return (len(ranks), f"{name} (process {parent}) has started {len(ranks)} "
                                     f"processes on this node,") if len(ranks) > 1 else (1, "")
             try:
                 runs_mpi = "libmpi" in (process / "maps").read_text(errors="replace")
                 variables = variables_of(process)
             except PermissionError:
-                # A process of another user, like sudo.
+                # The process belongs to another user, like sudo.
                 continue
             if runs_mpi:
                 break
@@ -289,7 +283,7 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
                 count, source = launched_size(variables)
                 return count, f"{source} of process {parent} ({name}) promises {count} ranks,"
     except (OSError, KeyError):
-        # A process has ended, or is hidden.
+        # A process has ended or is hidden.
         pass
     return 1, ""
 
@@ -307,14 +301,14 @@ def _children(process: Path) -> list[str]:
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the time when Slurm will end this job, in seconds since 1970; None if unknown."""
+    """Return the time at which Slurm will end this job, in seconds since 1970; None if unknown."""
     return _number(environ, ["SLURM_JOB_END_TIME"]) or None
 
 
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher lets the other ranks continue when one dies.
 
-    Open MPI's `mpirun --with-ft ulfm` does, and tells its processes in a variable.
+    Open MPI's `mpirun --with-ft ulfm` does so, and sets a variable.
     """
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
@@ -325,11 +319,11 @@ def threads_are_set(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def heap_is_set(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user has configured what glibc's malloc does with freed memory."""
+    """Return whether the user has configured how glibc's malloc returns freed memory."""
     return bool(environ.get("MALLOC_TRIM_THRESHOLD_") or environ.get("MALLOC_MMAP_THRESHOLD_")
                 or "glibc.malloc." in environ.get("GLIBC_TUNABLES", ""))
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Set environment variables of this process and of processes that it starts."""
+    """Set environment variables of this process and its future children."""
     os.environ.update(variables)

@@ -1,8 +1,8 @@
 """Keeps forks of a rank away from MPI, which works only in the process that started it.
 
-A fork, for example a data loader's worker, has a copy of everything: communicators, handlers, open
-files, and memory shared with other ranks. The other ranks would mistake its actions for those of
-its parent.
+A fork, for example a data loader's worker, inherits copies of communicators, handlers and open
+files, and the memory shared with other ranks. The other ranks cannot distinguish the fork from its
+parent.
 """
 
 import atexit
@@ -24,12 +24,13 @@ class Gate(Protocol):
         """Close the gate in a fork, for good."""
 
 
-# Whether this process is a fork of the one in which MPI was started, and that process's number.
+# Whether this process is a fork of a process that has started MPI.
 in_fork = False
-_home = 0
+# Number of the process that has started MPI; 0 if MPI has not been started.
+_mpi_pid = 0
 # Exit status of a fork.
 _status = 0
-# Gates to close in a fork, because fast calls do not check `in_fork`.
+# Gates to close in a fork. Fast calls check them instead of `in_fork`.
 gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 
 
@@ -39,9 +40,9 @@ def guard(is_finalized: Callable[[], bool]) -> None:
     Args:
         is_finalized: Function MPI_Finalized.
     """
-    global _home
-    if not _home:
-        _home = os.getpid()
+    global _mpi_pid
+    if not _mpi_pid:
+        _mpi_pid = os.getpid()
         os.register_at_fork(after_in_child=_begin)
         atexit.register(_end, is_finalized)
 
@@ -50,46 +51,46 @@ def refuse_start() -> None:
     """Raise LaunchError in a fork, where MPI cannot be started."""
     if in_fork:
         raise LaunchError(
-            f"this process ({os.getpid()}) is a fork of a rank ({_home}), and cannot be one, too; "
-            f"communicate in the main process")
+            f"this process ({os.getpid()}) is a fork of a rank ({_mpi_pid}), and cannot be one, "
+            f"too; communicate in the main process")
 
 
 def refuse_calls(rank: int) -> None:
     """Raise ClosedError in a fork of rank `rank`."""
     if in_fork:
         raise ClosedError(
-            f"this process ({os.getpid()}) is a fork of rank {rank} ({_home}), and MPI works only "
-            f"there; communicate in the main process")
+            f"this process ({os.getpid()}) is a fork of rank {rank} ({_mpi_pid}), and MPI works "
+            f"only there; communicate in the main process")
 
 
 def _begin() -> None:
-    """Begin a fork: from now on refuse its calls, and record its exit status."""
+    """Set up a fork: close its gates, and record its exit status."""
     global in_fork
     in_fork = True
     for gate in gates:
         gate.fork()
-    exit_ = sys.exit
+    original_exit = sys.exit
 
-    def noting(status: str | int | None = None, /) -> None:
+    def exit_(status: str | int | None = None, /) -> None:
         global _status
         _status = status & 0xff if isinstance(status, int) else int(status is not None)
-        exit_(status)
+        original_exit(status)
 
-    sys.exit = noting    # type: ignore[assignment]
+    sys.exit = exit_    # type: ignore[assignment]
 
 
 def _end(is_finalized: Callable[[], bool]) -> None:
-    """End a fork here, before mpi4py calls MPI_Finalize, which would wait for its parent.
+    """End a fork before mpi4py calls MPI_Finalize, which would wait for the parent.
 
-    An exit handler does not see the exit status. It is the argument of `sys.exit`, or 1 after an
-    exception.
+    Exit handlers cannot read the exit status. It is the argument of `sys.exit`, or 1 after an
+    uncaught exception.
     """
     if in_fork and not is_finalized():
         leave(1 if hasattr(sys, "last_value") else _status)
 
 
 def leave(status: int) -> None:
-    """End this process at once, without MPI_Finalize; flush its output."""
+    """Flush the output and end this process at once, without MPI_Finalize."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

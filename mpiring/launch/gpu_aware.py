@@ -1,8 +1,8 @@
 """Tests in separate processes whether MPI accepts pointers to GPU memory.
 
-An MPI library that does not accept them reads them as host memory, and crashes. Libraries that
-claim to accept them are sometimes wrong. Therefore two processes under a separate launcher exchange
-messages; they run this file as a module.
+A library that does not accept these pointers uses them as host pointers, and crashes. Some
+libraries claim to accept them but do not. Therefore two processes under a separate launcher
+exchange messages; they run this file as a module.
 """
 
 import faulthandler
@@ -27,26 +27,26 @@ from .start import find_mpiexec
 
 _log = logging.getLogger("mpiring")
 
-# Two CUDA contexts and an MPI start take some seconds.
+# Two CUDA contexts and the start of MPI take a few seconds.
 _LIMIT_S = 60.0
 _PROOF = "mpiring: MPI takes GPU memory"
 _PROBLEM = "mpiring: "
-# An eager message, and a message that waits for its receiver, perhaps in pieces.
+# Sizes of an eager message and of a rendezvous message, which MPI may send in several parts.
 _SIZES = 64, 4 << 20
-_TAG = 1
 _MAX_LINES = 3
 
 
 def takes_pointers(config: Config, library: str, index: int | None) -> bool:
-    """Return whether MPI accepts pointers to GPU memory: as configured, cached, or tried now.
+    """Return whether MPI accepts pointers to GPU memory.
 
-    Call it on one rank, which shares the result. A trial takes as long as a job's start. A
-    negative result is logged with its reason.
+    The result comes from the setting `gpu_aware`, the cache, or a trial, which takes as long as the
+    start of a job. A negative result is logged with its reason. Call this function on one rank,
+    and send the result to the other ranks.
 
     Args:
         config: Settings.
-        library: Text in which the MPI library describes itself.
-        index: Number of the GPU for a trial; None if CuPy is missing, so that none is possible.
+        library: MPI library's description of itself.
+        index: Number of the GPU for a trial; None if no trial is possible without CuPy.
     """
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
@@ -66,19 +66,19 @@ def takes_pointers(config: Config, library: str, index: int | None) -> bool:
         mpiexec = find_mpiexec()
         if mpiexec is None:
             return _report("there is no mpiexec to try it with")
-        problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
-        # If the folder is not writable, the only cost is a trial each time.
+        problem = trial_problem([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
+        # If the folder is not writable, each job runs a trial.
         with suppress(OSError):
             cache.write("problem", problem)
     return _report(problem)
 
 
-def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
+def trial_problem(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
     """Run a trial, and return the problem; "" if MPI accepts the pointers.
 
     Args:
         command: Command that starts two ranks of this module.
-        limit_s: Seconds after which they are ended.
+        limit_s: Seconds after which the ranks are killed.
     """
     try:
         ended = child_job.run([*command, str(limit_s)], limit_s + child_job.GRACE_S,
@@ -89,7 +89,7 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
         return f"a trial had not ended after {limit_s:g} s"
     if ended.status == 0 and ended.lines.count(_PROOF) == 2:
         return ""
-    # The problems that ranks reported; otherwise the launcher's last words on how they died.
+    # Use the problems that the ranks reported, otherwise the last lines that the launcher printed.
     problems = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in ended.lines
                                   if line.startswith(_PROBLEM) and line != _PROOF))
     problems = problems or [line.strip() for line in child_job.last_lines(ended.lines, _MAX_LINES)]
@@ -104,7 +104,7 @@ def _report(problem: str) -> bool:
 
 
 def _exchange(device: Device) -> None:
-    """Exchange numbers in GPU memory like operations do; raise if other numbers arrive."""
+    """Exchange numbers in GPU memory, like operations do; raise if the received ones are wrong."""
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
     other = 1 - comm.rank
@@ -113,8 +113,8 @@ def _exchange(device: Device) -> None:
         host = device.gpu.pinned(nbytes)
         _fill(host, comm.rank)
         _wait(device.to_device(host, sent))
-        requests = [comm.Irecv([received, nbytes, MPI.BYTE], other, _TAG),
-                    comm.Isend([sent, nbytes, MPI.BYTE], other, _TAG)]
+        requests = [comm.Irecv([received, nbytes, MPI.BYTE], other),
+                    comm.Isend([sent, nbytes, MPI.BYTE], other)]
         MPI.Request.Waitall(requests)
         _wait(device.to_host(received, host))
         arrived = host.copy()
@@ -133,7 +133,7 @@ def _wait(event: Event) -> None:
 
 
 def _main(index: str, limit_s: str) -> None:
-    # This ends the process even while MPI holds the interpreter's lock.
+    # This ends the process even if MPI holds the interpreter lock.
     faulthandler.dump_traceback_later(float(limit_s), exit=True)
     try:
         _exchange(cuda.device(int(index)))

@@ -21,7 +21,7 @@ def load_mpi() -> Any:
     Raises:
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalized already.
-        LaunchError: This process is a fork of one in which MPI runs.
+        LaunchError: This process is a fork of a process that has started MPI.
     """
     forks.refuse_start()
     try:
@@ -39,49 +39,50 @@ def load_mpi() -> Any:
 
 
 def thread_level(mpi: Any) -> str:
-    """Return the thread level of a started MPI, as "multiple"; `mpi` is mpi4py.MPI."""
+    """Return the thread level of MPI, such as "multiple"; `mpi` is the started mpi4py.MPI."""
     names = ("single", "funneled", "serialized", "multiple")
     return next(name for name in names
                 if getattr(mpi, f"THREAD_{name.upper()}") == mpi.Query_thread())
 
 
 def find_mpiexec() -> str | None:
-    """Return the mpiexec in the folder of this Python, else the first on the path, else None."""
+    """Return the mpiexec in the folder of this Python, or the first one in PATH, or None."""
     import shutil
     return (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
             or shutil.which("mpiexec"))
 
 
 def mpi_world(*, allow_singleton: bool) -> Any:
-    """Start MPI unless it runs, and return the world of all its ranks.
+    """Start MPI if necessary, and return the communicator of all ranks.
 
     Args:
         allow_singleton: If true, accept a world of one rank if the launcher was asked for more.
 
     Raises:
-        LaunchError: The launcher was asked for several ranks, but this process is alone; or it
-            is a fork of a rank.
+        LaunchError: The launcher was asked for several ranks, but this process is alone; or this
+            process is a fork of a rank.
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalized already.
     """
-    forks.refuse_start()
+    if allow_singleton:
+        return load_mpi().COMM_WORLD
     wanted, source = launched_size()
     by_mpi, known_by = launched_size(by_mpi=True)
-    if not allow_singleton and known_by and wanted > 1 and wanted != by_mpi:
-        # MPI's own start may die of this: torchrun closes the files that mpirun has opened.
+    if known_by and wanted > 1 and wanted != by_mpi:
+        # Do not start MPI, which may crash: torchrun closes the files that mpirun has opened.
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but {known_by} "
                               f"that MPI's world has {by_mpi}")
     world = load_mpi().COMM_WORLD
-    if not allow_singleton and wanted > 1 and world.Get_size() == 1:
+    if wanted > 1 and world.Get_size() == 1:
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
                               f"process on {os.uname().nodename} is alone in its MPI world")
-    if not allow_singleton and world.Get_size() == 1 and not launchers():
+    if world.Get_size() == 1 and not launchers():
         _refuse_dropped_variables()
     return world
 
 
 def _refuse_dropped_variables() -> None:
-    """Raise LaunchError if a launcher has started several ranks, of which this is one."""
+    """Raise LaunchError if a launcher has started this process as one of several ranks."""
     count, source = launched_by_ancestors()
     if count > 1:
         _linger()
@@ -94,7 +95,7 @@ def _refuse_dropped_variables() -> None:
 
 
 def refusal(wanted: int, problem: str) -> LaunchError:
-    """Return the error of a launch that went wrong, with the right command.
+    """Return an error about an incorrect launch, with the correct command.
 
     Args:
         wanted: Number of ranks that were asked for.
@@ -122,15 +123,15 @@ def refusal(wanted: int, problem: str) -> LaunchError:
 
 @functools.cache
 def _linger() -> None:
-    """Let this process end a moment later, after its launcher has forwarded its output.
+    """Delay the end of this process until its launcher has forwarded the output.
 
-    srun ends all ranks at the first bad exit, and sometimes cuts a traceback after its first line.
+    srun ends all ranks when one fails, and sometimes drops a traceback after its first line.
     """
     atexit.register(time.sleep, FORWARD_S)
 
 
 def _command() -> str:
-    """Return the command that started this program, for a shell."""
+    """Return the shell command that started this program."""
     words = sys.orig_argv[1:]
     # torchrun adds -u.
     words = words[1:] if words[:1] == ["-u"] else words

@@ -1,4 +1,4 @@
-"""Derives a rank's position among the nodes, and the order in which a ring visits all ranks."""
+"""Computes a rank's position among the nodes, and the order in which a ring visits all ranks."""
 
 import operator
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ class Topology(NamedTuple):
     """Position of a rank among the nodes.
 
     Attributes:
-        local_rank, local_size: Number of this rank on its node, and number of ranks there.
-        node_rank, num_nodes: Number of this node, in the order of the nodes' lowest ranks, and
-            number of nodes.
+        local_rank, local_size: Number of this rank on its node, and number of ranks on the node.
+        node_rank, num_nodes: Number of this node and number of nodes. Nodes are in the order of
+            their lowest ranks.
     """
 
     local_rank: int
@@ -27,7 +27,7 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def node_order(leaders: Sequence[int]) -> Sequence[int]:
-    """Return all ranks, node after node, so that a ring in this order leaves each node once.
+    """Return all ranks, grouped by node, so that a ring in this order leaves each node once.
 
     Args:
         leaders: Lowest rank on the node of each rank.
@@ -63,11 +63,13 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
 
 
 def neighbors(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return the first ranks of the groups before and after the one that this rank leads.
+    """Return the first ranks of the previous and the next group, if this rank leads a group.
+
+    The groups are in the order of the ring, so that headers use the same links as the data.
 
     Args:
         rank: Number of this rank.
-        nodes: Result of `ranks_of_nodes`, so that headers take the same path as the data.
+        nodes: Result of `ranks_of_nodes`.
 
     Returns:
         The two ranks; None unless this rank leads one of several groups.

@@ -1,6 +1,6 @@
 """Facts of jobs that are well, and what the doctor finds in them."""
 
-from mpiring.tools.doctor.command import judged
+from mpiring.tools.doctor.command import judge
 from mpiring.tools.doctor.facts import (
     JobFacts, Library, Memory, NetworkDevice, Processors, Rank)
 
@@ -43,7 +43,7 @@ def job(some, **facts):
 def found(what):
     """Return the findings by name; of those of one name, all."""
     names = {}
-    for finding in judged(what):
+    for finding in judge(what):
         names.setdefault(finding.name, []).append(finding)
     return names
 

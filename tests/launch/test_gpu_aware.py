@@ -24,7 +24,8 @@ LIBRARY = "some MPI 1.0"
 def test_a_trial_tells_what_went_wrong(how, problem, monkeypatch):
     monkeypatch.setattr(gpu_aware, "variables_for_another_job", environment)
     began, command = time.monotonic(), [sys.executable, str(PROGRAMS / "gpu_trial.py"), how]
-    found = gpu_aware.tried([mpiexec(), "-n", "2", *command], 1.0 if how == "hang" else 60.0)
+    found = gpu_aware.trial_problem(
+        [mpiexec(), "-n", "2", *command], 1.0 if how == "hang" else 60.0)
     assert problem in found and bool(problem) == bool(found), found
     assert how != "hang" or time.monotonic() - began < SOON_S
 
@@ -39,7 +40,7 @@ from mpiring.launch import gpu_aware
 from mpiring.launch.start import find_mpiexec
 if MPI.COMM_WORLD.rank == 0:
     command = [find_mpiexec(), "-n", "2", sys.executable, {str(PROGRAMS / "gpu_trial.py")!r}]
-    print("problem", repr(gpu_aware.tried([*command, "well"])))
+    print("problem", repr(gpu_aware.trial_problem([*command, "well"])))
 MPI.COMM_WORLD.Barrier()
 """)
     assert ended.status == 0 and "problem ''" in ended.output, ended.output
@@ -50,11 +51,11 @@ def test_without_a_launcher_nothing_is_proved(monkeypatch, caplog):
     monkeypatch.setattr(gpu_aware, "find_mpiexec", lambda: None)
     assert not gpu_aware.takes_pointers(Config(tuning_folder=""), LIBRARY, 0)
     assert "no mpiexec" in caplog.text and "MPIRING_GPU_AWARE=yes" in caplog.text
-    assert "cannot be started" in gpu_aware.tried(["/nowhere/mpiexec"])
+    assert "cannot be started" in gpu_aware.trial_problem(["/nowhere/mpiexec"])
 
 
 def test_what_is_configured_is_not_tried(monkeypatch):
-    monkeypatch.setattr(gpu_aware, "tried", None)
+    monkeypatch.setattr(gpu_aware, "trial_problem", None)
     assert gpu_aware.takes_pointers(Config(gpu_aware="yes"), LIBRARY, 0)
     assert not gpu_aware.takes_pointers(Config(gpu_aware="no"), LIBRARY, 0)
 
@@ -68,7 +69,7 @@ def test_a_result_is_kept_for_the_same_libraries(monkeypatch, tmp_path, caplog):
 
     monkeypatch.setattr(cuda, "versions", lambda: "CuPy 14")
     monkeypatch.setattr(gpu_aware, "find_mpiexec", lambda: "mpiexec")
-    monkeypatch.setattr(gpu_aware, "tried", trial)
+    monkeypatch.setattr(gpu_aware, "trial_problem", trial)
     config = Config(tuning_folder=str(tmp_path / "new"))
     with caplog.at_level(logging.WARNING):
         assert not gpu_aware.takes_pointers(config, LIBRARY, 0)

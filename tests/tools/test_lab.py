@@ -36,7 +36,7 @@ def possible():
     needs = [tool for tool in TOOLS if shutil.which(tool) is None]
     needs += ["root"] if os.geteuid() != 0 else []
     try:
-        lab._mpiexec()
+        lab._mpich_mpiexec()
     except MissingDependencyError:
         needs.append("MPICH's mpiexec")
     if needs:
@@ -180,10 +180,10 @@ def test_two_labs_do_not_collide(possible):
 
 def test_a_lab_that_nobody_wants_any_more_ends(possible):
     """As when `lab up` is interrupted before it has noted the lab."""
-    _, process = lab._hold(2, "1gbit", "sleep infinity")
+    _, process = lab._start(2, "1gbit", "read -r go; exec sleep infinity")
     assert holders()
     process.communicate()
-    assert gone() and lab.standing() is None
+    assert gone() and lab.running_lab() is None
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

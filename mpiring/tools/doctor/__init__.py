@@ -1,1 +1,1 @@
-"""Finds what is wrong with an MPI launch or a machine: `python -m mpiring doctor`."""
+"""Finds problems with an MPI launch or a machine: `python -m mpiring doctor`."""

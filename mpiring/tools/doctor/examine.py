@@ -1,4 +1,4 @@
-"""Starts MPI stage by stage and tries it, in a child process that may die of it."""
+"""Starts and tests MPI stage by stage, in a child process that MPI may crash."""
 
 import contextlib
 import ctypes
@@ -20,34 +20,33 @@ import numpy as np
 from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
+from ...launch import child_job
 from ...launch.start import thread_level
+from ...launch.topology import topology
 from . import gather
 from .facts import (
-    ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank,
-    is_closed, vendor_of)
-from .measure import measured
+    ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank, cma_fails,
+    vendor_of)
+from .measure import measure_pairs
 
-# Processes share whole blocks of this size of GPU memory.
+# GPU memory is shared in blocks of this size.
 _BLOCK_BYTES = 2 << 20
-# Long enough for any algorithm to be chosen, too short to be noticed.
-_TRIED_SIZE = 1 << 18
+# Number of elements. With 1 MiB, any algorithm may be chosen, but the allreduce is fast.
+_ALLREDUCE_SIZE = 1 << 18
 
 _LIBRARY = re.compile(r"libmpi(?!_gtl|_cxx|_mpifh|_usempi|_usempif08|fort|cxx|java)[\w-]*\.so")
 
-# Takes the next stage, and what was found so far.
-Report = Callable[..., None]
-
 
 def examine(descriptor: int, deadline_s: float) -> None:
-    """Do all that needs MPI, and report stage by stage, so that a reader sees where it died.
+    """Run all stages that need MPI, and report each one at its start.
 
     Args:
-        descriptor: File descriptor to which each stage writes a pickle: its name, and Job's
-            fields by name.
-        deadline_s: Seconds after which this process ends, wherever it is.
+        descriptor: File descriptor to which each stage writes a pickle: its name, and fields of
+            JobFacts by name.
+        deadline_s: Seconds after which the parent process kills this process.
     """
-    # Ends the process also where MPI holds the interpreter's lock.
-    faulthandler.dump_traceback_later(deadline_s, exit=True)
+    # This process must also end if the parent was killed.
+    faulthandler.dump_traceback_later(deadline_s + child_job.GRACE_S, exit=True)
     with os.fdopen(descriptor, "wb") as file:
         def report(stage: str, **facts: object) -> None:
             pickle.dump((stage, facts), file)
@@ -55,22 +54,22 @@ def examine(descriptor: int, deadline_s: float) -> None:
 
         report(LOADING)
         try:
-            mpi, level = _loaded()
+            mpi, level = _load_mpi()
         except (ImportError, RuntimeError) as error:
             report("", library=Library(error=str(error)))
             return
-        library = _library(mpi)
-        # Nothing else before MPI is started, so that it finds the same as in any program. MPICH
-        # 5.0.2 sends unused memory to Slurm's PMI, which fails if that held much text.
+        library = _describe_library(mpi)
+        # Start MPI first, as other programs do. MPICH 5.0.2 sends uninitialized memory to Slurm's
+        # PMI, which fails if this memory contains a long string.
         report(STARTING, library=library)
         mpi.Init_thread(level)
-        _with_mpi(mpi, library, report)
+        _examine_ranks(mpi, library, report)
         mpi.Finalize()
         report("")
 
 
-def _loaded() -> tuple[Any, int]:
-    """Load mpi4py without starting MPI; return it, and the thread level that it would ask for."""
+def _load_mpi() -> tuple[Any, int]:
+    """Load mpi4py.MPI without starting MPI; return it and the thread level that it requests."""
     import mpi4py
     mpi4py.rc.initialize = False
     from mpi4py import MPI
@@ -78,8 +77,8 @@ def _loaded() -> tuple[Any, int]:
     return MPI, getattr(MPI, f"THREAD_{name.upper()}")
 
 
-def _library(mpi: Any) -> Library:
-    """Describe the library; these calls are allowed before MPI_Init."""
+def _describe_library(mpi: Any) -> Library:
+    """Describe the MPI library, with calls that are allowed before MPI_Init."""
     loaded = gather.loaded_libraries()
     paths = [path for path in loaded if _LIBRARY.match(path.name)]
     text = " ".join(mpi.Get_library_version().split())[:2000]
@@ -89,39 +88,38 @@ def _library(mpi: Any) -> Library:
                    or any(path.name.startswith("libpmix") for path in loaded))
 
 
-def _with_mpi(mpi: Any, library: Library, report: Report) -> None:
+def _examine_ranks(mpi: Any, library: Library, report: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD.Dup()
     rank = gather.rank(world.rank, library)
     rank = replace(rank, thread_level=thread_level(mpi),
-                   gpus=_asked(rank.gpus, Path(library.path)))
+                   gpus=_query_gpu_support(rank.gpus, Path(library.path)))
     report(EXCHANGING, ranks=[rank], size=world.size)
     leaders = _leaders(mpi, world)
-    leader = leaders[world.rank]
-    rank = replace(rank, node=sorted(set(leaders)).index(leader),
-                   gpus=usable(rank.gpus, leaders[:world.rank].count(leader)))
+    place = topology(world.rank, leaders)
+    rank = replace(rank, node=place.node_rank, gpus=with_cupy(rank.gpus, place.local_rank))
     ranks = world.gather(rank) or [rank]
     report(TRYING, ranks=ranks)
-    # MPI would end the job, and the report with it.
-    if not world.bcast(is_closed(ranks)):
-        report(MEASURING, **_tried(mpi, world, rank))
-        report(ENDING, pairs=measured(mpi, world, leaders))
+    # Otherwise MPI would end the job before the report.
+    if not world.bcast(cma_fails(ranks)):
+        report(MEASURING, **_try_mpiring(mpi, world, rank))
+        report(ENDING, pairs=measure_pairs(mpi, world, leaders))
     world.Free()
 
 
 def _leaders(mpi: Any, world: Any) -> list[int]:
-    """Return for every rank the lowest one that shares its node's memory."""
+    """Return the lowest rank on the node of each rank."""
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
     leaders: list[int] = world.allgather(node.bcast(world.rank))
     node.Free()
     return leaders
 
 
-def _tried(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
-    """Run an allreduce as mpiring does it, unless it would refuse a rank's settings."""
+def _try_mpiring(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
+    """Run an mpiring allreduce, unless the settings of a rank are invalid."""
     if world.allreduce(bool(rank.settings_error), op=mpi.LOR):
         return {}
     error, seconds = "", None
-    # It stays: nothing else logs in this process.
+    # The handler need not be removed, because nothing else in this process logs.
     handler = BufferingHandler(sys.maxsize)
     handler.setLevel(logging.WARNING)
     logging.getLogger("mpiring").addHandler(handler)
@@ -130,24 +128,24 @@ def _tried(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
     except MpiringError as raised:
         error = f"{type(raised).__name__}: {raised}"
     warnings = [record.getMessage() for record in handler.buffer]
-    everywhere = world.gather((warnings, error)) or []
-    return {"tried_s": seconds,
-            "warnings": list(dict.fromkeys(line for lines, _ in everywhere for line in lines)),
-            "trial_errors": list(dict.fromkeys(text for _, text in everywhere if text))}
+    of_ranks = world.gather((warnings, error)) or []
+    return {"allreduce_s": seconds,
+            "warnings": list(dict.fromkeys(line for lines, _ in of_ranks for line in lines)),
+            "trial_errors": list(dict.fromkeys(text for _, text in of_ranks if text))}
 
 
 def _allreduce(mpi: Any) -> float:
-    """Return the seconds of an allreduce, the fastest of three.
+    """Return the time of the fastest of three allreduces, in seconds.
 
     Raises:
-        MpiringError: It does not work, or its sums are wrong.
+        MpiringError: The allreduce failed, or the sums are wrong.
     """
     best = float("inf")
-    # Aborting would also end the processes that report the error.
+    # An abort would also end the processes that report the error.
     config = Config(tuning=False, abort_on_exception=False)
     with Communicator(mpi.COMM_WORLD, config=config) as comm:
         for _ in range(3):
-            x = np.full(_TRIED_SIZE, comm.rank + 1, np.float32)
+            x = np.full(_ALLREDUCE_SIZE, comm.rank + 1, np.float32)
             began = time.perf_counter()
             comm.allreduce(x)
             best = min(best, time.perf_counter() - began)
@@ -156,8 +154,8 @@ def _allreduce(mpi: Any) -> float:
     return best
 
 
-def _asked(gpus: Gpus, library: Path) -> Gpus:
-    """Add what a started MPI knows about GPUs to what is known of the node's."""
+def _query_gpu_support(gpus: Gpus, library: Path) -> Gpus:
+    """Add MPI's support for GPUs to the facts about a node's GPUs; needs a started MPI."""
     if not gpus.kind:
         return gpus
     query = {"NVIDIA": "MPIX_Query_cuda_support", "AMD": "MPIX_Query_rocm_support"}[gpus.kind]
@@ -173,12 +171,12 @@ def _asked(gpus: Gpus, library: Path) -> Gpus:
                    gtl=any(path.name.startswith("libmpi_gtl") for path in loaded))
 
 
-def usable(gpus: Gpus, turn: int) -> Gpus:
-    """Add to a node's GPUs what CuPy sees of them, and whether memory can be shared.
+def with_cupy(gpus: Gpus, local_rank: int) -> Gpus:
+    """Add the GPUs that CuPy sees, and whether processes can share their memory.
 
     Args:
         gpus: GPUs of the node.
-        turn: Number of this rank among those of its node, which take GPUs in turn.
+        local_rank: Number of this rank on its node; GPUs are assigned to ranks in turn.
     """
     if gpus.kind != "NVIDIA":
         return gpus
@@ -186,14 +184,15 @@ def usable(gpus: Gpus, turn: int) -> Gpus:
         from ...gpu import cuda
         package = cuda.cupy()
         count = package.cuda.runtime.getDeviceCount()
-        seen = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))
-        device = cuda.device(turn % count)
-        unshared = ""
+        visible = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))
+        device = cuda.device(local_rank % count)
+        sharing_error = ""
         try:
             device.gpu.export(device.allocate(_BLOCK_BYTES))
         except OSError as error:
-            unshared = str(error)
-    # A look must not end the examination: CUDA's own errors are RuntimeErrors.
+            sharing_error = str(error)
+    # The examination continues after any error; CUDA errors are RuntimeErrors.
     except (MpiringError, RuntimeError, ImportError, MemoryError) as error:
         return replace(gpus, problem=" ".join(str(error).split()) or type(error).__name__)
-    return replace(gpus, seen=seen, address=seen[turn % count], unshared=unshared)
+    return replace(gpus, visible=visible, address=visible[local_rank % count],
+                   sharing_error=sharing_error)

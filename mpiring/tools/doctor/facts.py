@@ -1,4 +1,4 @@
-"""Holds the facts about ranks, nodes and networks, which are all that the judges read."""
+"""Holds the facts about ranks, nodes and networks, from which the findings are derived."""
 
 import math
 import re
@@ -8,23 +8,24 @@ from typing import TypeVar
 
 from ...launch.environment import Launcher, launcher_of, launchers
 
-# How libraries and launchers name themselves, special ones first: several contain MPICH.
+# Names of vendors in the version texts of libraries and launchers. MPICH is the last one, because
+# other vendors' texts also contain it.
 _VENDORS = {
     "Intel MPI": r"Intel\(R\) MPI", "Cray MPICH": r"CRAY MPICH", "MVAPICH": r"MVAPICH",
     "Open MPI": r"Open MPI|OpenRTE|PRRTE|prterun", "MPICH": r"MPICH|HYDRA"}
-# Libraries whose ranks each other's launchers can start: they share a PMI.
+# Vendors whose launchers can start each other's ranks, because they use the same PMI.
 _HYDRA = {"MPICH", "Intel MPI", "MVAPICH"}
-# The PMI that each vendor's library needs, as srun names it.
+# PMI that each vendor's library needs, by srun's name; pmi2 for all others.
 _PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
 
 Key = TypeVar("Key", bound=Hashable)
 
-# How MPICH's switches are turned off.
-_NO = ("0", "no", "false", "off")
+# Values that disable an MPICH setting.
+_FALSE = ("0", "no", "false", "off")
 
 
 def vendor_of(text: str) -> str:
-    """Return the maker of an MPI library or a launcher, by its text on its version; or ""."""
+    """Return the vendor of an MPI library or a launcher from its version text, or ""."""
     return next((vendor for vendor, pattern in _VENDORS.items() if re.search(pattern, text)), "")
 
 
@@ -35,15 +36,15 @@ def version_of(text: str) -> str:
 
 
 def incompatible(first: str, second: str) -> bool:
-    """Return whether one vendor's launcher cannot start ranks of the other's library.
+    """Return whether one vendor's launcher cannot start ranks of the other vendor's library.
 
-    False if one of them is not the name of a vendor.
+    Return False if an argument is not the name of a vendor.
     """
     pair = {first, second}
     return first != second and pair <= _VENDORS.keys() and not pair <= _HYDRA
 
 
-def first_on(variables: Mapping[str, str], names: Iterable[str]) -> str:
+def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:
     """Return the first of these variables that is neither empty nor 0, or ""."""
     return next((name for name in names if variables.get(name, "0") not in ("", "0")), "")
 
@@ -53,11 +54,11 @@ class Library:
     """The MPI library that mpi4py loads.
 
     Attributes:
-        path: Of the MPI library.
-        text: How the library names itself, on one line; "" where it could not be loaded.
-        standard: Version of MPI that it implements.
-        error: Why it could not be loaded.
-        pmix: It has loaded PMIx's library, or is one that always has it inside.
+        path: Path of the library.
+        text: Version text of the library, on one line; "" if it could not be loaded.
+        standard: Version of the MPI standard that the library implements.
+        error: Reason why the library could not be loaded.
+        pmix: If true, the library has loaded libpmix or contains PMIx.
     """
 
     path: str = ""
@@ -68,17 +69,17 @@ class Library:
 
     @property
     def vendor(self) -> str:
-        """The maker, or ""."""
+        """The vendor, or ""."""
         return vendor_of(self.text)
 
     @property
     def name(self) -> str:
-        """The vendor, or what the library says, and the version."""
+        """Vendor and version; for an unknown vendor, the beginning of the version text."""
         return f"{self.vendor or self.text[:40]} {version_of(self.text)}".strip()
 
     @property
     def pmi(self) -> str:
-        """The PMI that it needs, as srun names it."""
+        """The PMI that the library needs, by srun's name."""
         return _PMI.get(self.vendor, "pmi2")
 
 
@@ -87,12 +88,12 @@ class Processors:
     """The processors that a process may use.
 
     Attributes:
-        allowed: Their numbers (sched_getaffinity).
+        allowed: Numbers of the processors (sched_getaffinity).
         cores: Number of physical cores; less than `len(allowed)` if cores have several hardware
             threads.
         online: Number of processors of the node.
-        quota: Limit of a cgroup, in processors; infinite without one.
-        load: Number of processes that wanted a processor, averaged over the last minute.
+        quota: Limit of a cgroup, in processors; infinite without a limit.
+        load: Load average of the last minute.
     """
 
     allowed: frozenset[int] = frozenset((0,))
@@ -104,21 +105,22 @@ class Processors:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Limits of a process's memory, in bytes; None where there is no such thing, or no limit.
+    """Limits of the memory and the files of a process.
 
     Attributes:
-        shm_bytes, shm_free_bytes: Of /dev/shm.
-        locked_bytes: How much may be locked (ulimit -l).
-        open_files: How many may be open (ulimit -n).
-        left_files, left_bytes: Of this user's ranks in /dev/shm, which none of them has mapped.
+        shm_bytes, shm_free_bytes: Size and free space of /dev/shm; None without /dev/shm.
+        locked_bytes: Number of bytes that may be locked (ulimit -l); None without a limit.
+        open_files: Number of files that may be open (ulimit -n); None without a limit.
+        leftover_files, leftover_bytes: Number and size of this user's MPI files in /dev/shm that
+            no process uses.
     """
 
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
     locked_bytes: int | None = None
     open_files: int | None = None
-    left_files: int = 0
-    left_bytes: int = 0
+    leftover_files: int = 0
+    leftover_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +128,10 @@ class NetworkDevice:
     """A network device.
 
     Attributes:
+        name: Name of the device.
         kind: "Ethernet", "InfiniBand", "RoCE", "Omni-Path", "EFA", "Slingshot" or "virtual".
-        gbit: Its speed in Gbit/s; 0 if the system does not know.
-        active: It is connected.
+        gbit: Speed in Gbit/s; 0 if unknown.
+        active: If true, the device is connected.
     """
 
     name: str
@@ -138,7 +141,7 @@ class NetworkDevice:
 
     @property
     def is_fast(self) -> bool:
-        """Whether MPI should go past the system's TCP with it."""
+        """Whether MPI should use the device without TCP."""
         return self.kind not in ("Ethernet", "virtual")
 
 
@@ -149,16 +152,16 @@ class Gpus:
     Attributes:
         kind: "NVIDIA", "AMD" or "".
         count: Number of GPUs.
-        driver: Its version.
-        modules: Kernel modules for GPUDirect that are loaded.
-        aware: Answer of the MPI library to the question whether it takes GPU memory; None if it
-            has no such question.
-        transports: UCX's installed modules for GPUs; None if MPI does not use UCX.
-        gtl: Cray's library for GPUs is loaded.
-        seen: NVIDIA's GPUs that CuPy sees, by their addresses on the PCI bus.
-        address: The address of this rank's GPU.
-        problem: Reason why mpiring can use none, or "".
-        unshared: Reason why processes cannot open its memory to each other, or "".
+        driver: Version of the driver.
+        modules: Loaded kernel modules for GPUDirect.
+        aware: Whether the MPI library says that it accepts GPU memory; None if it has no function
+            that says so.
+        transports: Installed UCX modules for GPUs; None if MPI does not use UCX.
+        gtl: If true, Cray's library for GPUs is loaded.
+        visible: PCI addresses of the NVIDIA GPUs that CuPy sees.
+        address: PCI address of this rank's GPU.
+        problem: Reason why mpiring cannot use a GPU, or "".
+        sharing_error: Reason why processes cannot share GPU memory, or "".
     """
 
     kind: str = ""
@@ -168,10 +171,10 @@ class Gpus:
     aware: bool | None = None
     transports: tuple[str, ...] | None = None
     gtl: bool = False
-    seen: tuple[str, ...] = ()
+    visible: tuple[str, ...] = ()
     address: str = ""
     problem: str = ""
-    unshared: str = ""
+    sharing_error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +182,16 @@ class Container:
     """The container of a process, and the other ranks that are visible in it.
 
     Attributes:
-        kinds: "Apptainer", "enroot", "Kubernetes", "Podman", "Docker", or another name
-            that the container has; () outside of containers.
-        image: Its name or file, if the runtime tells it.
-        machine: Identity of the running system, equal in all its containers; "" if unknown, as for
-            the following three.
-        shm: The file system at /dev/shm, by a name that is unique on the machine.
-        processes, users: Namespaces of processes and users. Processes of other namespaces are
-            invisible, or their memory is closed.
-        private: The launcher has started this container for this rank alone.
-        apart: Number of visible processes of the doctor that have another /dev/shm.
-        missing: The folder of the launcher's PMIx, if it is not there inside; otherwise "".
+        kinds: Container runtimes, the innermost first, such as ("Apptainer",); () outside of
+            containers.
+        image: Name or file of the image; "" if unknown.
+        machine: Boot ID of the machine, equal in all its containers; "" if unknown.
+        shm: Name of the file system at /dev/shm, unique on the machine; "" if unknown.
+        processes, users: Numbers of the PID and user namespaces; "" if unknown. Processes in other
+            PID namespaces are invisible. In other user namespaces, their memory is inaccessible.
+        private: If true, the launcher has started this container for one rank.
+        other_shm: Number of visible doctor processes that have another /dev/shm.
+        missing_folder: Folder of the launcher's PMIx, if the container lacks it; otherwise "".
     """
 
     kinds: tuple[str, ...] = ()
@@ -199,8 +201,8 @@ class Container:
     processes: str = ""
     users: str = ""
     private: bool = False
-    apart: int = 0
-    missing: str = ""
+    other_shm: int = 0
+    missing_folder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,15 +210,17 @@ class Rank:
     """Facts about a process.
 
     Attributes:
-        rank: In the MPI world, else as the launcher counts; 0 where neither is known.
-        host: Its node's name.
-        node: Its node's number among those whose ranks share memory.
-        python, executable: Version and path.
-        versions: Of packages, by name; those that are not installed are missing.
-        thread_level: That MPI has given; "" while it is not started.
-        start_method: Of Python's multiprocessing.
-        variables: From `launch.environment.launch_variables`.
-        settings_error: Why `Config()` refuses the variables, or "".
+        rank: Rank in the MPI world, or in the launcher's variables if MPI failed, or 0.
+        host: Name of the node.
+        node: Number of the node. Ranks of a node share memory.
+        python, executable: Version and path of Python.
+        versions: Versions of the installed packages, by name.
+        library: MPI library.
+        thread_level: Thread level that MPI provides; "" if MPI was not started.
+        start_method: Start method of Python's multiprocessing.
+        variables: Result of `launch.environment.launch_variables`.
+        settings_error: Reason why `Config()` rejects the variables, or "".
+        processors, memory, devices, gpus, container: Facts about these subjects.
     """
 
     rank: int = 0
@@ -238,26 +242,26 @@ class Rank:
 
     @property
     def fast_devices(self) -> list[NetworkDevice]:
-        """Connected devices that MPI should use past the system's TCP."""
+        """Connected devices that MPI should use without TCP."""
         return [device for device in self.devices if device.is_fast and device.active]
 
 
 def grouped(ranks: Sequence[Rank], key: Callable[[Rank], Key]) -> dict[Key, list[Rank]]:
-    """Return the ranks that have a fact in common, by this fact."""
+    """Return groups of ranks with the same key, by key."""
     groups: dict[Key, list[Rank]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
     return groups
 
 
-def is_closed(ranks: Sequence[Rank]) -> bool:
-    """Return whether ranks of a node cannot read each other's memory, though their MPICH will.
+def cma_fails(ranks: Sequence[Rank]) -> bool:
+    """Return whether MPICH will fail to read memory of another rank on the same node.
 
-    Seen with MPICH 5.0.2: it reads messages of 16 KiB and more there, and fails where that is
-    refused between namespaces.
+    MPICH 5.0.2 reads messages of 16 KiB and more from the memory of the sender (cross-memory
+    attach). It fails if the ranks are in different namespaces.
     """
     readers = [rank for rank in ranks if rank.library.vendor == "MPICH"
-               and rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO]
+               and rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _FALSE]
     return any(len({(rank.container.processes, rank.container.users) for rank in neighbors}) > 1
                for neighbors in grouped(readers, lambda rank: rank.node).values())
 
@@ -267,9 +271,9 @@ class Pair:
     """A measurement between two ranks.
 
     Attributes:
-        ranks: The two.
-        latency_s: Of 8 bytes, one way.
-        bytes_per_s: Of large messages, one way.
+        ranks: Numbers of the two ranks.
+        latency_s: Time of an 8-byte message in one direction, in seconds.
+        bytes_per_s: Bandwidth of large messages in one direction.
     """
 
     ranks: tuple[int, int]
@@ -279,35 +283,35 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an examination ended before its time.
+    """Failure of an examination.
 
     Attributes:
-        stage: From `STAGES`.
-        how: "Bus error (signal 7)", "exit status 16", "no end within 30 s".
-        late: It was ended at the deadline.
+        stage: LOADING, STARTING, EXCHANGING, TRYING, MEASURING or ENDING.
+        reason: Text such as "Bus error (signal 7)", "exit status 16", "no end within 30 s".
+        timed_out: If true, the process was killed at the deadline.
         printed: Lines that the process printed.
     """
 
     stage: str
-    how: str
-    late: bool = False
+    reason: str
+    timed_out: bool = False
     printed: Sequence[str] = ()
 
 
-# The stages of an examination, in their order.
-LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = STAGES = (
+# Stages of an examination, in order.
+LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = (
     "loading the MPI library", "MPI_Init", "the first exchange between ranks",
     "an allreduce of mpiring", "measuring", "MPI_Finalize")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mpirun:
-    """The mpirun that a user's shell finds.
+    """The mpirun in PATH.
 
     Attributes:
-        path: Its path, or "".
-        text: Text of its version, on one line.
-        of_library: The mpirun of the library's own installation, or "".
+        path: Path of mpirun, or "".
+        text: Version text of mpirun, on one line.
+        of_library: Path of the mpirun that was installed with the MPI library, or "".
     """
 
     path: str = ""
@@ -320,10 +324,10 @@ class Slurm:
     """The output of Slurm's commands.
 
     Attributes:
-        installed: If true, there is an srun.
-        mpi_types: Types in the list of `srun --mpi=list`.
+        installed: If true, the command srun exists.
+        mpi_types: Types that `srun --mpi=list` prints.
         mpi_default: Type that srun uses without `--mpi`.
-        kills: If true, a rank that fails ends the step (KillOnBadExit); None if unknown.
+        kills: If true, a failed rank ends the step (KillOnBadExit); None if unknown.
     """
 
     installed: bool = False
@@ -332,7 +336,7 @@ class Slurm:
     kills: bool | None = None
 
     def offers(self, pmi: str) -> bool:
-        """Return whether srun has a PMI of this name, or a version of it."""
+        """Return whether srun supports a PMI, in any version."""
         return any(kind.startswith(pmi) for kind in self.mpi_types)
 
 
@@ -341,16 +345,17 @@ class JobFacts:
     """All facts about a job.
 
     Attributes:
-        ranks: Ranks in order; the reporting rank alone if MPI failed before they connected.
+        ranks: Ranks in order; only the reporting rank if MPI failed before the ranks connected.
         size: Size of the MPI world; 0 if MPI was not started.
         wanted: Number of ranks that the launcher was asked for.
         wanted_by: Variable and launcher that are the source of `wanted`, or "".
-        warnings: Warnings of mpiring while it tried an allreduce.
-        trial_errors: Errors of that allreduce.
-        printed: Output of the MPI library.
-        tried_s: Seconds of that allreduce; None if it was not tried.
-        pairs: Measurements.
-        failure: How the examination ended early, if it did.
+        warnings: Warnings that mpiring logged during a test allreduce.
+        trial_errors: Errors of the test allreduce.
+        printed: Last lines that the MPI library printed.
+        allreduce_s: Time of the test allreduce in seconds; None if it was not run.
+        pairs: Measurements between ranks.
+        failure: Failure of the examination; None if it succeeded.
+        mpirun, slurm: Facts about these commands.
     """
 
     ranks: Sequence[Rank] = (Rank(),)
@@ -360,7 +365,7 @@ class JobFacts:
     warnings: Sequence[str] = ()
     trial_errors: Sequence[str] = ()
     printed: Sequence[str] = ()
-    tried_s: float | None = None
+    allreduce_s: float | None = None
     pairs: Sequence[Pair] = ()
     failure: Failure | None = None
     mpirun: Mpirun = Mpirun()
@@ -383,20 +388,22 @@ class JobFacts:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher of this process; one without a name unless it has started ranks."""
-        return launchers(self.variables)[0] if launcher_of(self.variables) else Launcher("", "")
+        """The launcher of the ranks; its name is "" if no launcher has started them."""
+        name = launcher_of(self.variables)
+        return next((launcher for launcher in launchers(self.variables) if launcher.name == name),
+                    Launcher("", ""))
 
     @property
-    def is_torn(self) -> bool:
-        """Whether the launcher started several ranks, but each is alone in its world."""
-        return self.size == 1 and self.wanted > 1 and launcher_of(self.variables) != ""
+    def is_split(self) -> bool:
+        """Whether the launcher started several ranks, but each has a separate MPI world."""
+        return self.size == 1 and self.wanted > 1 and self.launcher.name != ""
 
     def nodes(self) -> dict[int, list[Rank]]:
-        """Return the ranks of each node, by its number."""
+        """Return the ranks of each node, by node number."""
         return grouped(self.ranks, lambda rank: rank.node)
 
     def node_names(self) -> dict[int, str]:
-        """Return the nodes' names, with a number if several nodes have the same name."""
+        """Return the names of the nodes; if several have the same name, add their numbers."""
         names = {node: ranks[0].host for node, ranks in self.nodes().items()}
         hosts = list(names.values())
         return {node: host if hosts.count(host) == 1 else f"{host} (node {node})"

@@ -1,4 +1,4 @@
-"""Gathers facts about this process, its node and container; judges nothing, needs no MPI."""
+"""Gathers facts about this process, its node and its container, without MPI."""
 
 import contextlib
 import importlib.metadata
@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ...config import Config, unknown_variables
@@ -30,36 +30,37 @@ from .facts import (
 _PACKAGES = ("numpy", "mpi4py", "torch", "numba", "xxhash", "ml_dtypes", "matplotlib", "cupy")
 
 _ROOT = Path("/")
-# Commands may hang, as Slurm's where its controller is down.
+# Time limit for commands. Slurm commands hang if the controller is down.
 _COMMAND_S = 3.0
-# If two libraries share a folder, the first name is one's, and others may be the other's.
+# If two MPI libraries are installed in one folder, `mpirun` belongs to one of them, and another
+# name may belong to the other one.
 _MPIRUNS = ("mpirun", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
-# Kernel modules with which networks and GPUs exchange data directly.
+# Kernel modules for direct transfers between networks and GPUs.
 _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv")
-# Files of MPICH and Open MPI in /dev/shm, left there when a job is killed.
+# Names of MPICH and Open MPI files in /dev/shm, which remain when a job is killed.
 _SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
-# Newer files may not be mapped yet.
-_NEW_S = 60.0
-# Of Linux's if_arp.h: Ethernet and InfiniBand.
+# Age of a leftover file in seconds; newer files may not be mapped yet.
+_MIN_AGE_S = 60.0
+# Device types of Ethernet and InfiniBand (if_arp.h).
 _ARPHRD = ("1", "32")
-# Files that runtimes put into a container, the most usual runtimes first. enroot locks its
-# containers with a file, by which `enroot list` knows them.
-_FILES = {
+# Files in a container that identify its runtime, the innermost runtime first. /.lock is enroot's
+# lock file, which `enroot list` also uses.
+_CONTAINER_FILES = {
     ".singularity.d": "Apptainer", ".lock": "enroot",
     "var/run/secrets/kubernetes.io": "Kubernetes", "run/.containerenv": "Podman",
     ".dockerenv": "Docker"}
 # Names in the path of a control group.
-_GROUPS = {"kubepods": "Kubernetes", "libpod": "Podman", "docker": "Docker"}
-_IMAGES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
-# Mount points of the tmpfs that programs find at /dev/shm, the most specific one first.
-_PLACES = ("/dev/shm", "/dev", "/")
+_CGROUP_NAMES = {"kubepods": "Kubernetes", "libpod": "Podman", "docker": "Docker"}
+_IMAGE_VARIABLES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+# Mount points that may contain /dev/shm, the most specific one first.
+_SHM_MOUNT_POINTS = ("/dev/shm", "/dev", "/")
 
 
 def rank(number: int, library: Library) -> Rank:
     """Return the facts about this process.
 
     Args:
-        number: Its rank, if known.
+        number: Rank of this process, or 0 if unknown.
         library: MPI library that mpi4py loads.
     """
     variables = launch_variables()
@@ -72,12 +73,12 @@ def rank(number: int, library: Library) -> Rank:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the packages that are installed, without importing them."""
+    """Return the versions of the installed packages, without importing the packages."""
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(name) is not None:
-                # CuPy's wheels have other names than the module.
+                # CuPy wheels have other names than the module, so their version is not found.
                 versions[name] = "installed"
                 versions[name] = importlib.metadata.version(name)
     return versions
@@ -95,10 +96,10 @@ def _settings_error() -> str:
 
 
 def processors(root: Path = _ROOT) -> Processors:
-    """Return which processors this process may use.
+    """Return the processors that this process may use.
 
     Args:
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     allowed = frozenset(usable_processors())
     return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
@@ -106,75 +107,75 @@ def processors(root: Path = _ROOT) -> Processors:
 
 
 def quota(root: Path = _ROOT) -> float:
-    """Return how many processors' time the tightest cgroup of this process grants.
+    """Return the smallest CPU limit of this process's cgroups, in processors.
 
     Args:
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     quotas = [math.inf]
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
-        # Version 2 has one tree, with no controllers; version 1 a tree for each.
+        # Version 2 has one tree without controller names; version 1 has a tree for each controller.
         if not controllers or "cpu" in controllers.split(","):
             folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            # In a container, the path may be the host's, and only the mount itself be there.
+            # In a container, the path may be the host's path. Then only the root cgroup is visible.
             group = Path(inside.strip("/"))
-            quotas += [_granted(folder / path) for path in (group, *group.parents)]
+            quotas += [_cgroup_quota(folder / path) for path in (group, *group.parents)]
     return min(quotas)
 
 
-def _granted(group: Path) -> float:
-    """Return the processors' time that a cgroup of either version grants."""
-    both = text_of(group / "cpu.max").split() or [
+def _cgroup_quota(group: Path) -> float:
+    """Return the CPU limit of a cgroup of either version, in processors."""
+    times = text_of(group / "cpu.max").split() or [
         text_of(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    return int(both[0]) / int(both[1]) if all(text.isdigit() for text in both) else math.inf
+    return int(times[0]) / int(times[1]) if all(map(str.isdigit, times)) else math.inf
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return the limits of this process's memory.
+    """Return the limits of this process's memory and files.
 
     Args:
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     total = free = None
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    left = list(_left(root))
-    return Memory(left_files=len(left), left_bytes=sum(left), shm_bytes=total, shm_free_bytes=free,
-                  locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
-                  open_files=_limit(resource.RLIMIT_NOFILE))
+    leftover = _leftover_sizes(root)
+    return Memory(leftover_files=len(leftover), leftover_bytes=sum(leftover), shm_bytes=total,
+                  shm_free_bytes=free, locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
+                  open_files=_soft_limit(resource.RLIMIT_NOFILE))
 
 
-def _left(root: Path) -> Iterator[int]:
-    """Yield the sizes of this user's MPI files in /dev/shm that no process has mapped.
+def _leftover_sizes(root: Path) -> Collection[int]:
+    """Return the sizes of this user's MPI files in /dev/shm that no process has mapped.
 
-    Only this user's processes can have mapped them.
+    Processes of other users cannot map these files.
     """
     sizes = {}
     for path in (root / "dev/shm").glob("*"):
         if _SHM_FILES.fullmatch(path.name):
-            with contextlib.suppress(OSError):    # deleted meanwhile
+            with contextlib.suppress(OSError):    # The file was deleted.
                 status = path.stat()
-                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _NEW_S:
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _MIN_AGE_S:
                     sizes[path.name] = status.st_size
     if sizes:
         for maps in (root / "proc").glob("[0-9]*/maps"):
             for name in _SHM_FILES.finditer(text_of(maps)):
                 sizes.pop(name[0], None)
-    yield from sizes.values()
+    return sizes.values()
 
 
-def _limit(which: int) -> int | None:
+def _soft_limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
-    """Yield the network devices; fast ones under their own names, and as TCP's interfaces.
+    """Yield the network devices. The TCP interfaces of fast devices are separate devices.
 
     Args:
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     for path in sorted((root / "sys/class/net").glob("*")):
         if text_of(path / "type") in _ARPHRD:
@@ -182,27 +183,27 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
             speed = text_of(path / "speed")
             yield NetworkDevice(
                 name=path.name, kind="virtual" if is_virtual else "Ethernet",
-                # Virtual devices make up their speed.
+                # The speed of a virtual device is not real.
                 gbit=int(speed) / 1000 if speed.isdigit() and not is_virtual else 0.0,
                 active=text_of(path / "operstate") != "down")
     for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         name = path.parent.parent.name
-        yield NetworkDevice(name=name, kind=_kind_of(name, text_of(path / "link_layer")),
-                            gbit=_number(path / "rate"),
+        yield NetworkDevice(name=name, kind=_rdma_kind(name, text_of(path / "link_layer")),
+                            gbit=_first_number(path / "rate"),
                             active="ACTIVE" in text_of(path / "state"))
     for path in sorted((root / "sys/class/cxi").glob("*")):
         yield NetworkDevice(name=path.name, kind="Slingshot",
-                            gbit=_number(path / "device/properties/speed"))
+                            gbit=_first_number(path / "device/properties/speed"))
 
 
-def _number(path: Path) -> float:
-    """Return the first number in a file, 200 of "200 Gb/sec (4X HDR)" and "BS_200G", or 0."""
+def _first_number(path: Path) -> float:
+    """Return the first number in a file, such as 200 in "200 Gb/sec (4X HDR)", or 0."""
     number = re.search(r"\d[\d.]*", text_of(path))
     return float(number[0]) if number else 0.0
 
 
-def _kind_of(name: str, link_layer: str) -> str:
-    """Return the kind of a device that uses InfiniBand's interface."""
+def _rdma_kind(name: str, link_layer: str) -> str:
+    """Return the kind of a device with an InfiniBand interface."""
     if name.startswith("hfi1"):
         return "Omni-Path"
     if name.startswith(("efa", "rdmap")):
@@ -211,10 +212,10 @@ def _kind_of(name: str, link_layer: str) -> str:
 
 
 def gpus(root: Path = _ROOT) -> Gpus:
-    """Return the node's GPUs and kernel modules for them; nothing of MPI.
+    """Return the GPUs of the node and their kernel modules, without facts about MPI.
 
     Args:
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
@@ -229,7 +230,7 @@ def gpus(root: Path = _ROOT) -> Gpus:
 
 
 def mpirun(library: Library) -> Mpirun:
-    """Return the mpirun that a shell finds, and that of the MPI library's installation.
+    """Return the mpirun in PATH and the mpirun that was installed with the MPI library.
 
     Args:
         library: MPI library that mpi4py loads.
@@ -246,19 +247,19 @@ def mpirun(library: Library) -> Mpirun:
 
 
 def _version_text(launcher: str) -> str:
-    """Return the output of a launcher that is asked for its version, on one line."""
+    """Return the version text of a launcher, on one line."""
     return " ".join(output_of([launcher, "--version"]).split())[:200]
 
 
 def slurm(variables: Iterable[str]) -> Slurm:
-    """Return facts from Slurm's commands.
+    """Return facts from the output of Slurm commands.
 
     Args:
-        variables: Names of environment variables; the controller is asked only in a job.
+        variables: Names of environment variables. The controller is contacted only in a job.
     """
     if shutil.which("srun") is None:
         return Slurm()
-    # "MPI plugin types are...", a word a line, on standard error.
+    # srun prints "MPI plugin types are..." and one type per line, on standard error.
     listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
                         output_of(["srun", "--mpi=list"]))
     config = output_of(["scontrol", "show", "config"]) if "SLURM_JOB_ID" in variables else ""
@@ -269,7 +270,7 @@ def slurm(variables: Iterable[str]) -> Slurm:
 
 
 def output_of(command: list[str]) -> str:
-    """Return the output of a command, or "" if it cannot be started or does not end."""
+    """Return the output of a command, or "" if it does not start or does not end in time."""
     try:
         ended = child_job.run(command, _COMMAND_S)
     except OSError:
@@ -289,63 +290,63 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
 
     Args:
         variables: Result of `launch.environment.launch_variables`.
-        root: Folder of the system's files.
+        root: Root folder of the file system.
     """
     proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
     shm = shared_memory(proc / "self")
     return Container(
-        kinds=tuple(_kinds(variables, root)),
-        image=next((variables[name] for name in _IMAGES if variables.get(name)), ""),
+        kinds=tuple(_container_kinds(variables, root)),
+        image=next((variables[name] for name in _IMAGE_VARIABLES if variables.get(name)), ""),
         machine=text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
         processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
         private=launched_first(variables, proc),
-        apart=sum(other != shm for other in _others(proc) if other and shm),
-        missing=folder if folder and not (root / folder.lstrip("/")).exists() else "")
+        other_shm=sum(other != shm for other in _other_doctors_shm(proc) if other and shm),
+        missing_folder=folder if folder and not (root / folder.lstrip("/")).exists() else "")
 
 
-def _kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
-    """Yield the kinds of container whose marks there are, by the order of `_FILES`."""
+def _container_kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
+    """Yield the container runtimes that were detected, in the order of `_CONTAINER_FILES`."""
     group = text_of(root / "proc/self/cgroup")
     kinds = {kind for name, kind in CONTAINERS.items() if kind and name in variables}
-    kinds |= {kind for name, kind in _FILES.items() if (root / name).exists()}
-    kinds |= {kind for name, kind in _GROUPS.items() if name in group}
-    yield from (kind for kind in _FILES.values() if kind in kinds)
-    # If there is Podman's file as well as container=podman, it was yielded already.
+    kinds |= {kind for name, kind in _CONTAINER_FILES.items() if (root / name).exists()}
+    kinds |= {kind for name, kind in _CGROUP_NAMES.items() if name in group}
+    yield from (kind for kind in _CONTAINER_FILES.values() if kind in kinds)
+    # This variable names a runtime that may have been yielded already.
     name = variables.get("container", "")
     if name and not kinds:
         yield {"podman": "Podman", "docker": "Docker"}.get(name, name)
 
 
 def shared_memory(process: Path) -> str:
-    """Return the file system that a process finds at /dev/shm, or "" where it is hidden.
+    """Return the name of a process's file system at /dev/shm, or "" if it is hidden.
 
     Args:
-        process: Its folder in /proc; another user's will do.
+        process: Folder of the process in /proc; the process may belong to another user.
 
     Returns:
-        Its device, and the folder in it: on one machine, no other has the same.
+        Number of the device and folder in it. The name is unique on the machine.
     """
     mounts = {}
     for line in text_of(process / "mountinfo").splitlines():
         _, _, device, folder, place, *_ = line.split()
-        mounts[place] = f"{device} {folder}"    # the last one hides the others
-    return next((mounts[place] for place in _PLACES if place in mounts), "")
+        mounts[place] = f"{device} {folder}"    # The last mount hides earlier ones.
+    return next((mounts[place] for place in _SHM_MOUNT_POINTS if place in mounts), "")
 
 
-def _others(proc: Path) -> Iterator[str]:
-    """Yield the /dev/shm of this user's other doctors that are visible."""
+def _other_doctors_shm(proc: Path) -> Iterator[str]:
+    """Yield the file system at /dev/shm of each visible doctor process of this user."""
     for path in proc.glob("[0-9]*/cmdline"):
         words = text_of(path).split("\0")
-        # Launchers also have these words in their commands.
+        # The command of a launcher also contains these words.
         is_doctor = (Path(words[0]).name.startswith("python") and "--examine" not in words
                      and {"mpiring", "doctor"} <= set(words))
-        with contextlib.suppress(OSError):    # it has ended meanwhile
+        with contextlib.suppress(OSError):    # The process has ended.
             if is_doctor and path.stat().st_uid == os.getuid():
                 yield shared_memory(path.parent)
 
 
 def _namespace(path: Path) -> str:
-    """Return the number of a namespace, "" where there are none or they are hidden."""
+    """Return the number of a namespace, or "" if it is hidden or does not exist."""
     try:
         return re.sub(r"\D", "", str(path.readlink()))
     except OSError:
@@ -353,7 +354,7 @@ def _namespace(path: Path) -> str:
 
 
 def text_of(path: Path) -> str:
-    """Return a small file of the system's, stripped, or "" where it cannot be read."""
+    """Return the stripped content of a small system file, or "" if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

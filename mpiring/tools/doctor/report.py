@@ -1,4 +1,4 @@
-"""Defines findings, joins those that are the same on many ranks, and writes the report."""
+"""Defines findings, merges equal findings of several ranks, and formats the report."""
 
 import dataclasses
 import itertools
@@ -18,16 +18,16 @@ _WIDTH = max(map(len, VERDICTS))
 
 @dataclass(frozen=True)
 class Finding:
-    """A property that was examined.
+    """The result of examining one property.
 
     Attributes:
-        name: The property, in a word or two.
+        name: Name of the property.
         verdict: "ok", "note" (works, but could be better), "warning" (slow, or at risk), or
             "problem" (does not work).
-        value: The observation.
-        remedy: The cure; "" if nothing needs to be done.
-        ranks: The ranks that it is about; () for the job as a whole.
-        subject: The heading of the report under which it is printed.
+        value: Observed value.
+        remedy: Advice to the user; "" if nothing needs to be done.
+        ranks: Ranks with this finding; () for all ranks.
+        subject: Heading of the report under which the finding is printed.
     """
 
     name: str
@@ -38,24 +38,30 @@ class Finding:
     subject: str = ""
 
 
-# The findings of a table; None for a property to which none of its rows applies.
+# Findings of a table; None for a property without a row that applies.
 Rows = Iterator[Finding | None]
-# A condition, a verdict, a value, and a remedy unless the verdict is OK.
+# Condition, verdict, value, and remedy unless the verdict is OK.
 Row = tuple[object, str, str] | tuple[object, str, str, str]
 
 
-def check(name: str, rows: Sequence[Row]) -> Finding | None:
-    """Return the finding on a property: that of the first row whose condition holds."""
-    return next((Finding(name, *row[1:]) for row in rows if row[0]), None)
-
-
-def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
-    """Join findings that differ in nothing but their ranks, and sort them by property.
-
-    A finding on all ranks is on the job.
+def check(name: str, rows: Sequence[Row], ok: str = "") -> Finding | None:
+    """Return the finding of the first row whose condition is true.
 
     Args:
-        findings: Findings, subject after subject.
+        name: Name of the property.
+        rows: Rows of the table.
+        ok: Value of the finding if all conditions are false; "" for no finding.
+    """
+    return next((Finding(name, *row[1:]) for row in [*rows, (ok, OK, ok)] if row[0]), None)
+
+
+def merge(findings: Iterable[Finding], size: int) -> list[Finding]:
+    """Merge findings that differ only in their ranks, and group them by property.
+
+    A finding of all ranks becomes a finding of the job.
+
+    Args:
+        findings: Findings in the order of their subjects.
         size: Number of ranks.
     """
     joined: dict[Finding, set[int]] = {}
@@ -67,8 +73,8 @@ def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
                 (item[0].subject, item[0].name)))]
 
 
-def where(ranks: Sequence[int], job: JobFacts) -> str:
-    """Return "ranks 4-7 on n2"; "" for the job as a whole."""
+def location(ranks: Sequence[int], job: JobFacts) -> str:
+    """Return a text such as "ranks 4-7 on n2"; "" without ranks."""
     names, chosen = job.node_names(), set(ranks)
     parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbors in job.nodes().items()
              if (numbers := [rank.rank for rank in neighbors if rank.rank in chosen])]
@@ -82,7 +88,7 @@ def worst(findings: Iterable[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
-    """Return the report as text; every finding that is not ok is followed by its remedy."""
+    """Return the report as text, with a remedy for each finding that is not ok."""
     hosts = first_few(list(job.node_names().values()), _MAX_HOSTS).replace(", and", " and")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
     lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
@@ -91,7 +97,7 @@ def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
         lines += ["", subject]
         for finding in group:
             first, *more = finding.value.splitlines() or [""]
-            place = where(finding.ranks, job)
+            place = location(finding.ranks, job)
             lines += [f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
                       + (f"  [{place}]" if place else ""), *(f"{indent}  {line}" for line in more)]
             lines += [f"{indent}-> {finding.remedy}"] if finding.remedy else []
@@ -106,5 +112,5 @@ def as_json(findings: Sequence[Finding], job: JobFacts) -> str:
     return json.dumps({
         "mpiring": __version__, "ranks": len(job.ranks), "nodes": list(job.node_names().values()),
         "verdict": worst(findings), "findings": [
-            {"subject": "", **dataclasses.asdict(finding), "where": where(finding.ranks, job)}
+            {"subject": "", **dataclasses.asdict(finding), "where": location(finding.ranks, job)}
             for finding in findings]}, indent=1)

@@ -1,4 +1,4 @@
-"""Judges Python, packages, the MPI library, the launch and containers, a row per finding."""
+"""Judges Python, packages, MPI, launch and containers, with a table of conditions per property."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from ...launch.environment import launched_here, launcher_of, survives_deaths
 from ...text import count, ranks_on_nodes, span
 from .facts import (
-    ENDING, STARTING, Failure, JobFacts, Rank, incompatible, is_closed, vendor_of, version_of)
+    ENDING, STARTING, Failure, JobFacts, Rank, cma_fails, incompatible, vendor_of, version_of)
 from .hardware import shm_is_short
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check
 
-GET_ONE = "load your cluster's MPI module (module avail mpi), or: pip install 'mpiring[mpich]'"
+_INSTALL_MPI = "load your cluster's MPI module (module avail mpi), or: pip install 'mpiring[mpich]'"
 _DOCTOR = "python -m mpiring doctor"
 
 _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
            "MVAPICH": "export MV2_ENABLE_AFFINITY=0"}
-# Optional packages, each with its use and how to install it.
+# Optional packages, each with its use and the command that installs it.
 _OPTIONAL = {
     "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
                                 "first"),
@@ -30,15 +30,15 @@ _OPTIONAL = {
 
 _PMI_OFFERS = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
 _CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
-_STRANGERS = "which starts processes that MPI does not know"
+_NO_MPI = "which starts processes that MPI does not know"
 _INTERFACES = {
     "Open MPI": "export OMPI_MCA_btl_tcp_if_include=NAME UCX_NET_DEVICES=NAME",
     "MPICH": "mpirun -iface NAME, with UCX_NET_DEVICES=NAME",
     "Intel MPI": "export FI_TCP_IFACE=NAME",
     "Cray MPICH": "export FI_CXI_DEVICE_NAME=NAME"}
 
-# How to give the ranks of a node one /dev/shm, and let them see each other's processes.
-_TOGETHER = {
+# How to give the ranks of a node one /dev/shm and one PID namespace, by container runtime.
+_SHARE_SHM = {
     "Apptainer": "start it without --contain, --containall, --ipc and --pid, or add "
                  "--bind /dev/shm",
     "enroot": "srun --container-mounts=/dev/shm:/dev/shm, as enroot's own 10-system.fstab has it",
@@ -46,72 +46,73 @@ _TOGETHER = {
     "Podman": "podman run --ipc=host --pid=host, or one container per node and mpirun inside",
     "Docker": "docker run --ipc=host --pid=host, or one container per node and mpirun inside",
     "": "let the ranks of a node share /dev/shm and the namespace of processes"}
-# The same for namespaces of users, without which containers need root's help.
-_USERS = {
+# How to give them one user namespace.
+_SHARE_USERS = {
     "Apptainer": "apptainer exec --sharens (since 1.3), or an Apptainer that is installed setuid",
     "Podman": "podman run --userns=host, or one container per node and mpirun inside",
     "": "start the ranks of a node in one container, by the mpirun inside"}
-# How a folder of the host gets into a container.
+# How to mount a folder of the host in a container.
 _BIND = {
     "Apptainer": "apptainer exec --bind {}",
     "enroot": "srun --container-mounts={0}:{0}, or enroot's hook 50-slurm-pmi.sh",
     "Podman": "podman run -v {0}:{0}", "Docker": "docker run -v {0}:{0}",
     "": "mount {} inside, too"}
-# Measured with MPICH 5.0.2, which else waits in MPI_Init for what it has written to /dev/shm.
-_APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
-_COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
+# Without this setting, ranks of MPICH 5.0.2 wait in MPI_Init for data that other ranks have written
+# to another /dev/shm (measured).
+_NO_LOCAL = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
+_NO_CMA = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 
 def installed(job: JobFacts, rank: Rank) -> Rows:
-    """Judge Python and mpi4py, of which all ranks must have the same, and the MPI library."""
+    """Judge whether Python, mpi4py and the MPI library are installed, and equal on all ranks."""
     library = job.library
-    yield _same(job, "Python", rank, lambda each: each.python, rank.executable)
+    yield _compared(job, "Python", rank, lambda each: each.python, rank.executable)
     if "mpi4py" not in job.reporter.versions:
         yield Finding("mpi4py", PROBLEM, "not installed", "pip install mpi4py")
         return
-    yield _same(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
+    yield _compared(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
     if library.text:
-        yield _same(job, "MPI library", rank, lambda each: (
+        yield _compared(job, "MPI library", rank, lambda each: (
             f"{each.library.name} (MPI {each.library.standard})"), rank.library.path)
         return
-    chosen = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
-    yield Finding(
-        "MPI library", PROBLEM, f"mpi4py cannot load one\n{library.error or 'unknown'}",
-        f"unset {' '.join(chosen)}, which mpi4py obeys; or {GET_ONE}" if chosen else GET_ONE)
+    variables = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
+    unset = f"unset {' '.join(variables)}, which mpi4py obeys; or " if variables else ""
+    yield Finding("MPI library", PROBLEM, f"mpi4py cannot load one\n{library.error or 'unknown'}",
+                  unset + _INSTALL_MPI)
 
 
-def _same(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
-          remedy: str = "start the same environment on all nodes, from a folder that all see",
-          ) -> Finding | None:
-    """Report a version, of which all ranks must have the same."""
+def _compared(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
+              remedy: str = "start the same environment on all nodes, from a folder that all see",
+              ) -> Finding | None:
+    """Report the version of a rank; warn if the versions of the ranks differ."""
     text = ", ".join(filter(None, [version(rank), path]))
-    return check(name, [(len(set(map(version, job.ranks))) == 1, OK, text),
-                        (True, WARNING, text, remedy)])
+    return check(name, [(len(set(map(version, job.ranks))) > 1, WARNING, text, remedy)], text)
 
 
 def mpirun(job: JobFacts, *_: Rank) -> Rows:
-    """Judge whether a shell's mpirun is the library's own."""
+    """Judge whether the mpirun in PATH belongs to the MPI library."""
     path, library, matching = job.mpirun.path, job.library, job.mpirun.of_library
     vendor = vendor_of(job.mpirun.text)
     text = f"{path} is {vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
     folder = Path(path).resolve().parent
-    is_mixed = any(folder.parent == home for file in filter(None, [matching, library.path])
-                   for home in list(Path(file).resolve().parents)[1:3])
+    is_replaced = any(folder.parent == home for file in filter(None, [matching, library.path])
+                      for home in list(Path(file).resolve().parents)[1:3])
     remedy = (f"use {matching}" if matching else
               f"use the mpirun that came with {library.path or library.name}: load its module")
-    another = (f"{f'use {matching}; or ' if matching else ''}uninstall {vendor}, whose mpirun has "
-               f"taken the place of {library.vendor}'s, and install {library.vendor} again")
-    # A job that was launched in another way does not need it.
-    works = job.size > 1 or launcher_of(job.variables) == "srun"
+    reinstall = (f"{f'use {matching}; or ' if matching else ''}uninstall {vendor}, whose mpirun "
+                 f"has taken the place of {library.vendor}'s, and install {library.vendor} again")
+    # A job with another launcher does not need mpirun.
+    is_launched = job.size > 1 or job.launcher.name == "srun"
     yield check("mpirun", [
         (not path and matching, WARNING, "not in PATH",
          f"use {matching}, or put its folder in PATH"),
         (not path and job.slurm.installed, OK, "none; srun does without"),
-        (not path, WARNING, "there is none", GET_ONE),
-        (not library.text, NOTE, f"{text}; there is no library that it could belong to", GET_ONE),
-        (incompatible(vendor, library.vendor),
-         WARNING if works else PROBLEM, f"{text}, but mpi4py loads {library.name}: each rank would "
-         f"be alone, or not start", another if is_mixed else remedy),
+        (not path, WARNING, "there is none", _INSTALL_MPI),
+        (not library.text, NOTE, f"{text}; there is no library that it could belong to",
+         _INSTALL_MPI),
+        (incompatible(vendor, library.vendor), WARNING if is_launched else PROBLEM,
+         f"{text}, but mpi4py loads {library.name}: each rank would be alone, or not start",
+         reinstall if is_replaced else remedy),
         (matching and Path(matching).resolve().parent == folder, OK,
          f"{text}, of the library's own installation"),
         (matching, WARNING, f"{text}, of another installation than {library.path}", remedy),
@@ -120,22 +121,21 @@ def mpirun(job: JobFacts, *_: Rank) -> Rows:
 
 
 def threads(job: JobFacts, rank: Rank) -> Rows:
-    """Judge the thread level that MPI has given a rank."""
+    """Judge the thread level that MPI provides."""
     level, variables = rank.thread_level, rank.variables
     remedy = _LEVELS.get(rank.library.vendor,
                          "use an MPI library built with MPI_THREAD_MULTIPLE")
     if variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
         remedy = "unset MPI4PY_RC_THREAD_LEVEL"
     yield check("thread level", [
-        (level == "multiple", OK, level),
-        (level, WARNING, f"{level}: operations advance only inside mpiring's calls, so that less "
-         f"is hidden", remedy)])
+        (level not in ("", "multiple"), WARNING, f"{level}: operations advance only inside "
+         f"mpiring's calls, so that less is hidden", remedy)], level)
 
 
 def packages(job: JobFacts, rank: Rank) -> Rows:
-    """Judge a rank's packages, and what missing ones are for."""
-    yield _same(job, "numpy", rank, lambda each: each.versions.get("numpy", "missing"),
-                remedy="install the same version on all nodes")
+    """Judge the packages of a rank, and explain the use of missing packages."""
+    yield _compared(job, "numpy", rank, lambda each: each.versions.get("numpy", "missing"),
+                    remedy="install the same version on all nodes")
     for name, (purpose, remedy) in _OPTIONAL.items():
         yield check(name, [
             (name in rank.versions, OK, rank.versions.get(name, "")),
@@ -143,12 +143,12 @@ def packages(job: JobFacts, rank: Rank) -> Rows:
              remedy)])
 
 
-def right_launch(job: JobFacts) -> str:
-    """Return the line that launches ranks of the library that mpi4py loads."""
+def launch_command(job: JobFacts) -> str:
+    """Return the command that launches ranks with the MPI library that mpi4py loads."""
     vendor, pmi = job.library.vendor, job.library.pmi
     words = f"-n {job.wanted if job.wanted > 1 else 4} {_DOCTOR}"
     line = f"{job.mpirun.of_library or f'the mpirun of {vendor}'} {words}"
-    if launcher_of(job.variables) != "srun" and not (
+    if job.launcher.name != "srun" and not (
             job.slurm.installed and "SLURM_JOB_ID" in job.variables):
         return line
     if job.slurm.mpi_types and not job.slurm.offers(pmi):
@@ -156,15 +156,15 @@ def right_launch(job: JobFacts) -> str:
     if _needs_mpirun(job):
         return ("between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
                 + line)
-    # Intel's library finds Slurm's PMI by this variable alone.
+    # Intel MPI needs this variable to find Slurm's PMI.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
     return f"{library}srun --mpi={pmi} {words}"
 
 
 def is_mismatched(rank: Rank) -> bool:
-    """Return whether a rank's launcher belongs to another MPI library than the rank loads.
+    """Return whether a rank's launcher and the MPI library that the rank loads are incompatible.
 
-    For srun: whether it offers another PMI than the library needs.
+    srun is incompatible if it does not offer the PMI that the library needs.
     """
     launcher, library = launcher_of(rank.variables), rank.library
     if library.vendor and launcher == "srun":
@@ -177,7 +177,7 @@ def _pmi_offered(rank: Rank) -> str:
 
 
 def _needs_mpirun(job: JobFacts) -> bool:
-    """Return whether srun fails: an MPICH not built with Slurm's PMI is to run on several nodes."""
+    """Return whether srun would fail: MPICH, built without Slurm's PMI, runs on several nodes."""
     library = job.library
     return (library.vendor == "MPICH" and "slurm" not in library.text.lower()
             and job.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
@@ -189,29 +189,28 @@ def _pmi_text(job: JobFacts) -> str:
 
 
 def launch(job: JobFacts, *_: Rank) -> Rows:
-    """Judge the launcher, and how the examination of the ranks went."""
-    launcher, library, right = launcher_of(job.variables), job.library, right_launch(job)
+    """Judge the launcher, and report the results of the examination."""
+    launcher, library, command = job.launcher.name, job.library, launch_command(job)
     title, is_srun = job.launcher.title, launcher == "srun"
     yield check("launcher", [
         (not launcher and job.wanted > 1, WARNING,
-         f"none, where {job.wanted_by} speaks of {job.wanted} ranks", right),
+         f"none, where {job.wanted_by} speaks of {job.wanted} ranks", command),
         (not launcher, NOTE, "none: one rank, so nothing is measured between ranks",
-         right if library.text else "get an MPI library first"),
+         command if library.text else "get an MPI library first"),
         (is_srun and _needs_mpirun(job) and len(job.nodes()) > 1, WARNING,
          f"srun, with {_pmi_text(job)}: it starts small programs, but those that import much "
-         f"first, such as PyTorch, hang or end in MPI_Init", right),
+         f"first, such as PyTorch, hang or end in MPI_Init", command),
         (is_srun, OK, f"srun, with {_pmi_text(job)}"),
         (is_mismatched(job.reporter), PROBLEM,
-         f"{title} has started ranks that load {library.name}", right),
-        (job.is_torn and not job.launcher.starts, PROBLEM, f"{title}, {_STRANGERS}", right),
-        (True, OK, title)])
+         f"{title} has started ranks that load {library.name}", command),
+        (job.is_split and not job.launcher.starts, PROBLEM, f"{title}, {_NO_MPI}", command)], title)
     if job.failure is not None:
-        yield _failed(job, job.failure)
+        yield _failure(job, job.failure)
     elif job.size:
         yield _world(job)
-    if job.tried_s is not None:
+    if job.allreduce_s is not None:
         yield Finding("mpiring", OK, f"an allreduce of 1 MiB is right, and takes "
-                      f"{1e3 * job.tried_s:.2f} ms")
+                      f"{1e3 * job.allreduce_s:.2f} ms")
     for verdict, texts in (PROBLEM, job.trial_errors), (WARNING, job.warnings):
         for text in texts:
             yield Finding("mpiring", verdict, text, "see docs/reference/errors.md")
@@ -221,74 +220,75 @@ def launch(job: JobFacts, *_: Rank) -> Rows:
 
 
 def _world(job: JobFacts) -> Finding | None:
-    """Judge whether the processes became one world."""
+    """Judge whether the processes form one MPI world."""
     sizes = [len(ranks) for ranks in job.nodes().values()]
     text = ranks_on_nodes(job.size, len(sizes))
     text += f", {span(sizes)} on each" if job.size > 1 else ""
     return check("ranks", [
-        (job.is_torn, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
-         f"each process is alone in its MPI world: {_cause(job)}", right_launch(job)),
-        (len(set(sizes)) == 1, OK, text),
-        (True, NOTE, text, "give every node as many: the fullest sets the pace")])
+        (job.is_split, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
+         f"each process is alone in its MPI world: {_cause(job)}", launch_command(job)),
+        (len(set(sizes)) > 1, NOTE, text, "give every node as many: the fullest sets the pace"),
+    ], text)
 
 
 def _cause(job: JobFacts) -> str:
-    """Return why ranks did not find each other."""
-    launcher, library = launcher_of(job.variables), job.library
+    """Return the reason why each rank has a separate MPI world."""
+    launcher, library = job.launcher.name, job.library
     if launcher == "srun":
         return f"srun offers {_pmi_text(job)}, and {library.name} needs {library.pmi}"
     if is_mismatched(job.reporter):
         return f"the launcher is {launcher}'s, the library is {library.name}"
     if not job.launcher.starts:
-        return f"{job.launcher.title} has started them, {_STRANGERS}"
+        return f"{job.launcher.title} has started them, {_NO_MPI}"
     return "launcher and library do not understand each other"
 
 
-def _failed(job: JobFacts, failure: Failure) -> Finding:
-    """Report a stage of the examination that failed, with the remedy for the likeliest cause."""
-    lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
+def _failure(job: JobFacts, failure: Failure) -> Finding:
+    """Report the failed stage of the examination, with a remedy for the most likely cause."""
+    lines = [f"{failure.reason}; it printed:" if failure.printed else failure.reason,
+             *failure.printed]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
-    vendor, variables = job.library.vendor, job.variables
-    text, mpirun = " ".join(failure.printed), job.mpirun.of_library or "mpirun"
+    text, vendor = " ".join(failure.printed), job.library.vendor
+    mpirun = job.mpirun.of_library or "mpirun"
     remedies: Iterable[tuple[object, str]] = (
         (not vendor, "ask mpi4py itself: python -c 'from mpi4py import MPI'"),
-        (failure.stage == STARTING and is_mismatched(job.reporter), right_launch(job)),
-        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
-        (launcher_of(variables) == "srun" and "UCX_comm_addr_exchange" in text,
+        (failure.stage == STARTING and is_mismatched(job.reporter), launch_command(job)),
+        # With MPICH 5.0.2 and Slurm 22.05, UCX addresses were longer than PMI allows.
+        (job.launcher.name == "srun" and "UCX_comm_addr_exchange" in text,
          f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses do not "
          f"pass through Slurm's PMI; else, in a batch script, {mpirun}"),
         (_is_private(job), "give the ranks of a node one /dev/shm, as explained below"),
         (shm_is_short(job), "give /dev/shm more memory, as explained below"),
         ("GTL" in text, "export MPICH_GPU_SUPPORT_ENABLED=0, or load the module craype-accel-* and "
                         "preload libmpi_gtl_cuda.so"),
-        (failure.late, f"if ranks are still starting, --deadline 120; see what other ranks print; "
-                       f"if the nodes do not reach each other, name the network between them: "
-                       f"{_INTERFACES.get(vendor, _INTERFACES['MPICH'])}"),
+        (failure.timed_out,
+         f"if ranks are still starting, --deadline 120; see what other ranks print; if the nodes "
+         f"do not reach each other, name the network between them: "
+         f"{_INTERFACES.get(vendor, _INTERFACES['MPICH'])}"),
         (True, f"does one rank work? {mpirun} -n 1 {_DOCTOR}"))
     return Finding(failure.stage, verdict, "\n".join(lines),
                    next(remedy for holds, remedy in remedies if holds))
 
 
 def slurm(job: JobFacts, *_: Rank) -> Rows:
-    """Judge what srun offers."""
+    """Judge the PMI types and the default settings of srun."""
     slurm, vendor, pmi = job.slurm, job.library.vendor, job.library.pmi
     if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.variables:
         return
     text = ", ".join(slurm.mpi_types) or "unknown"
     text += f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
     yield check("srun --mpi", [
-        (vendor and not slurm.offers(pmi), WARNING, text, right_launch(job)),
+        (vendor and not slurm.offers(pmi), WARNING, text, launch_command(job)),
         (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
          and not _needs_mpirun(job), NOTE, f"{text}, and {vendor} needs {pmi}",
-         f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}"),
-        (True, OK, text)])
+         f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")], text)
     if slurm.kills is False:
         yield Finding("srun --kill-on-bad-exit", NOTE, "off by default: when a rank is killed, the "
                       "others wait for it", "srun --kill-on-bad-exit=1")
 
 
 def settings(job: JobFacts, rank: Rank) -> Rows:
-    """Judge a rank's settings, of which all ranks must have the same."""
+    """Judge the settings of a rank, which must be the same on all ranks."""
     name, text, error = "MPIRING_* variables", _settings_of(rank), rank.settings_error
     if error:
         yield Finding(name, PROBLEM, error,
@@ -305,16 +305,15 @@ def _settings_of(rank: Rank) -> str:
 
 
 def survival(job: JobFacts, *_: Rank) -> Rows:
-    """Judge whether this MPI, as launched, lets other ranks continue after a rank's death."""
-    library, variables = job.library, job.variables
-    is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
+    """Judge whether the other ranks can continue after the death of a rank in this launch."""
+    library, is_open = job.library, job.library.vendor == "Open MPI"
+    text = f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
     yield check("survival", [
         (is_old, NOTE, f"{text}; since 5.0 the others can continue", _CHECKPOINTS),
-        (is_open and launcher_of(variables) == "srun", NOTE,
-         "under srun the job ends when a rank dies",
+        (is_open and job.launcher.name == "srun", NOTE, "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
-        (is_open and survives_deaths(variables), OK,
+        (is_open and survives_deaths(job.variables), OK,
          "the other ranks can continue (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} was launched without fault tolerance (ULFM)",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
@@ -322,49 +321,48 @@ def survival(job: JobFacts, *_: Rank) -> Rows:
 
 
 def container(job: JobFacts, rank: Rank) -> Rows:
-    """Tell in which container a rank lives."""
+    """Report the container of a rank."""
     kinds, image = rank.container.kinds, rank.container.image
     if kinds:
         yield Finding("container", OK, ", ".join(filter(None, [" in ".join(kinds), image])))
 
 
 def _is_private(job: JobFacts) -> bool:
-    """Return whether MPI has failed, and ranks on this node have different /dev/shm."""
+    """Return whether MPI has failed and the ranks on this node have different /dev/shm."""
     container = job.reporter.container
     several = (launched_here(job.variables) or 1) > 1
-    return job.failure is not None and (container.apart > 0 or container.private and several)
+    return job.failure is not None and (container.other_shm > 0 or container.private and several)
 
 
 def _remedy(table: Mapping[str, str], rank: Rank) -> str:
-    """Return what a table has on the innermost container that it knows."""
+    """Return the table's entry for the innermost container, or its default entry."""
     return next((table[kind] for kind in rank.container.kinds if kind in table), table[""])
 
 
 def images(job: JobFacts, *_: Rank) -> Rows:
-    """Compare the launcher's MPI and PMIx, as far as variables tell, with those inside.
+    """Compare MPI and PMIx of the launcher, as far as known, with the libraries in the container.
 
-    Launchers that come with no MPI, such as srun, are judged by the PMI that they offer.
+    For a launcher without MPI, such as srun, compare only its PMI.
     """
     rank, variables, library = job.reporter, job.variables, job.library
-    launcher = launcher_of(variables)
+    launcher, title = job.launcher.name, job.launcher.title
     if not rank.container.kinds:
         return
     is_cray = launcher in ("PALS", "ALPS") or variables.get("SLURM_MPI_TYPE") == "cray_shasta"
     if library.vendor and launcher and (launcher != "srun" or is_cray):
-        title = (f"srun --mpi={variables['SLURM_MPI_TYPE']}" if launcher == "srun" else
-                 job.launcher.title)
+        if launcher == "srun":
+            title = f"srun --mpi={variables['SLURM_MPI_TYPE']}"
         version = variables.get("CRAY_MPICH_VERSION" if is_cray else "OMPI_VERSION", "")
         major = version.partition(".")[0]
         text = f"{f'{title} {version}'.strip()} has started ranks that load {library.name}"
         yield check("launcher's and container's MPI", [
             (incompatible(launcher, library.vendor) or is_cray and library.vendor != "Cray MPICH",
-             PROBLEM, text, _suit("Cray MPICH" if is_cray else launcher)),
+             PROBLEM, text, _image_remedy("Cray MPICH" if is_cray else launcher)),
             (version and major != version_of(library.text).partition(".")[0], WARNING,
              f"{text}: they need not understand each other",
-             f"put {launcher} {major} into the image, or start ranks by the mpirun inside"),
-            (True, OK, text)])
+             f"put {launcher} {major} into the image, or start ranks by the mpirun inside")], text)
     if "PMIX_NAMESPACE" in variables and library.text:
-        has_failed, folder = job.is_torn or job.failure is not None, rank.container.missing
+        has_failed, folder = job.is_split or job.failure is not None, rank.container.missing_folder
         offered = f"the launcher's PMIx {variables.get('PMIX_VERSION', '')}".strip()
         yield check("PMIx", [
             (not library.pmix and has_failed, PROBLEM, f"{library.name} inside has loaded no "
@@ -376,8 +374,8 @@ def images(job: JobFacts, *_: Rank) -> Rows:
             (library.pmix, OK, f"{offered}, and PMIx inside")])
 
 
-def _suit(vendor: str) -> str:
-    """Return what makes a container's MPI suit a launcher of the given maker's."""
+def _image_remedy(vendor: str) -> str:
+    """Return how to make a container's MPI compatible with a vendor's launcher."""
     if vendor == "Open MPI":
         return ("hybrid model: an image with Open MPI inside (packaging/Dockerfile, MPI=openmpi); "
                 "or start ranks by the mpirun inside")
@@ -387,17 +385,17 @@ def _suit(vendor: str) -> str:
 
 
 def shared(job: JobFacts, *ranks: Rank) -> Rows:
-    """Compare what ranks on one machine see, whether MPI takes them for one node or for several."""
+    """Judge whether ranks on one machine share /dev/shm and can access each other's memory."""
     first, number = ranks[0], count(len(ranks), "rank")
-    apart, together = first.container.apart, _remedy(_TOGETHER, first)
+    others, share_shm = first.container.other_shm, _remedy(_SHARE_SHM, first)
     if first.library.vendor == "MPICH":
-        together += f"; or {_APART}"
+        share_shm += f"; or {_NO_LOCAL}"
     if not job.size:
-        text = (f"{count(apart, 'other rank')} on this node {'has' if apart == 1 else 'have'} "
-                f"another" if apart else "the launcher has started a container for each rank")
+        text = (f"{count(others, 'other rank')} on this node {'has' if others == 1 else 'have'} "
+                f"another" if others else "the launcher has started a container for each rank")
         if _is_private(job):
             yield Finding("one /dev/shm", PROBLEM, f"{text}: MPI looks there for memory that ranks "
-                          f"of a node share, and hangs or dies", together)
+                          f"of a node share, and hangs or dies", share_shm)
         return
     containers = [rank.container for rank in ranks]
     if not containers[0].machine:
@@ -405,19 +403,19 @@ def shared(job: JobFacts, *ranks: Rank) -> Rows:
     memories = len({container.shm for container in containers if container.shm})
     yield check("one /dev/shm", [
         (memories > 1, WARNING, f"{number} on one machine have {memories} different ones: between "
-         f"these, MPI shares no memory", together),
+         f"these, MPI shares no memory", share_shm),
         (len(ranks) > 1 and any(container.kinds for container in containers), OK,
          "all ranks of a machine have the same")])
-    # Ranks with one /dev/shm that cannot open each other's files in /proc.
-    views = len({container.shm for container in containers})
-    processes = len({(each.shm, each.processes) for each in containers}) > views
-    users = len({(each.shm, each.users) for each in containers}) > views
+    # Ranks with the same /dev/shm may have different namespaces, which hide files in /proc.
+    number_of_shm = len({each.shm for each in containers})
+    processes = len({(each.shm, each.processes) for each in containers}) > number_of_shm
+    users = len({(each.shm, each.users) for each in containers}) > number_of_shm
     if processes or users:
-        remedy = _remedy(_TOGETHER if processes else _USERS, first)
+        remedy = _remedy(_SHARE_SHM if processes else _SHARE_USERS, first)
         text = (f"{number} on one machine are in several namespaces of "
                 f"{'processes' if processes else 'users'}: they cannot map each other's arrays, "
                 f"which mpiring copies through MPI instead")
         yield check("each other's memory", [
-            (is_closed(ranks), PROBLEM, f"{text}; and MPICH, which reads large messages there, "
-             f"fails: nothing more was tried", f"{remedy}; or {_COPY}"),
+            (cma_fails(ranks), PROBLEM, f"{text}; and MPICH, which reads large messages there, "
+             f"fails: nothing more was tried", f"{remedy}; or {_NO_CMA}"),
             (True, WARNING, text, remedy)])

@@ -1,1 +1,1 @@
-"""A cluster in one machine, with slow links: `python -m mpiring lab`."""
+"""Simulates a cluster with slow links on one machine: `python -m mpiring lab`."""

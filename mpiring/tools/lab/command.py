@@ -1,6 +1,7 @@
 """The command `mpiring lab`: sets up a lab, runs commands in it, and ends it."""
 
 import argparse
+from contextlib import nullcontext
 
 from ...errors import ConfigError
 from . import lab
@@ -18,13 +19,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--hosts", type=int, metavar="N", help=(
             "number of hosts (default: 2, or all hosts of the lab that is up)"))
         command.add_argument("--rate", help=(
-            "data rate of each link, each way, as 100mbit or 1gbit (default: 1gbit)"))
+            "data rate of each link in each direction, such as 100mbit or 1gbit (default: 1gbit)"))
     run.add_argument("--ranks-per-host", type=int, default=1, metavar="N",
                      help="number of ranks on each host (default: 1)")
     run.add_argument("--placement", default="block", choices=lab.PLACEMENTS,
-                     help="order in which ranks are dealt to hosts (default: block)")
+                     help="order in which ranks are assigned to hosts (default: block)")
     run.add_argument("--traffic", action="store_true",
-                     help="print afterwards how many bytes each link carried")
+                     help="print at the end how many bytes each link carried")
     run.add_argument("command", nargs="+", metavar="-- COMMAND",
                      help="words of the command, after --")
     status = commands.add_parser("status", help="print what each host sent and received")
@@ -34,7 +35,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(options: argparse.Namespace) -> tuple[int, str]:
-    """Return number and rate of the hosts of a new lab."""
+    """Return the number of hosts and the data rate of a new lab."""
     return 2 if options.hosts is None else options.hosts, options.rate or "1gbit"
 
 
@@ -45,25 +46,19 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    running = lab.standing()
-    if running is None:
-        with lab.temporary(*_size(options)) as cluster:
-            return _run_in(cluster, options)
-    if options.rate not in (None, running.rate):
+    running = lab.running_lab()
+    if running and options.rate not in (None, running.rate):
         raise ConfigError(f"--rate {options.rate}: the lab that is up has links of {running.rate}")
-    return _run_in(running, options)
-
-
-def _run_in(cluster: lab.Lab, options: argparse.Namespace) -> int:
-    status = cluster.run(options.command, hosts=options.hosts, placement=options.placement,
-                         ranks_per_host=options.ranks_per_host)
-    if options.traffic:
-        _print_traffic(cluster)
+    with nullcontext(running) if running else lab.temporary(*_size(options)) as cluster:
+        status = cluster.run(options.command, hosts=options.hosts, placement=options.placement,
+                             ranks_per_host=options.ranks_per_host)
+        if options.traffic:
+            _print_traffic(cluster)
     return status
 
 
 def _status(options: argparse.Namespace) -> int:
-    running = lab.standing()
+    running = lab.running_lab()
     if running is None:
         print("no lab is up")
         return 1
@@ -72,7 +67,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    running = lab.standing()
+    running = lab.running_lab()
     if running is not None:
         running.down()
     print("no lab is up" if running is None else "the lab is down")

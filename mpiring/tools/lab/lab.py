@@ -1,9 +1,9 @@
-"""Builds a cluster in one machine: hosts with their own addresses and slow links.
+"""Simulates a cluster on one machine: hosts with their own addresses and slow links.
 
-Each host is a network namespace with a rate-limited link to a bridge, and MPICH
-starts ranks across them as across real hosts. All namespaces belong to one process,
-the holder: when it ends, for whatever reason, the kernel ends everything in them,
-including the ranks.
+Each host is a network namespace with a rate-limited link to a bridge. MPICH starts
+ranks on these hosts as on real ones. All namespaces belong to one process, the
+holder. When the holder ends for any reason, the kernel ends all processes in the
+namespaces, including the ranks.
 
 Needs Linux, root, iproute2, util-linux and MPICH's mpiexec.
 """
@@ -31,15 +31,15 @@ PLACEMENTS = ("block", "round-robin")
 _TOOLS = {"ip": "iproute2", "tc": "iproute2",
           "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 _MAX_HOSTS = 250
-# `lab up` notes here the lab that it leaves running.
-_NOTE = Path("/run/mpiring-lab.json")
-# Otherwise UCX uses the machine's shared memory instead of the links.
+# File in which `lab up` records the lab that it leaves running.
+_RECORD = Path("/run/mpiring-lab.json")
+# By default, UCX would use the machine's shared memory instead of the links.
 _UCX = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=eth0")
 
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
-# Runs inside the holder's namespaces. MPICH's launcher calls the script
-# `remote-shell [options] host command…` as it would call ssh.
+# This script runs in the holder's namespaces. MPICH's launcher uses
+# `remote-shell [options] host command…` in place of ssh.
 _SETUP = r"""
 set -e
 mount -t tmpfs none /run
@@ -66,8 +66,7 @@ for i in $(seq 1 "$1"); do
   tc -n host$i qdisc add dev eth0 root tbf rate "$2" burst 128kb latency 400ms
 done
 echo ready
-read -r go
-exec $3
+eval "$3"
 """
 
 
@@ -76,9 +75,9 @@ class Lab:
     """A running lab.
 
     Attributes:
-        holder: Number of the process that owns its namespaces.
-        hosts: Number of its hosts, which count from 1.
-        rate: Speed of each host's link, each way, in tc's notation.
+        holder: Process number of the holder.
+        hosts: Number of hosts; the first host is number 1.
+        rate: Data rate of each link in each direction, in tc's notation.
     """
 
     holder: int
@@ -87,17 +86,17 @@ class Lab:
 
     def run(self, command: Sequence[str], *, hosts: int | None, ranks_per_host: int,
             placement: str) -> int:
-        """Run a command on ranks across the hosts, and return mpiexec's exit status.
+        """Run a command with ranks on the hosts, and return mpiexec's exit status.
 
         Args:
-            command: The program and its arguments.
-            hosts: Number of hosts to use, the first ones; None for all.
-            ranks_per_host: Ranks on each host.
-            placement: One of PLACEMENTS. "block" fills host after host, "round-robin" deals ranks
-                out in turn.
+            command: Program and its arguments.
+            hosts: Number of hosts to use, starting with the first; None for all.
+            ranks_per_host: Number of ranks on each host.
+            placement: One of PLACEMENTS. "block" fills one host after another; "round-robin"
+                assigns ranks to the hosts in turn.
 
         Raises:
-            ConfigError: The counts cannot work.
+            ConfigError: A number is below 1, or the lab has fewer hosts.
         """
         hosts = self.hosts if hosts is None else hosts
         if not 1 <= hosts <= self.hosts or ranks_per_host < 1:
@@ -111,37 +110,38 @@ class Lab:
                    f"--rate {self.rate} --placement {placement}")
         mpiexec = shlex.join([
             *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", f"{LAB_OPTIONS}={options}",
-            *_UCX, _mpiexec(),
+            *_UCX, _mpich_mpiexec(),
             "-launcher", "ssh", "-launcher-exec", "/run/remote-shell", "-iface", "bridge0",
             "-hosts", names, "-n", str(hosts * ranks_per_host), *command])
         job = subprocess.Popen(
-            [*_DIES_WITH_PARENT, *self._inside(),
+            [*_DIES_WITH_PARENT, *self._nsenter(),
              "sh", "-c", f"cd {shlex.quote(folder)} && exec {mpiexec}"],
             stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return job.wait()
         except BaseException:
-            # mpiexec ends its ranks when interrupted; other processes die with their parent.
+            # When interrupted, mpiexec ends its ranks. Other processes die with their parent.
             os.killpg(job.pid, signal.SIGINT)
             job.wait()
             raise
 
     def traffic(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each host, and the bytes that its link has sent and received, with all headers."""
+        """Yield each host and the number of bytes that it sent and received, including headers."""
         for host in range(1, self.hosts + 1):
             show = ["ip", "-n", f"host{host}", "-json", "-stats", "link", "show", "eth0"]
-            out = subprocess.run([*self._inside(), *show], check=True, capture_output=True)
+            out = subprocess.run([*self._nsenter(), *show], check=True, capture_output=True)
             stats = json.loads(out.stdout)[0]["stats64"]
             yield host, stats["tx"]["bytes"], stats["rx"]["bytes"]
 
     def down(self) -> None:
-        """End the lab, and every process in it."""
+        """End the lab and all processes in it."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.holder, signal.SIGKILL)
         while Path(f"/proc/{self.holder}").exists():
             time.sleep(0.01)
 
-    def _inside(self) -> list[str]:
+    def _nsenter(self) -> list[str]:
+        """Return the command that runs another command in the holder's namespaces."""
         return ["nsenter", "--target", str(self.holder), "--mount", "--net", "--pid", "--"]
 
 
@@ -156,10 +156,10 @@ def _check_tools() -> None:
         raise LaunchError(
             f"the lab makes network namespaces, which needs root; you are user {os.geteuid()}. "
             f"Run it with sudo, or in a container of your own")
-    _mpiexec()
+    _mpich_mpiexec()
 
 
-def _mpiexec() -> str:
+def _mpich_mpiexec() -> str:
     """Return the path of MPICH's mpiexec."""
     mpiexec = find_mpiexec()
     if mpiexec is not None:
@@ -170,11 +170,13 @@ def _mpiexec() -> str:
         f"the lab needs MPICH's mpiexec, but finds {mpiexec}; pip install 'mpiring[mpich]'")
 
 
-def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":
-    """Start the holder, wait until it has set the lab up, and return both.
+def _start(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":
+    """Start a lab, and return the lab and the parent process of its holder.
 
     Args:
-        until: A command; the lab ends with it.
+        hosts: Number of hosts.
+        rate: Data rate of each link in each direction.
+        until: Shell command that keeps the holder running; the lab ends with it.
     """
     _check_tools()
     if not 1 <= hosts <= _MAX_HOSTS:
@@ -185,7 +187,7 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
         ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
          "sh", "-c", _SETUP, "lab", str(hosts), rate, until],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # Ctrl-C is for the job; the lab ends after it.
+        # Ctrl-C must reach the job only; the lab ends later.
         start_new_session=True)
     if process.stdout is None or process.stdout.readline() != "ready\n":
         raise LaunchError(f"the lab could not be set up: {process.communicate()[1].strip()}")
@@ -195,21 +197,20 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
 
 @contextlib.contextmanager
 def temporary(hosts: int, rate: str) -> Iterator[Lab]:
-    """Set up a lab for the length of a `with` block; it ends with this process at the latest.
+    """Set up a lab that ends with the `with` block, or earlier if this process dies.
 
     Args:
         hosts: Number of hosts.
-        rate: Speed of each link, each way: "1gbit", "100mbit".
+        rate: Data rate of each link in each direction: "1gbit", "100mbit".
 
     Raises:
-        LaunchError: Not Linux, not root, or the kernel refuses.
-        MissingDependencyError: A tool is missing; names its package.
-        ConfigError: A bad count or rate.
+        LaunchError: The system is not Linux, the user is not root, or the kernel refuses.
+        MissingDependencyError: A tool is missing; the message names its package.
+        ConfigError: The number of hosts or the rate is invalid.
     """
-    # `cat` ends when its input does: at the latest when this process dies, however.
-    lab, process = _hold(hosts, rate, "cat")
+    # `cat` ends when its input is closed, even if this process is killed.
+    lab, process = _start(hosts, rate, "exec cat")
     try:
-        _let_go(process)
         yield lab
     finally:
         lab.down()
@@ -219,32 +220,32 @@ def temporary(hosts: int, rate: str) -> Iterator[Lab]:
 def up(hosts: int, rate: str) -> Lab:
     """Set up a lab that stays until `Lab.down`.
 
-    Args, Raises: those of `temporary`, and LaunchError if a lab is up already.
+    Args:
+        hosts: Number of hosts.
+        rate: Data rate of each link in each direction: "1gbit", "100mbit".
+
+    Raises:
+        LaunchError: A lab is up already, or for the reasons of `temporary`.
+        MissingDependencyError: A tool is missing; the message names its package.
+        ConfigError: The number of hosts or the rate is invalid.
     """
-    if standing() is not None:
+    if running_lab() is not None:
         raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
-    lab, process = _hold(hosts, rate, "sleep infinity")
-    # If this process ends before the note is written, the lab ends with it.
-    _NOTE.write_text(json.dumps([lab.holder, lab.hosts, lab.rate]))
-    _let_go(process)
+    # If this process ends before the record is written, the lab ends with it.
+    lab, process = _start(hosts, rate, "read -r go; exec sleep infinity")
+    _RECORD.write_text(json.dumps([lab.holder, lab.hosts, lab.rate]))
+    print("go", file=process.stdin, flush=True)
     return lab
 
 
-def _let_go(process: "subprocess.Popen[str]") -> None:
-    """Let a holder continue; it ends if its input ends before that."""
-    if process.stdin is not None:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-
-
-def standing() -> Lab | None:
-    """Return the lab that `up` has left running, if it still is."""
+def running_lab() -> Lab | None:
+    """Return the lab that `up` set up, if it is still running."""
     with contextlib.suppress(FileNotFoundError):
-        lab = Lab(*json.loads(_NOTE.read_text()))
-        # Its process number may have been reused since.
+        lab = Lab(*json.loads(_RECORD.read_text()))
+        # Another process may have the same number now.
         with contextlib.suppress(FileNotFoundError):
             command = Path(f"/proc/{lab.holder}/cmdline").read_bytes()
             if command == b"sleep\0infinity\0" or b"remote-shell" in command:
                 return lab
-        _NOTE.unlink()
+        _RECORD.unlink()
     return None

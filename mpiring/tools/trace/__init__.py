@@ -1,1 +1,1 @@
-"""Joins the traces of ranks, and reports on them: `python -m mpiring trace`."""
+"""Merges the traces of all ranks, and reports on them: `python -m mpiring trace`."""

@@ -1,4 +1,4 @@
-"""Finds where the time of training steps goes: compute, data, exposed, idle, hidden."""
+"""Computes how the time of training steps is spent: compute, data, exposed, idle, hidden."""
 
 import bisect
 import math
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ...record.trace_file import OPERATIONS
 from ..traces import JobTrace, RankTrace
 
-# A step longer than this multiple of the median contains other work, such as a validation.
-_LONG = 2.0
+# Steps longer than this multiple of the median contain other work, such as validation.
+_MAX_OF_MEDIAN = 2.0
 
 # Name of a communicator, and sequence number of one of its operations.
 Key = tuple[str, int]
@@ -19,14 +19,24 @@ Span = tuple[float, float]
 
 
 class LastCall(NamedTuple):
-    """The last rank that called an operation, and the time of its call in microseconds."""
+    """The last call of an operation.
+
+    Attributes:
+        at: Time of the call in microseconds.
+        rank: Rank that called the operation.
+    """
 
     at: float
     rank: int
 
 
 class Wait(NamedTuple):
-    """An interval in which the program waits for an operation."""
+    """An interval in which the program waits for an operation.
+
+    Attributes:
+        began, ended: Times in microseconds.
+        key: Key of the operation.
+    """
 
     began: float
     ended: float
@@ -38,7 +48,11 @@ class TracedOperation(NamedTuple):
 
     Attributes:
         began, ended: Times in microseconds.
-        lane: Number of the trace row; operations in flight at once have different numbers.
+        lane: Number of the trace row; concurrent operations have different numbers.
+        name: Name of the event in the trace.
+        algorithm: Name of the algorithm.
+        nbytes: Number of bytes that are reduced or sent.
+        key: Key of the operation.
     """
 
     began: float
@@ -54,8 +68,9 @@ class Step(NamedTuple):
     """A training step, or the complete trace if it has no steps.
 
     Attributes:
+        number: Number of the step.
         began, ended: Times in microseconds.
-        tokens: Number of tokens of the rank in this step; NaN if unknown.
+        tokens: Number of tokens that the rank processes in this step; NaN if unknown.
     """
 
     number: int
@@ -74,6 +89,10 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
+        rank: Number of the rank.
+        steps: Training steps, in order.
+        waits: Intervals in which the program waits for operations.
+        operations: All operations of the rank.
         ready: Intervals from the first to the last ready gradient of a step.
         data: Intervals in which the program waits for its next batch.
     """
@@ -88,16 +107,16 @@ class Activity:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """How the time of a step is spent, in milliseconds.
+    """Times that add up to the time of a step, in milliseconds.
 
     Attributes:
         step: Sum of compute, data, exposed and idle.
         compute: Time in which the program does not wait.
-        data: Time in which it waits for its next batch.
-        exposed: Time in which it waits for communication.
-        idle: Time in which it waits for a rank that has not called the operation yet.
-        hidden: The part of compute with operations in flight.
-        tokens: Number of tokens of the rank in a step; NaN if unknown.
+        data: Time in which the program waits for its next batch.
+        exposed: Time in which the program waits for communication.
+        idle: Time in which the program waits for a rank that has not called the operation yet.
+        hidden: Part of `compute` with operations in flight.
+        tokens: Number of tokens that the rank processes in a step; NaN if unknown.
     """
 
     step: float
@@ -110,15 +129,15 @@ class StepBudget:
 
     @property
     def hidden_percent(self) -> float:
-        """Percentage of the time with operations in flight in which the program computes."""
+        """Hidden time as a percentage of the time with operations in flight."""
         in_flight = self.hidden + self.exposed + self.idle
-        return 100 * self.hidden / in_flight if in_flight else float("nan")
+        return 100 * self.hidden / in_flight if in_flight else math.nan
 
 
 def activity_of(trace: RankTrace) -> Activity:
-    """Return the activity of a rank, read from its trace."""
+    """Read the activity of a rank from its trace."""
     activity = Activity(trace.rank)
-    incomplete: set[Key] = set()
+    operations: dict[Key, TracedOperation] = {}
     for event in trace.events():
         category, args = event.get("cat"), event.get("args", {})
         span = event.get("ts", 0.0), event.get("ts", 0.0) + event.get("dur", 0.0)
@@ -129,14 +148,12 @@ def activity_of(trace: RankTrace) -> Activity:
         elif category == "wait":
             activity.waits.append(Wait(*span, _key(args)))
         elif category == "operation":
+            # A trace may contain an operation twice: incomplete, and after its end.
             key = _key(args)
-            # An operation that was reported while incomplete may be reported again at its end.
-            if key in incomplete:
-                activity.operations = [each for each in activity.operations if each.key != key]
-            incomplete |= set() if args["complete"] else {key}
-            activity.operations.append(TracedOperation(
+            operations[key] = TracedOperation(
                 *span, event["tid"] - OPERATIONS, event["name"], args["algorithm"], args["bytes"],
-                key))
+                key)
+    activity.operations = list(operations.values())
     spans = [*(each[:2] for each in activity.operations), *(wait[:2] for wait in activity.waits)]
     if not activity.steps and spans:
         activity.steps = [Step(0, min(spans)[0], max(ended for _, ended in spans))]
@@ -148,7 +165,7 @@ def _key(args: Mapping[str, Any]) -> Key:
 
 
 def last_calls(job: JobTrace) -> dict[Key, LastCall]:
-    """Return which rank was the last to call each operation, and when."""
+    """Return the last call of each operation."""
     calls: dict[Key, LastCall] = {}
     for trace in job.ranks:
         for event in trace.events():
@@ -163,12 +180,12 @@ def last_calls(job: JobTrace) -> dict[Key, LastCall]:
 def typical(steps: Sequence[Step]) -> list[Step]:
     """Return the steps except the first one, which is a warm-up, and very long ones."""
     warm = steps[1:] or steps
-    limit = _LONG * median(step.length for step in warm)
+    limit = _MAX_OF_MEDIAN * median(step.length for step in warm)
     return [step for step in warm if step.length <= limit]
 
 
 def step_at(steps: Sequence[Step], at: float) -> Step | None:
-    """Return the step that contains a time in microseconds; the steps are in order."""
+    """Return the step that contains a time in microseconds; `steps` are in order."""
     i = bisect.bisect(steps, at, key=lambda step: step.began) - 1
     return steps[i] if i >= 0 and at < steps[i].ended else None
 
@@ -184,11 +201,13 @@ def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[K
     either = union([*stopped, *in_flight])
     budgets = {}
     for step in steps:
-        waited, idled, stood, all_ = (
+        waiting_ms, idle_ms, stopped_ms, either_ms = (
             _within(spans, step) / 1e3 for spans in (waiting, idle, stopped, either))
-        length = step.length / 1e3
-        budgets[step.number] = StepBudget(length, length - stood, stood - waited, waited - idled,
-                                          idled, all_ - stood, step.tokens)
+        step_ms = step.length / 1e3
+        budgets[step.number] = StepBudget(
+            step=step_ms, compute=step_ms - stopped_ms, data=stopped_ms - waiting_ms,
+            exposed=waiting_ms - idle_ms, idle=idle_ms, hidden=either_ms - stopped_ms,
+            tokens=step.tokens)
     return budgets
 
 
@@ -215,7 +234,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _within(spans: Sequence[Span], step: Step) -> float:
-    """Return the time that spans cover within a step; they are in order and do not overlap."""
+    """Return the time that spans cover within a step; `spans` is a result of `union`."""
     total = 0.0
     first = max(0, bisect.bisect(spans, (step.began,)) - 1)
     for began, ended in spans[first:]:

@@ -1,4 +1,4 @@
-"""The command `mpiring trace`, and its `merge`; works without any MPI library."""
+"""The command `mpiring trace` and its subcommand `merge`; needs no MPI library."""
 
 import argparse
 import json
@@ -12,20 +12,19 @@ from . import report
 from ..traces import Event, RankTrace, open_job
 
 _DESCRIPTION = """\
-Shows how the ranks of a job spent their time. The job wrote traces to a folder:
+Shows how the ranks of a job spent their time. The job must write traces to a folder:
 
     MPIRING_TRACE=FOLDER mpirun -n 8 python train.py
 
 `merge` joins the traces of all ranks, on one clock, into a file for https://ui.perfetto.dev.
-`report` prints how the time of a step is spent. A step ends when DataParallel has all its
+`report` prints how the time of a step is spent. A step ends when DataParallel has received all
 gradients. It consists of
   compute   the program does not wait: forward, backward, optimizer
-  data      it waits for a batch of mpiring.data.prefetch(..., comm=comm)
-  exposed   it waits for communication
-  idle      it waits for another rank, which has not called the operation yet
-Within compute, `hidden` is the time in which operations are in flight. Below the table, the report
-names the ranks that wait for data, and the ranks for which others wait, if it is 5 % of a step or
-more."""
+  data      the program waits for a batch of mpiring.data.prefetch(..., comm=comm)
+  exposed   the program waits for communication
+  idle      the program waits for another rank, which has not called the operation yet
+`hidden` is the part of compute with operations in flight. Below the table, the report names ranks
+that wait for data and ranks for which others wait, if the time is at least 5 % of a step."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -38,32 +37,33 @@ def declare(parser: argparse.ArgumentParser) -> None:
     for command in (merging, reporting):
         command.add_argument("folder", metavar="FOLDER", help="folder with the traces")
         command.add_argument("--job", metavar="NAME",
-                             help="name of the job, or its beginning, if the folder has several")
+                             help="name of the job or the beginning of the name (needed if the "
+                                  "folder has traces of several jobs)")
     merging.add_argument("-o", "--output", metavar="FILE.json",
                          help="file to write, or - for standard output (default: "
                               "merged-JOB.json in the folder)")
     merging.set_defaults(action=merge)
     reporting.add_argument("--plot", metavar="FILE.png",
-                           help="picture to draw of the report and of one step (needs matplotlib)")
+                           help="picture file of the report and one step (needs matplotlib)")
     reporting.add_argument("--step", type=int, metavar="N",
                            help="number of the step to draw (default: a step of median length)")
     reporting.set_defaults(action=report.run)
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write one trace, with a process for each rank; return the exit status.
+    """Write one trace that shows each rank as a process; return the exit status.
 
     Args:
         options: Options of `declare`.
 
     Raises:
-        ConfigError: There are no traces, or of several jobs; or the file cannot be written.
+        ConfigError: There are no traces or traces of several jobs, or the file cannot be written.
     """
     job = open_job(options.folder, options.job)
     job.warn()
     path = options.output or str(Path(options.folder) / f"merged-{job.name}.json")
     count = 0
-    # A name that nobody has chosen may be another's link.
+    # Another user may have created a link with the default name.
     with opened(path, None if options.output else regular) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         file.write(json.dumps({"job": job.name, "about": job.caption, "warnings": job.warnings}))
@@ -79,7 +79,7 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def _with_compute(rank: RankTrace) -> Iterator[Event]:
-    """Yield a rank's events, and a "compute" event between each two waits of its program."""
+    """Yield the events of a rank, and a "compute" event between successive waits of its program."""
     free = None
     for event in rank.events():
         if event.get("cat") in ("wait", "data") and event["tid"] == PROGRAM:

@@ -1,4 +1,4 @@
-"""Draws the budget of a step, and a step of each rank over time."""
+"""Draws the time budget of a step, and a timeline of one step for a few ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,41 +9,43 @@ from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, union
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A timeline has room for so many.
+# Maximum number of ranks in the timeline.
 MAX_RANKS = 4
 
-_COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
+_COMPUTE, _HIDDEN, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
 _DATA = "#882255"
 _READY = "#8c8c8c"
 _OPERATIONS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
 _PARTS: Sequence[tuple[str, str, Callable[[StepBudget], float]]] = (
     ("compute", _COMPUTE, lambda budget: budget.compute - budget.hidden),
-    ("compute, hiding communication", _BEHIND, lambda budget: budget.hidden),
+    ("compute, hiding communication", _HIDDEN, lambda budget: budget.hidden),
     ("waiting for data", _DATA, lambda budget: budget.data),
     ("exposed communication", _EXPOSED, lambda budget: budget.exposed),
     ("idle: another rank is not there yet", _IDLE, lambda budget: budget.idle))
 _BAR_INCHES, _LANE_INCHES, _FRAME_INCHES = 0.24, 0.3, 1.1
 _HEIGHT = 0.8
-# A bar shows its name where it has this share of the picture for each letter.
+# Width of a letter, as a share of the panel. A bar shows its name if the name fits.
 _LETTER = 0.011
 
-# Beginning and end in microseconds, color, and text.
+# Start and end in microseconds, color, and text.
 _Bar = tuple[float, float, str, str]
 
 
 def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities: Sequence[Activity],
          number: int, last_called: Mapping[Key, LastCall]) -> None:
-    """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
+    """Write a picture: a bar for the budget of each rank, and a timeline of one step.
 
     Args:
-        path: Name of the file; its ending sets the format.
+        path: Name of the file; its extension sets the format.
         caption: Text above the picture.
         budgets: Budgets by rank.
-        activities: Activities of a few ranks.
-        number: Number of the step that is drawn.
-        last_called: Times at which the last rank called each operation.
+        activities: Activities of the ranks in the timeline.
+        number: Number of the step in the timeline.
+        last_called: Last call of each operation.
 
-    Raises: the errors of `picture`.
+    Raises:
+        ConfigError: The file cannot be written.
+        MissingDependencyError: There is no matplotlib.
     """
     drawn = [(step, list(_rows(activity, step, last_called)))
              for activity in activities for step in activity.steps if step.number == number]
@@ -58,7 +60,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
 
 
 def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
-    """Draw how the time of a step is spent on each rank."""
+    """Draw a bar for the budget of each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
     for label, color, part in _PARTS:
         values = [part(budget) for budget in budgets.values()]
@@ -71,7 +73,7 @@ def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
 
 def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
           ) -> Iterator[tuple[str, list[_Bar]]]:
-    """Yield the rows of a rank, with their names: its program, then operations in flight."""
+    """Yield the names and bars of the rows of a rank: its program, then operations in flight."""
     def in_step(span: Sequence[Any]) -> bool:
         return bool(span[0] < step.ended and span[1] > step.began)
 
@@ -80,8 +82,7 @@ def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
              _EXPOSED: union(wait[:2] for wait in activity.waits),
              _IDLE: union(idle_part(wait, last_called) for wait in activity.waits)}
     yield f"rank {activity.rank}: program", [
-        (*span, color, "") for color, of_color in spans.items() for span in filter(
-            in_step, of_color)]
+        (*span, color, "") for color, colored in spans.items() for span in filter(in_step, colored)]
     operations = list(filter(in_step, activity.operations))
     for lane in sorted({operation.lane for operation in operations}):
         yield f"operations {lane + 1}", [
@@ -92,7 +93,13 @@ def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
 
 def _draw_rows(axes: "Axes", ranks: Sequence[Sequence[tuple[str, list[_Bar]]]], zero: float,
                last: float) -> None:
-    """Draw the rows of ranks, from one time to another."""
+    """Draw the rows of all ranks.
+
+    Args:
+        axes: Panel of the timeline.
+        ranks: Rows of each rank.
+        zero, last: Start and end of the timeline in microseconds.
+    """
     names: list[str] = []
     for rows in ranks:
         for name, bars in rows:

@@ -1,5 +1,6 @@
 """Prints and plots how each rank spends the time of training steps."""
 
+import math
 import textwrap
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ _OPERATIONS = [
     Column("name", -24, title="operation"), Column("algorithm", -13),
     Column("size", 9), Column("count", 7), Column("took", 9, 3, "took ms"),
     Column("exposed", 11, 3, "exposed ms"), Column("idle", 8, 3, "idle ms")]
-# Maximum number of ranks and of kinds of operations to print.
+# Maximum numbers of ranks and kinds of operations to print.
 _MAX_RANKS, _MAX_OPERATIONS = 32, 8
 # Duration, exposed and idle time in microseconds of each operation, by (name, algorithm, bytes).
 _Kinds = dict[tuple[str, str, int], list[tuple[float, float, float]]]
@@ -42,6 +43,7 @@ def run(options: Namespace) -> int:
 
     Raises:
         ConfigError: There are no traces, traces of several jobs, or traces without steps.
+        MissingDependencyError: A plot is requested, but there is no matplotlib.
     """
     job = open_job(options.folder, options.job)
     if options.plot:
@@ -64,9 +66,9 @@ def run(options: Namespace) -> int:
         lateness.add(activity, steps, by_step)
         budgets[trace.rank] = mean(list(by_step.values()))
         counts[trace.rank] = len(steps)
-        _add(kinds, activity, steps, last_called)
+        _add_costs(kinds, activity, steps, last_called)
         if not drawn:
-            number = _chosen(options.step, activity, steps)
+            number = _step_to_draw(options.step, activity, steps)
         if len(drawn) < picture.MAX_RANKS:
             drawn.append(activity)
     print(f"# {job.caption}")
@@ -79,20 +81,20 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> int:
-    """Return the number of the step to plot; by default, the step of median duration."""
+def _step_to_draw(requested: int | None, activity: Activity, steps: Sequence[Step]) -> int:
+    """Return the number of the step to draw; by default, the step of median length."""
     numbers = [step.number for step in activity.steps]
-    if wanted is None:
+    if requested is None:
         return sorted(steps, key=lambda step: step.length)[len(steps) // 2].number
-    if wanted not in numbers:
-        raise ConfigError(f"--step {wanted}: rank {activity.rank} has steps "
+    if requested not in numbers:
+        raise ConfigError(f"--step {requested}: rank {activity.rank} has steps "
                           f"{min(numbers)} to {max(numbers)}")
-    return wanted
+    return requested
 
 
-def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
-         last_called: Mapping[Key, LastCall]) -> None:
-    """Add the times of the operations of a rank in these steps."""
+def _add_costs(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
+               last_called: Mapping[Key, LastCall]) -> None:
+    """Add the times of a rank's operations in these steps."""
     costs: dict[Key, tuple[float, float]] = {}
     for wait in activity.waits:
         began, ended = idle_part(wait, last_called)
@@ -106,10 +108,10 @@ def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
 
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
-    """Print one line per rank and the mean; of many ranks, only those that compute longest."""
+    """Print a line for each rank and the mean; of many ranks, only those that compute longest."""
     shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MAX_RANKS:]
-    known = any(budget.tokens == budget.tokens for budget in budgets.values())
-    columns = [column for column in _BUDGET if column.key != "tokens" or known]
+    has_tokens = not all(math.isnan(budget.tokens) for budget in budgets.values())
+    columns = [column for column in _BUDGET if column.key != "tokens" or has_tokens]
 
     def line(rank: str, steps: float, budget: StepBudget) -> str:
         return table.line({"rank": rank, "steps": f"{steps:.0f}", **vars(budget),
@@ -124,7 +126,7 @@ def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int])
 
 
 def _print_operations(kinds: _Kinds, steps: int) -> None:
-    """Print one line per kind of operation, in the order of waiting time per step."""
+    """Print a line for each kind of operation, in descending order of the waiting time."""
     rows: list[Row] = [{
         "name": name, "algorithm": algorithm or "-", "size": size_text(nbytes) if nbytes else "-",
         "count": len(costs), "took": median(took for took, _, _ in costs) / 1e3,

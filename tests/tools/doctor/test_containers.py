@@ -56,11 +56,11 @@ def test_who_has_another_shared_memory_is_counted(tmp_path):
         "proc/14/cmdline": doctor,
         "proc/15/cmdline": f"mpirun\0-n\x002\0{doctor}", "proc/15/mountinfo": OWN})
     seen = container({}, tmp_path)
-    assert (seen.machine, seen.shm, seen.apart) == ("abc-def", "0:27 /", 1)
+    assert (seen.machine, seen.shm, seen.other_shm) == ("abc-def", "0:27 /", 1)
     (tmp_path / "proc/self/mountinfo").write_text("23 22 0:5 / /dev rw - devtmpfs udev rw\n")
     assert container({}, tmp_path).shm == "0:5 /", "no file system of its own"
     (tmp_path / "proc/self/mountinfo").unlink()
-    assert container({}, tmp_path).apart == 0, "nothing is known"
+    assert container({}, tmp_path).other_shm == 0, "nothing is known"
 
 
 def test_a_rank_that_is_the_first_process_is_alone_in_its_container(tmp_path):
@@ -72,9 +72,9 @@ def test_a_rank_that_is_the_first_process_is_alone_in_its_container(tmp_path):
 
 def test_the_launchers_folder_is_looked_for(tmp_path):
     variables = {"PMIX_SERVER_TMPDIR": "/var/spool/slurmd/pmix.7.0"}
-    assert container(variables, tmp_path).missing == "/var/spool/slurmd/pmix.7.0"
+    assert container(variables, tmp_path).missing_folder == "/var/spool/slurmd/pmix.7.0"
     (tmp_path / "var/spool/slurmd/pmix.7.0").mkdir(parents=True)
-    assert container(variables, tmp_path).missing == ""
+    assert container(variables, tmp_path).missing_folder == ""
 
 
 def inside(*kinds, **facts):
@@ -119,7 +119,7 @@ PMIX = {**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "PMIX_VERS
 ])
 def test_pmix_inside(kind, library, missing, torn, verdict, words):
     some = ranks(1 if torn else 2, library=library, variables=PMIX,
-                 container=inside(kind, missing=missing))
+                 container=inside(kind, missing_folder=missing))
     whole = job(some, wanted=2, wanted_by="SLURM_STEP_NUM_TASKS=2 (srun)")
     assert words in one(whole, "PMIx", verdict)
 
@@ -165,12 +165,12 @@ def test_nothing_is_said_outside_of_containers():
 
 
 @pytest.mark.parametrize(("facts", "words"), [
-    ({"apart": 1}, "1 other rank on this node has another: MPI looks there for memory"),
-    ({"apart": 3}, "3 other ranks on this node have another: "),
+    ({"other_shm": 1}, "1 other rank on this node has another: MPI looks there for memory"),
+    ({"other_shm": 3}, "3 other ranks on this node have another: "),
     ({"private": True}, "the launcher has started a container for each rank: "),
 ])
 def test_an_mpi_that_did_not_start_for_want_of_one_shared_memory(facts, words):
-    late = Failure(stage=STARTING, how="no end within 30 s", late=True)
+    late = Failure(stage=STARTING, reason="no end within 30 s", timed_out=True)
     torn = job(ranks(1, container=inside("Docker", **facts)), size=0, wanted=4, failure=late)
     assert words in one(torn, "one /dev/shm", "problem")
     assert "-> give the ranks of a node one /dev/shm, as explained below" in one(

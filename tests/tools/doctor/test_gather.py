@@ -97,12 +97,12 @@ def test_what_dead_jobs_have_left(tmp_path, monkeypatch):
         if path.name != "mpich_shm_3_0":
             os.utime(path, (0, 0))
     found = gather.memory(tmp_path)
-    assert (found.left_files, found.left_bytes) == (2, 8)
+    assert (found.leftover_files, found.leftover_bytes) == (2, 8)
     (tmp_path / "proc/9").mkdir()
     (tmp_path / "proc/9/maps").write_text(MAPS.format("mpich_shm_1_0"))
-    assert gather.memory(tmp_path).left_bytes == 3
+    assert gather.memory(tmp_path).leftover_bytes == 3
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert gather.memory(tmp_path).left_files == 0, "another user's are his"
+    assert gather.memory(tmp_path).leftover_files == 0, "another user's are his"
 
 
 def test_the_line_that_removes_what_dead_jobs_have_left(tmp_path):
@@ -112,7 +112,7 @@ def test_the_line_that_removes_what_dead_jobs_have_left(tmp_path):
     for name in ("mpich_shm_1_0", "mpich_shm_2_0", "other"):
         (folder / name).write_bytes(bytes(5000))
     with open(folder / "mpich_shm_2_0", "r+b") as file, mmap.mmap(file.fileno(), 0):
-        line = hardware.REMOVE.replace("/dev/shm", str(folder))
+        line = hardware.REMOVE_LEFTOVERS.replace("/dev/shm", str(folder))
         subprocess.run(["sh", "-c", line], timeout=60)
     assert sorted(path.name for path in folder.iterdir()) == ["mpich_shm_2_0", "other"]
 

@@ -9,12 +9,12 @@ from examined import (
     CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, found, job,
     one, ranks)
 
-from mpiring.tools.doctor.command import judged
+from mpiring.tools.doctor.command import judge
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Failure, Gpus, Library, Memory, Mpirun, Pair, Processors,
     Slurm, vendor_of, version_of)
 from mpiring.tools.doctor.facts import NetworkDevice as Device
-from mpiring.tools.doctor.report import Finding, as_json, as_text, merged, where
+from mpiring.tools.doctor.report import Finding, as_json, as_text, location, merge
 
 BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --with-pm=none")
 
@@ -35,7 +35,7 @@ def test_a_healthy_job_is_told_so():
     pairs = [Pair(ranks=(0, 1), latency_s=1e-6, bytes_per_s=1e10),
              Pair(ranks=(0, 2), latency_s=2e-6, bytes_per_s=2.3e10)]
     whole = job(ranks(4, 2, devices=(INFINIBAND, ETHERNET), variables={
-        **HYDRA, "RDMAV_FORK_SAFE": "1"}), pairs=pairs, tried_s=1e-3, mpirun=Mpirun(
+        **HYDRA, "RDMAV_FORK_SAFE": "1"}), pairs=pairs, allreduce_s=1e-3, mpirun=Mpirun(
             path="/m/bin/mpirun", text="HYDRA Version: 5.0.2", of_library="/m/bin/mpirun"))
     verdicts = {name: findings[0].verdict for name, findings in found(whole).items()}
     assert {name for name, verdict in verdicts.items() if verdict != "ok"} == {
@@ -101,7 +101,7 @@ def test_worlds_of_one_rank_each_have_a_cause(library, variables, types, words):
 def test_slurms_pmi_starts_only_small_programs_of_pips_mpich_between_nodes(
         library, per_node, is_safe):
     step = {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2", "SLURM_JOB_NUM_NODES": "2"}
-    works = job(ranks(4, per_node, library=library, variables=step), tried_s=1e-3,
+    works = job(ranks(4, per_node, library=library, variables=step), allreduce_s=1e-3,
                 mpirun=Mpirun(path="/m/bin/mpirun", of_library="/m/bin/mpirun"))
     text = one(works, "launcher", "ok" if is_safe else "warning")
     assert "srun, with PMI by --mpi=pmi2" in text
@@ -115,6 +115,12 @@ def test_a_shell_within_an_allocation_is_no_launch():
     assert "speaks of 4 ranks -> srun --mpi=pmi2 -n 4 p" in one(shell, "launcher", "warning")
     assert "export SLURM_MPI_TYPE=pmi2" in one(shell, "srun --mpi", "note")
     assert "srun --kill-on-bad-exit=1" in one(shell, "srun --kill-on-bad-exit", "note")
+
+
+def test_ranks_that_an_allocation_does_not_know():
+    ranks_of_torch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "WORLD_SIZE": "4", "RANK": "0"}
+    torn = job(ranks(1, variables=ranks_of_torch), wanted=4, wanted_by="SLURM_NTASKS=4")
+    assert "processes that MPI does not know" in one(torn, "launcher", "problem")
 
 
 @pytest.mark.parametrize(("library", "variables", "memory", "failure", "words"), [
@@ -134,14 +140,14 @@ def test_a_shell_within_an_allocation_is_no_launch():
 def test_a_death_in_mpi_init_has_a_remedy(library, variables, memory, failure, words):
     dead = job(ranks(1, library=library, variables=variables, memory=memory, thread_level=""),
                size=0, wanted=2, failure=Failure(
-        stage=STARTING, **dict(zip(("how", "late", "printed"), failure))))
+        stage=STARTING, **dict(zip(("reason", "timed_out", "printed"), failure))))
     text = one(dead, "MPI_Init", "problem")
     assert failure[0] in text and words in text
     assert "ranks" not in found(dead)
 
 
 def test_later_failures():
-    late = Failure(stage=EXCHANGING, how="no end within 30 s", late=True)
+    late = Failure(stage=EXCHANGING, reason="no end within 30 s", timed_out=True)
     hung = job(ranks(1), wanted=2, size=2, failure=late)
     assert "name the network between them" in one(hung, EXCHANGING, "problem")
     ended = job(ranks(2), failure=replace(late, stage=ENDING))
@@ -205,7 +211,7 @@ CRAYS = {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}
     ("/dev/shm", "note", "data loaders -> mount -o remount,size=2G", {"memory": shm(1 << 26)}),
     ("/dev/shm", "warning", "there is none", {"memory": shm(None)}),
     ("dead jobs", "note", "7 files of MPI in /dev/shm that no process uses, 3 MiB -> for f in ",
-     {"memory": replace(PLENTY, left_files=7, left_bytes=3 << 20)}),
+     {"memory": replace(PLENTY, leftover_files=7, leftover_bytes=3 << 20)}),
     ("variables", "warning", "UCX_TLS=tcp,self keeps MPI from using mlx5_0",
      {"devices": (INFINIBAND,), "variables": {**HYDRA, "UCX_TLS": "tcp,self"}}),
     ("variables", "warning", "mlx5_0:1 is not on this node -> unset UCX_NET_DEVICES",
@@ -302,7 +308,7 @@ A_GPU, OTHER = "0000:01:00.0", "0000:41:00.0"
 def with_gpus(addresses, per_node=None, variables=HYDRA, **facts):
     """Return a job whose ranks have these GPUs."""
     some = ranks(len(addresses), per_node, variables=variables)
-    return job([replace(rank, gpus=Gpus(kind="NVIDIA", count=2, seen=(A_GPU, OTHER),
+    return job([replace(rank, gpus=Gpus(kind="NVIDIA", count=2, visible=(A_GPU, OTHER),
                                         address=address, **facts))
                 for rank, address in zip(some, addresses)])
 
@@ -317,7 +323,7 @@ def test_what_mpiring_does_with_gpus():
     # Nodes have GPUs at equal places.
     assert "one of 2 ->" in one(with_gpus([A_GPU, A_GPU], per_node=1), own, "ok")
     assert "summed in place" in one(with_gpus([A_GPU, OTHER]), shared, "ok")
-    refused = with_gpus([A_GPU, OTHER], unshared="invalid device context")
+    refused = with_gpus([A_GPU, OTHER], sharing_error="invalid device context")
     assert "(invalid device context): data goes through pinned" in one(refused, shared, "note")
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
     assert "none by CuPy: no CuPy: pip install it -> do so for CuPy models" in one(
@@ -332,7 +338,7 @@ def test_what_mpiring_does_with_gpus():
 def test_settings():
     wrong = ranks(2)
     wrong[1] = replace(wrong[1], settings_error="MPIRING_X is no setting; known: …")
-    text = as_text(judged(job(wrong)), job(wrong))
+    text = as_text(judge(job(wrong)), job(wrong))
     assert "problem  MPIRING_* variables: MPIRING_X is no setting; known: …  [rank 1 on n1]" in text
     differing = ranks(4, 2)
     differing[3] = replace(differing[3], variables={**HYDRA, "MPIRING_TUNING": "0"})
@@ -345,10 +351,10 @@ def test_findings_of_all_ranks_are_told_once_and_others_where():
     for rank in range(4, 8):
         some[rank] = replace(some[rank], python="3.12.1", memory=replace(PLENTY, shm_bytes=1 << 26))
     what = job(some)
-    shown = as_text(judged(what), what)
+    shown = as_text(judge(what), what)
     assert "  warning  Python: 3.12.1  [ranks 4-7 on n2]\n" in shown
     assert shown.startswith("mpiring 0.1.0 doctor: 8 ranks on n1, n2\n")
-    report = json.loads(as_json(judged(what), what))
+    report = json.loads(as_json(judge(what), what))
     (shm,) = [one for one in report["findings"] if one["where"] and one["name"] == "/dev/shm"
               and one["verdict"] != "ok"]
     assert (shm["ranks"], shm["where"]) == ([4, 5, 6, 7], "ranks 4-7 on n2")
@@ -357,7 +363,7 @@ def test_findings_of_all_ranks_are_told_once_and_others_where():
 
 def test_places():
     same = job(ranks(4, 2, host="vm"))
-    assert where((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
-    assert where(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")
-    assert merged([Finding("a", "ok", "", "", (1,)), Finding("a", "ok", "", "", (0,))], 2) == [
+    assert location((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
+    assert location(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")
+    assert merge([Finding("a", "ok", "", "", (1,)), Finding("a", "ok", "", "", (0,))], 2) == [
         Finding("a", "ok", "")]
