@@ -33,14 +33,14 @@ class _Writing:
     Attributes:
         step: Step of the training.
         folder: Folder in which its files appear.
-        given_up: Set to publish it no more.
+        canceled: Set if the checkpoint must not be published.
         files: Done when this rank's files are written.
-        published: On rank 0; done when the checkpoint is the newest.
+        published: Done when the checkpoint is published; None except on rank 0.
     """
 
     step: int
     folder: Path
-    given_up: threading.Event
+    canceled: threading.Event
     files: "Future[None]"
     published: "Future[None] | None" = None
 
@@ -136,37 +136,37 @@ class Checkpoints:
         for name, outlined in plan.outlines.items():
             self._copies[name].take(outlined)
         self._count += 1
-        written = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
+        staging = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
         digests = {
             name: self._threads.submit(self._copies[name].digest, fast=plan.fast)
             for name in plan.outlines}
-        files = self._threads.submit(self._write, written, digests, began)
-        given_up = threading.Event()
+        files = self._threads.submit(self._write, staging, digests, began)
+        canceled = threading.Event()
         published = None if self._comm.rank else self._threads.submit(
-            self._publish, written, given_up, files, plan, began)
-        self._writing = _Writing(plan.step, written, given_up, files, published)
+            self._publish, staging, canceled, files, plan, began)
+        self._writing = _Writing(plan.step, staging, canceled, files, published)
 
-    def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
+    def _write(self, staging: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
         try:
             # A rank without files does not make the folder: rank 0 may have renamed it already.
             if digests:
-                written.mkdir(exist_ok=True)
+                staging.mkdir(exist_ok=True)
             for name, digest in digests.items():
-                self._copies[name].write(written, name, digest)
+                self._copies[name].write(staging, name, digest)
         except OSError as exc:
-            leave_note(written, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
+            leave_note(staging, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
             raise
         self.save_s = time.monotonic() - began
 
-    def _publish(self, written: Path, given_up: threading.Event, files: "Future[None]",
+    def _publish(self, staging: Path, canceled: threading.Event, files: "Future[None]",
                  plan: SavePlan, began: float) -> None:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
-        folder = written.parent
-        names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
-        publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
+        folder = staging.parent
+        names = await_files(staging, plan.names, self._comm.config.stall_timeout_s, canceled)
+        publish(folder, staging, names, {"step": plan.step, "size": self._comm.size,
                                          "seed": self._seed, "slices": plan.slices})
         delete_old(folder, self._keep, self._refused)
         self.save_s = time.monotonic() - began
@@ -187,7 +187,7 @@ class Checkpoints:
                                                label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
         if problem:
-            writing.given_up.set()
+            writing.canceled.set()
         late_problem = self._problem_of(writing.published)
         problem = self._comm.broadcast_object(problem or late_problem, root=0)
         if problem:
@@ -237,7 +237,7 @@ class Checkpoints:
     def _release(self) -> None:
         self._closed = True
         if self._writing is not None:
-            self._writing.given_up.set()
+            self._writing.canceled.set()
         self._threads.shutdown(wait=self._writing is None)
         if self._lock is not None:
             self._lock.release()

@@ -43,7 +43,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE, _NOTE_BYTES = ".failed", 1 << 16
 
 
-def _complete(folder: Path) -> list[str]:
+def _checkpoint_names(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, the newest first."""
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
     return sorted(names, key=_number, reverse=True)
@@ -65,7 +65,7 @@ def candidates(folder: Path) -> tuple[list[str], str]:
         Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
         pointer were not finished when their job ended.
     """
-    names = _complete(folder)
+    names = _checkpoint_names(folder)
     try:
         latest = read(folder / _POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
@@ -77,28 +77,28 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     return names, f"{_POINTER} names {latest!r:.80}, which is not there"
 
 
-def leave_note(written: Path, rank: int, problem: str) -> None:
+def leave_note(staging: Path, rank: int, problem: str) -> None:
     """Leave a note for rank 0, which would wait for this rank's file in vain."""
     try:
-        with replacing(written / f"{own_name(rank)}{_NOTE}", links=False) as new:
+        with replacing(staging / f"{own_name(rank)}{_NOTE}", links=False) as new:
             new.file.write(problem.encode())
     except OSError:
         # Rank 0 learns it in the next `wait`.
         return
 
 
-def await_files(written: Path, names: Collection[str], timeout_s: float,
-                given_up: threading.Event) -> list[str]:
+def await_files(staging: Path, names: Collection[str], timeout_s: float,
+                canceled: threading.Event) -> list[str]:
     """Return the names of the files of all ranks when all have appeared.
 
     The name of a file shows that it is complete. So a checkpoint is published without a message:
     before the ranks communicate again, and with no thread but the training's in MPI.
 
     Args:
-        written: Folder in which the files appear.
+        staging: Folder in which the files appear.
         names: Names of the files, without their hashes.
         timeout_s: Seconds without a new file after which to give up; 0 waits for ever.
-        given_up: Set by another thread to give up at once.
+        canceled: Event that another thread sets to end the wait at once.
 
     Raises:
         CheckpointError: A rank has failed, or its file has not appeared.
@@ -106,10 +106,10 @@ def await_files(written: Path, names: Collection[str], timeout_s: float,
     """
     pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
     while True:
-        present = [path.name for path in written.iterdir()]
+        present = [path.name for path in staging.iterdir()]
         for name in present:
             if name.endswith(_NOTE):
-                note = read(written / name, _NOTE_BYTES)
+                note = read(staging / name, _NOTE_BYTES)
                 raise CheckpointError(note.decode(errors="replace"))
         files = [name for name in present if name.endswith(SUFFIX)]
         missing = {*names}.difference(map(name_of, files))
@@ -119,19 +119,19 @@ def await_files(written: Path, names: Collection[str], timeout_s: float,
             pause_s, seen, moved_s = _FIRST_PAUSE_S, len(files), time.monotonic()
         if timeout_s and time.monotonic() - moved_s > timeout_s:
             raise CheckpointError(f"no file of {', '.join(sorted(missing)[:5])} appeared in "
-                                  f"{written} within {timeout_s:g} s")
-        if given_up.wait(pause_s):
+                                  f"{staging} within {timeout_s:g} s")
+        if canceled.wait(pause_s):
             raise CheckpointError("it was given up")
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
-def publish(folder: Path, written: Path, files: Collection[str],
+def publish(folder: Path, staging: Path, files: Collection[str],
             facts: Mapping[str, Any]) -> None:
     """Make a checkpoint with complete files the newest.
 
     Args:
         folder: Folder of checkpoints.
-        written: Folder in it that has the files; renamed.
+        staging: Subfolder that has the files; it is renamed.
         files: Names of the files.
         facts: Facts of the manifest; `step` is one.
 
@@ -139,27 +139,22 @@ def publish(folder: Path, written: Path, files: Collection[str],
         CheckpointError: The manifest would be too long.
         OSError: It is not published, and the one before is still the newest.
     """
+    # Another version of these packages can change the bits of a training.
+    packages = [name for name in ("mpiring", "mpi4py", "numpy", "torch") if name in sys.modules]
     manifest = {
         "format": FORMAT, "version": version_of(files), **facts,
-        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
-        "files": {name: (written / name).stat().st_size for name in sorted(files)}}
-    with replacing(written / MANIFEST, synced=True, links=False) as new:
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "versions": {"python": sys.version.split()[0],
+                     **{name: str(sys.modules[name].__version__) for name in packages}},
+        "files": {name: (staging / name).stat().st_size for name in sorted(files)}}
+    with replacing(staging / MANIFEST, synced=True, links=False) as new:
         new.file.write(sealed(manifest).encode())
-    number = max(map(_number, _complete(folder)), default=0) + 1
+    number = max(map(_number, _checkpoint_names(folder)), default=0) + 1
     name = f"{number:06d}-step-{facts['step']}"
-    os.rename(written, folder / name)
+    os.rename(staging, folder / name)
     sync_folder(folder)
     with replacing(folder / _POINTER, synced=True) as new:
         new.file.write(f"{name}\n".encode())
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of packages that can change the bits of a training."""
-    versions = {"python": sys.version.split()[0]}
-    for name in ("mpiring", "mpi4py", "numpy", "torch"):
-        if name in sys.modules:
-            versions[name] = str(sys.modules[name].__version__)
-    return versions
 
 
 def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
@@ -170,7 +165,7 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
         keep: Number of the newest that stay.
         refused: Names of checkpoints that cannot be used, which do not count.
     """
-    names = _complete(folder)
+    names = _checkpoint_names(folder)
     good = [name for name in names if name not in refused]
     if len(good) > keep:
         for name in names[names.index(good[keep - 1]) + 1:]:
@@ -207,7 +202,8 @@ class Lock:
         folder: Folder of checkpoints.
 
     Attributes:
-        held: Whether the file system has locks.
+        held: False if the file system has no locks.
+        release: Function that lets other jobs write.
 
     Raises:
         CheckpointError: Another job writes there; says which.
@@ -216,11 +212,11 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
-        self._close = weakref.finalize(self, self._file.close)
+        self.release = weakref.finalize(self, self._file.close)
         self.held = True
         try:
             # A job that has just ended may hold it for a moment longer.
-            _patiently(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            _retry(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
                        BlockingIOError)
         except BlockingIOError as error:
             self._file.seek(0)
@@ -239,10 +235,6 @@ class Lock:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._file.flush()
-
-    def release(self) -> None:
-        """Let other jobs write."""
-        self._close()
 
 
 def rank_and_host(comm: Ranks) -> str:
@@ -331,7 +323,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
     ranks = comm.allgather_object((rank_and_host(comm), _touch(marks[comm.rank])))
 
-    def look() -> None:
+    def check() -> None:
         names = {entry.name for entry in folder.iterdir()}
         for mark, (name, _) in zip(marks, ranks):
             if mark.name not in names:
@@ -345,7 +337,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
                 raise CheckpointError(
                     f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
                     f"checkpoints must be on a file system that all nodes share")
-        on_rank_0(comm, lambda: _patiently(look, CheckpointError))
+        on_rank_0(comm, lambda: _retry(check, CheckpointError))
     finally:
         marks[comm.rank].unlink(missing_ok=True)
 
@@ -354,19 +346,19 @@ def _touch(mark: Path) -> str:
     """Make an empty file; return why that failed, or ""."""
     try:
         # Rank 0 may have made the folder just now.
-        _patiently(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
+        _retry(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
     except OSError as exc:
         return exc.strerror or str(exc)
     return ""
 
 
-def _patiently(attempt: Callable[[], T], late: type[Exception]) -> T:
-    """Repeat an attempt that fails so, for as long as changes take to appear on all nodes."""
+def _retry(attempt: Callable[[], T], error: type[Exception]) -> T:
+    """Repeat an attempt while it raises this error, for PATIENCE_S seconds."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
             return attempt()
-        except late:
+        except error:
             if time.monotonic() > end:
                 raise
         time.sleep(PAUSE_S)

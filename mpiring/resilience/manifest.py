@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,19 +146,15 @@ def gap(name: str, owned: Iterable[tuple[Range, int]], size: int) -> str:
     end, before = 0, 0
     for (start, stop), rank in sorted(owned):
         if start < end:
-            return _twice(name, start, min(end, stop), [before, rank])
+            return (f"elements {start} to {min(end, stop) - 1} of {name} in sharded are saved by "
+                    f"rank {before} and by rank {rank}; let each rank save its own slice")
         if start > end:
-            return _nowhere(name, end, start)
+            return _not_saved(name, end, start)
         end, before = stop, rank
-    return _nowhere(name, end, size) if end != size else ""
+    return _not_saved(name, end, size) if end != size else ""
 
 
-def _twice(name: str, start: int, stop: int, ranks: Sequence[int]) -> str:
-    return (f"elements {start} to {stop - 1} of {name} in sharded are saved by rank {ranks[0]} and "
-            f"by rank {ranks[1]}; let each rank save its own slice")
-
-
-def _nowhere(name: str, start: int, stop: int) -> str:
+def _not_saved(name: str, start: int, stop: int) -> str:
     return (f"elements {start} to {stop - 1} of {name} in sharded are saved by no rank; let each "
             f"rank save its own slice, and save on all ranks")
 

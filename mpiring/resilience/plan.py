@@ -57,10 +57,10 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str, bool]:
         # JSON has no integers of NumPy.
         number = int(whole_number("step", step, 0))
-        elsewhere = (*kinds, SlicedTensors(refused=True))
-        outlines[REPLICATED] = outline(replicated, elsewhere, "replicated")
+        unsliced_kinds = (*kinds, SlicedTensors(refused=True))
+        outlines[REPLICATED] = outline(replicated, unsliced_kinds, "replicated")
         if own is not None:
-            outlines[own_name(comm.rank)] = outline(own, elsewhere, "own")
+            outlines[own_name(comm.rank)] = outline(own, unsliced_kinds, "own")
         digest = ""
         if sharded is not None:
             tree = outline(sharded, (*kinds, SlicedTensors()), "sharded")
@@ -92,14 +92,13 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
                         outlines: Mapping[str, Outline]) -> None:
     """Raise ConfigError if the trees of sharded state differ; says where."""
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return
-    text = outlines[SHARDED].text if SHARDED in outlines else ""
-    first, second = (comm.broadcast_object(text, root=rank) for rank in (0, other))
-    raise ConfigError(
-        f"{_difference(first, second, other)}; sharded must be equal on all ranks, but for the "
-        f"pieces in its Sliced leaves")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            text = outlines[SHARDED].text if SHARDED in outlines else ""
+            first, second = (comm.broadcast_object(text, root=root) for root in (0, rank))
+            raise ConfigError(
+                f"{_difference(first, second, rank)}; sharded must be equal on all ranks, but for "
+                f"the pieces in its Sliced leaves")
 
 
 def _difference(first: str, second: str, rank: int) -> str:
@@ -107,16 +106,16 @@ def _difference(first: str, second: str, rank: int) -> str:
     if not first or not second:
         return (f"rank {0 if first else rank} saves sharded state, but rank "
                 f"{rank if first else 0} does not")
-    ones, others = _described(first), _described(second)
-    for path in {**ones, **others}:
-        if ones.get(path) != others.get(path):
-            return (f"sharded{path} is {ones.get(path, 'missing')} on rank 0, but "
-                    f"{others.get(path, 'missing')} on rank {rank}")
+    leaves_0, leaves_rank = _leaf_texts(first), _leaf_texts(second)
+    for path in {**leaves_0, **leaves_rank}:
+        if leaves_0.get(path) != leaves_rank.get(path):
+            return (f"sharded{path} is {leaves_0.get(path, 'missing')} on rank 0, but "
+                    f"{leaves_rank.get(path, 'missing')} on rank {rank}")
     return f"sharded has other dicts and lists on rank 0 than on rank {rank}"
 
 
-def _described(text: str) -> dict[str, str]:
-    """Return the leaves of a tree, as texts."""
+def _leaf_texts(text: str) -> dict[str, str]:
+    """Return a description of each leaf of a tree, by path."""
     tree = rebuild(text, collections.defaultdict(lambda: None), STORED_KINDS)
     return {"".join(f"[{key!r}]" for key in path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
 
@@ -135,10 +134,11 @@ def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) 
     for rank, ranges in enumerate(ranks):
         for number, start, stop in ranges:
             owned[number].append(((start, stop), rank))
-    for (name, tensor), its_ranges in zip(slices.items(), owned):
-        problem = gap(name, its_ranges, tensor.size)
+    entries = {}
+    for (name, tensor), owned_by in zip(slices.items(), owned):
+        problem = gap(name, owned_by, tensor.size)
         if problem:
             raise ConfigError(problem)
-    return {name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape),
-                   "ranks": {range_text(ends): rank for ends, rank in its_ranges}}
-            for (name, tensor), its_ranges in zip(slices.items(), owned)}
+        entries[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape),
+                         "ranks": {range_text(ends): rank for ends, rank in owned_by}}
+    return entries

@@ -101,8 +101,10 @@ class TrainState:
                                   f"is either equal on all ranks or each rank's own")
             if not own:
                 _refuse_local_training(parts)
-            self._own = {name: _stateful(name, part) for name, part in [
-                *(item for item in parts.items() if _is_own(item[1])), *(own or {}).items()]}
+            own_parts = {name: part for name, part in parts.items()
+                         if isinstance(part, Compressor) or _is_random(part)}
+            self._own = {name: _stateful(name, part)
+                         for name, part in {**own_parts, **(own or {})}.items()}
             self._shared = {name: _stateful(name, part) for name, part in parts.items()
                             if name not in self._own}
             same["parts"], same["own"] = list(self._shared), list(self._own)
@@ -269,9 +271,9 @@ def _refuse_local_training(parts: Mapping[str, Any]) -> None:
                 f"own={{'model': model, 'optimizer': optimizer}}")
 
 
-def _is_own(part: Any) -> bool:
-    """Return whether each rank has its own state of a part, whatever the user says."""
-    return isinstance(part, Compressor | np.random.Generator) or hasattr(part, "set_state")
+def _is_random(part: Any) -> bool:
+    """Return whether a part is a random generator of NumPy or PyTorch."""
+    return isinstance(part, np.random.Generator) or hasattr(part, "set_state")
 
 
 def _stateful(name: str, part: Any) -> Any:
@@ -282,7 +284,7 @@ def _stateful(name: str, part: Any) -> Any:
     """
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part
-    if isinstance(part, np.random.Generator) or hasattr(part, "set_state"):
+    if _is_random(part):
         return _Random(part)
     if isinstance(part, np.ndarray | dict | list) or is_on_gpu(part):
         return _Arrays(name, part)
@@ -331,7 +333,7 @@ class _Arrays:
     def load_state_dict(self, state: Any) -> None:
         present, saved = dict(leaves(self._tree)), dict(leaves(state))
         for path in {**present, **saved}:
-            expected, given = (_described(its, path) for its in (present, saved))
+            expected, given = _described(present, path), _described(saved, path)
             if given != expected:
                 raise ConfigError(f"{self._text(path)} is {given} in the state, but {expected} "
                                   f"here; make what was saved")

@@ -62,7 +62,7 @@ PROGRAM = """
 import time
 from threads import Meeting, ThreadComm
 from mpiring.resilience import Stopping, stopping
-stopping._TWICE_S = 0.1
+stopping._DUPLICATE_S = 0.1
 with Stopping(ThreadComm(0, Meeting(1))) as stop:
     print("ready", flush=True)
     while True:
