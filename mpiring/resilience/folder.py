@@ -1,4 +1,4 @@
-"""A folder of checkpoints: how they appear in it, which is the newest, and which job may write."""
+"""A folder of checkpoints: publishes, finds and deletes them, and locks the folder for one job."""
 
 import fcntl
 import logging
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 _POINTER = "latest"
 _LOCK = "lock"
-# A checkpoint: its number in this folder, which grows, and its step.
+# Name of a checkpoint: its ascending number in this folder, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
-# How long a change may take to appear on other nodes, as over NFS.
+# Time after which a change must be visible on other nodes, for example over NFS.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
-# Prefixes: of a checkpoint that is being deleted, and of the files by which ranks find out whether
-# they share the folder.
+# Prefixes of a checkpoint that is being deleted, and of files that show whether ranks share the
+# folder.
 DELETING, MARK = ".deleting-", ".mark-"
-# Lengths of the longest texts of a pointer and a lock that are read.
+# Maximum lengths to read from the pointer and the lock.
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
-# Pauses between two looks; each is half as long again as the last.
+# Pauses between two checks; each is 1.5 times as long as the previous one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE, _NOTE_BYTES = ".failed", 1 << 16
 
@@ -61,9 +61,10 @@ def step_of(name: str) -> int:
 def candidates(folder: Path) -> tuple[list[str], str]:
     """Return the checkpoints that a job may resume from, the newest first.
 
+    Checkpoints that are newer than the pointer were not finished when their job ended.
+
     Returns:
-        Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
-        pointer were not finished when their job ended.
+        Names of the checkpoints, and the problem with the pointer or "".
     """
     names = _checkpoint_names(folder)
     try:
@@ -78,26 +79,26 @@ def candidates(folder: Path) -> tuple[list[str], str]:
 
 
 def leave_note(staging: Path, rank: int, problem: str) -> None:
-    """Leave a note for rank 0, which would wait for this rank's file in vain."""
+    """Tell rank 0, by a file, why this rank's file will not appear."""
     try:
         with replacing(staging / f"{own_name(rank)}{_NOTE}", links=False) as new:
             new.file.write(problem.encode())
     except OSError:
-        # Rank 0 learns it in the next `wait`.
+        # The next `wait` tells rank 0.
         return
 
 
 def await_files(staging: Path, names: Collection[str], timeout_s: float,
                 canceled: threading.Event) -> list[str]:
-    """Return the names of the files of all ranks when all have appeared.
+    """Wait until the files of all ranks have appeared, and return their names.
 
-    The name of a file shows that it is complete. So a checkpoint is published without a message:
-    before the ranks communicate again, and with no thread but the training's in MPI.
+    The name of a file shows that the file is complete. Rank 0 can therefore publish a checkpoint
+    without messages: it need not wait for the ranks' next call, and the thread does not use MPI.
 
     Args:
         staging: Folder in which the files appear.
         names: Names of the files, without their hashes.
-        timeout_s: Seconds without a new file after which to give up; 0 waits for ever.
+        timeout_s: Seconds to wait for the next file; 0 waits forever.
         canceled: Event that another thread sets to end the wait at once.
 
     Raises:
@@ -127,17 +128,17 @@ def await_files(staging: Path, names: Collection[str], timeout_s: float,
 
 def publish(folder: Path, staging: Path, files: Collection[str],
             facts: Mapping[str, Any]) -> None:
-    """Make a checkpoint with complete files the newest.
+    """Turn complete files into the newest checkpoint.
 
     Args:
         folder: Folder of checkpoints.
         staging: Subfolder that has the files; it is renamed.
         files: Names of the files.
-        facts: Facts of the manifest; `step` is one.
+        facts: Entries of the manifest, including `step`.
 
     Raises:
         CheckpointError: The manifest would be too long.
-        OSError: It is not published, and the one before is still the newest.
+        OSError: Publication failed; the previous checkpoint is still the newest.
     """
     # Another version of these packages can change the bits of a training.
     packages = [name for name in ("mpiring", "mpi4py", "numpy", "torch") if name in sys.modules]
@@ -162,8 +163,8 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
 
     Args:
         folder: Folder of checkpoints.
-        keep: Number of the newest that stay.
-        refused: Names of checkpoints that cannot be used, which do not count.
+        keep: Number of checkpoints to keep.
+        refused: Names of checkpoints that cannot be used; they do not count.
     """
     names = _checkpoint_names(folder)
     good = [name for name in names if name not in refused]
@@ -173,7 +174,7 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, its name first; log a warning if that fails."""
+    """Rename and delete a checkpoint; log a warning if that fails."""
     doomed = path
     try:
         if not path.name.startswith("."):
@@ -189,14 +190,14 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what earlier jobs have left unfinished."""
+    """Delete unfinished checkpoints and other remains of earlier jobs."""
     for entry in list(folder.iterdir()):
         if entry.name.startswith((UNFINISHED, DELETING, MARK)):
             remove(entry)
 
 
 class Lock:
-    """Keeps other jobs from writing into a folder, for as long as this process lives.
+    """Keeps other jobs from writing to a folder as long as this process lives.
 
     Args:
         folder: Folder of checkpoints.
@@ -206,7 +207,7 @@ class Lock:
         release: Function that lets other jobs write.
 
     Raises:
-        CheckpointError: Another job writes there; says which.
+        CheckpointError: Another job, which the message names, writes to the folder.
         OSError: The folder cannot be written to.
     """
 
@@ -215,7 +216,7 @@ class Lock:
         self.release = weakref.finalize(self, self._file.close)
         self.held = True
         try:
-            # A job that has just ended may hold it for a moment longer.
+            # A job that has just ended may still hold the lock for a moment.
             _retry(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
                        BlockingIOError)
         except BlockingIOError as error:
@@ -230,7 +231,7 @@ class Lock:
             _log.warning(
                 "%s is on a file system without locks (%s): see to it that no second job writes "
                 "its checkpoints there", folder, error.strerror or error)
-        # With a second name, it may be a file that another user wants to be emptied.
+        # A hard link may be a trap: another user may want this process to truncate the file.
         if self.held and os.fstat(self._file.fileno()).st_nlink == 1:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -246,7 +247,7 @@ def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on all ranks.
 
     Raises:
-        CheckpointError: It failed; on all ranks.
+        CheckpointError: The function has raised CheckpointError or OSError; on all ranks.
     """
     result, problem = None, ""
     if comm.rank == 0:
@@ -263,13 +264,15 @@ def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
 
 def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type[MpiringError],
                  place: str) -> list[T]:
-    """Call a function on each rank, and return the results of all ranks on each.
+    """Call a function on each rank, and return the results of all ranks on each rank.
 
     Args:
+        comm: Communicator of the ranks.
         label: Name of the call, for messages.
-        error: Class of the error that is raised on all ranks, with the text of the lowest rank
-            that raised it.
-        place: This rank, in that text.
+        function: Function to call.
+        error: Class of errors to raise on all ranks, with the text from the lowest rank that has
+            failed.
+        place: Description of this rank in that text.
     """
     result, problem = None, ""
     try:
@@ -284,14 +287,14 @@ def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type
 
 
 def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
-    """Make a folder of checkpoints where it is missing, and lock it against other jobs.
+    """Create a folder of checkpoints if it is missing, and lock it against other jobs.
 
     Returns:
-        A text that is unique to this job; and, on rank 0, the lock.
+        A token that is unique to this job, and the lock (None except on rank 0).
 
     Raises:
-        CheckpointError: Another job uses the folder, it cannot be written to, or a rank has
-            another folder of this name.
+        CheckpointError: Another job uses the folder, a rank cannot write to it, or the folder of a
+            rank is another one of the same name.
 
     Collective: yes. Blocking: yes.
     """
@@ -319,7 +322,7 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
-    """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
+    """Create a file in the folder on each rank, and check on rank 0 that all files are there."""
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
     ranks = comm.allgather_object((rank_and_host(comm), _touch(marks[comm.rank])))
 
@@ -343,9 +346,9 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
 
 
 def _touch(mark: Path) -> str:
-    """Make an empty file; return why that failed, or ""."""
+    """Create an empty file; return the reason for a failure, or ""."""
     try:
-        # Rank 0 may have made the folder just now.
+        # If rank 0 has just created the folder, it may not be visible yet.
         _retry(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
     except OSError as exc:
         return exc.strerror or str(exc)

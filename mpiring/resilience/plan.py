@@ -1,4 +1,4 @@
-"""Agrees on what each rank writes of a checkpoint, before anything is copied."""
+"""Determines the files that each rank writes for a checkpoint, before the state is copied."""
 
 import collections
 import hashlib
@@ -18,20 +18,20 @@ from .manifest import (REPLICATED, SHARDED, Entry, gap, own_name, piece_name, ra
                        slices_name)
 from .tree import STORED_KINDS, Arrays, Kind, Leaf, Outline, SlicedTensors, outline, rebuild
 
-# Number of a tensor, start and stop.
+# Index of a tensor, and start and stop of a range of it.
 OwnRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files that this rank writes of a checkpoint.
+    """The files that this rank writes for a checkpoint.
 
     Attributes:
         step: Step of the training.
         outlines: Outlines by the names of the files, without their hashes.
-        names: Names of the files of all ranks.
-        slices: Ranges of each tensor, with the ranks that save them; None without such state.
-        fast: Whether files are hashed by XXH3, which all ranks need.
+        names: Names of the files of all ranks, without their hashes.
+        slices: Ranges of each tensor, with the ranks that save them; None without sharded state.
+        fast: True to hash files with XXH3, if all ranks have it.
     """
 
     step: int
@@ -43,11 +43,11 @@ class SavePlan:
 
 def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any, own: Any,
           sharded: Any) -> SavePlan:
-    """Return the files that this rank is to write; see Checkpoints.save.
+    """Return the files that this rank must write; see Checkpoints.save.
 
     Raises:
-        ConfigError: The state of a rank cannot be saved, or does not fit that of the others; on
-            all ranks.
+        ConfigError: The state of a rank cannot be saved, or the ranks' states do not fit together.
+            Raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -55,7 +55,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     slices: dict[str, Sliced] = {}
 
     def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str, bool]:
-        # JSON has no integers of NumPy.
+        # JSON does not support NumPy integers.
         number = int(whole_number("step", step, 0))
         unsliced_kinds = (*kinds, SlicedTensors(refused=True))
         outlines[REPLICATED] = outline(replicated, unsliced_kinds, "replicated")
@@ -91,7 +91,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
                         outlines: Mapping[str, Outline]) -> None:
-    """Raise ConfigError if the trees of sharded state differ; says where."""
+    """Raise ConfigError with the first difference if the trees of the sharded state differ."""
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             text = outlines[SHARDED].text if SHARDED in outlines else ""
@@ -102,7 +102,7 @@ def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
 
 
 def _difference(first: str, second: str, rank: int) -> str:
-    """Say where two trees differ."""
+    """Return the first difference of the trees of rank 0 and of another rank."""
     if not first or not second:
         return (f"rank {0 if first else rank} saves sharded state, but rank "
                 f"{rank if first else 0} does not")
@@ -121,11 +121,11 @@ def _leaf_texts(text: str) -> dict[str, str]:
 
 
 def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) -> dict[str, Entry]:
-    """Return, for the manifest, which rank saves which ranges.
+    """Return the entries of the manifest: the ranges of each tensor, and the ranks that save them.
 
     Args:
-        slices: This rank's.
-        ranks: The ranges of each rank.
+        slices: Sliced tensors of this rank, by name.
+        ranks: Ranges that each rank saves.
 
     Raises:
         ConfigError: A range is saved by no rank, or by two.

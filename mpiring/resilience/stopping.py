@@ -18,14 +18,15 @@ from ..launch.environment import job_end
 
 _log = logging.getLogger("mpiring")
 
-# Longer steps wait for the exchange, which takes about 0.1 ms.
+# After longer steps, `now` waits for the exchange, which takes about 0.1 ms.
 _LONG_STEP_S = 0.25
 # Decay of the longest step time, per step.
 _DECAY = 0.98
-# Reserved time as multiples of the last checkpoint and step, because the next may take longer.
+# Multiples of the time of a checkpoint and of a step to reserve, because the next ones may take
+# longer.
 _SAVES, _STEPS = 2.0, 2.0
 # Until a checkpoint is measured, this fraction of the time limit is reserved, up to a maximum. The
-# last is the minimum in all cases.
+# third number is the minimum in all cases.
 _UNKNOWN_SHARE, _UNKNOWN_S, _MIN_S = 0.05, 60.0, 0.5
 # A signal is ignored if it repeats within this time: launchers forward signals that the ranks have
 # also received directly.
@@ -49,9 +50,9 @@ class Stopping:
                     state.save(...)
                     break
 
-    A signal to any rank stops all ranks. They also stop before `time_limit_s` or the end of the
-    Slurm job, if Slurm announces it. The measured time of two steps and two checkpoints on the
-    slowest rank is reserved.
+    A signal to any rank stops all ranks. They also stop before `time_limit_s`, and before the end
+    of the Slurm job if Slurm announces it. For the last steps and the checkpoint, the time of two
+    steps and two checkpoints is reserved, as measured on the slowest rank.
 
     Each call of `now` starts an exchange in the background, which the next call completes, so ranks
     stop one step late. If a step takes longer than 0.25 s, `now` waits for the exchange.
@@ -88,7 +89,7 @@ class Stopping:
         self._process = os.getpid()
         self._local_reason = ""
         self._handle: Handle[Any] | None = None
-        # The first is of this rank; the others are maxima over all ranks.
+        # The first time is this rank's; the others are maxima over all ranks.
         self._step_s = self._slowest_step_s = self._slowest_save_s = 0.0
         self._waits = False
         self._called_s: float | None = None

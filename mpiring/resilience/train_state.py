@@ -1,4 +1,4 @@
-"""Saves and restores the complete state of a training; a job resumes with identical bits."""
+"""Saves and restores the complete state of a training; a resumed job has identical bits."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ from .reader import Saved
 
 _LOADABLE = ("pass an object with state_dict() and load_state_dict(), a random generator, an "
              "array, or a dict or list of arrays and numbers")
-# A rank's own state: of the global random numbers, of parts, and what shared parts add to theirs.
+# A rank's own state: global random numbers, own parts, and each rank's addition to shared parts.
 _NO_OWN: Mapping[str, Any] = {"random": None, "parts": {}, "of parts": {}}
 
 
@@ -49,34 +49,35 @@ class TrainState:
             ...
             step += 1
             if step % 100 == 0:
-                state.save("run1", step)            # is written in the background
+                state.save("run1", step)            # writes in the background
         state.close()
 
-    A job with the same number of ranks resumes with identical bits. The global random numbers of
-    Python, NumPy and (in `mpiring.torch`) PyTorch are always saved. A `DataParallel` adds the order
-    of its gradients and the state of its Reducers.
+    A job with the same number of ranks resumes with identical bits. The state of the global random
+    generators of Python, NumPy and (in `mpiring.torch`) PyTorch is always saved. A `DataParallel`
+    adds the order of its gradients and the state of its Reducers.
 
     A part is an object with `state_dict` and `load_state_dict`, a random generator, an array, or a
     dict or list of arrays and numbers, which `restore` overwrites in place. How a part is saved
     follows from its methods:
 
-    - Each rank writes its slices of a part that has `sharded_state_dict`: a `Sharded` optimizer,
-      those of `mpiring.optim`, `DiLoCo`, a parameter server. Any number of ranks can restore it.
-    - Each rank writes its own state of random generators, Reducers, and the parts in `own`. Another
-      number of ranks leaves these as they are; rank 0 logs a warning.
+    - Each rank writes its slices of a part that has `sharded_state_dict`, such as a `Sharded`
+      optimizer, an optimizer of `mpiring.optim`, `DiLoCo`, or a parameter server. Any number of
+      ranks can restore it.
+    - Each rank writes its own state of random generators, Reducers, and the parts in `own`. With
+      another number of ranks, `restore` leaves these parts unchanged, and rank 0 logs a warning.
     - Rank 0 writes all other parts, which must be equal on all ranks. Any number of ranks can
       restore them.
 
     Args:
         comm: Communicator whose ranks train together; by default, all ranks.
-        own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
-            model and its optimizer.
-        keep: Number of the newest checkpoints that stay in a folder, from 1.
-        seed: Seed of the training; a checkpoint of another seed is refused.
+        own: Parts, by name, that have a different state on each rank. With `LocalSGD` or `DiLoCo`,
+            these are the model and its optimizer.
+        keep: Number of checkpoints to keep in a folder, at least 1; older checkpoints are deleted.
+        seed: Seed of the training; a checkpoint with another seed is refused.
         parts: Parts by names of your choice; the same names in the same order on every rank.
 
     Attributes:
-        step: Step of the last `restore` or `save`; 0 before.
+        step: Step of the last `restore` or `save`; 0 before the first.
 
     Raises:
         ConfigError: A part has no state, or the ranks' parts differ; on all ranks.
@@ -117,7 +118,7 @@ class TrainState:
         return 0.0 if self._checkpoints is None else self._checkpoints.save_s
 
     def restore(self, folder: str | os.PathLike[str] | None) -> int:
-        """Load the newest complete checkpoint of a folder into the parts; return its step.
+        """Load the newest complete checkpoint in a folder into the parts; return its step.
 
         Args:
             folder: Folder on a file system that all ranks share; created if it is missing. None
@@ -127,8 +128,9 @@ class TrainState:
             The step that was saved; 0 if the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: No checkpoint of the folder can be used, another job writes there, the
-                checkpoint has other parts, or a part refuses its state; on all ranks.
+            CheckpointError: No checkpoint in the folder can be used, another job writes to the
+                folder, the checkpoint has other parts, or a part refuses its state. Raised on all
+                ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -138,7 +140,8 @@ class TrainState:
         with same_on_all(self._comm, "TrainState.restore", error=CheckpointError):
             self._refuse_other_parts(saved)
         own = saved.own or _NO_OWN
-        # The order of gradients comes first: optimizers load slices of the buckets that it makes.
+        # The order of gradients comes first: it determines the buckets whose slices optimizers
+        # load.
         for name, state in own["of parts"].items():
             if state and hasattr(self._shared[name], "load_own_state_dict"):
                 self._load(saved, name, self._shared[name].load_own_state_dict, state)
@@ -190,19 +193,19 @@ class TrainState:
 
     def save(self, folder: str | os.PathLike[str] | None, step: int, *,
              seen: int | None = None) -> None:
-        """Copy the state, and begin to write it; return while it is being written.
+        """Copy the state and start to write it in the background.
 
         Args:
             folder: Folder on a file system that all ranks share. None saves nothing.
-            step: Number of steps that are complete.
+            step: Number of complete steps.
             seen: Number of samples (`DistributedSampler`) or batches (`TokenBatches`) that this
                 rank has trained on since its iteration began; needed if `prefetch` or a DataLoader
                 with workers draws ahead of training.
 
         Raises:
-            ConfigError: A part's state cannot be saved; on all ranks. Or `seen` is given, but no
-                part counts.
-            CheckpointError: The checkpoint before could not be written; on all ranks.
+            ConfigError: A part's state cannot be saved (on all ranks), or `seen` is given, but no
+                part counts samples or batches.
+            CheckpointError: The previous checkpoint could not be written; on all ranks.
 
         Collective: yes. Blocking: until the state is copied.
         """
@@ -315,7 +318,7 @@ class _Arrays:
     """An array, or a dict or list of arrays and numbers, that `restore` overwrites in place.
 
     Raises:
-        ConfigError: Something else is in it.
+        ConfigError: The tree holds another object.
     """
 
     def __init__(self, name: str, tree: Any) -> None:
@@ -352,7 +355,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _described(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
-    """Return dtype and shape of an array, as text; "no array" for numbers and the like."""
+    """Return the dtype and shape of an array as a string; "no array" for other leaves."""
     if path not in leaf_of:
         return "missing"
     leaf = leaf_of[path]
