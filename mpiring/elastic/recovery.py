@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mpiring")
 
-
 # Seconds between attempts to start new ranks at commits.
-_AGAIN_S = 60
+_RETRY_S = 60
 
 
 def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = None) -> T:
@@ -97,10 +96,10 @@ class _Run(Generic[T]):
         self._config, self._max_ranks = state.comm.config, max_ranks
         # All survivors agree on this, including those without a new communicator.
         self._survivors = joined or state.comm.survivors()
-        self._is_new, self._news = joined is not None, ""
+        self._is_new, self._message = joined is not None, ""
         self._grown: Survivors | None = None
         # Number of commits at the last growth, and the time before which commits start no ranks.
-        self._growth, self._again_s = 0, 0.0
+        self._growth, self._retry_s = 0, 0.0
         state._grow = self._grow if max_ranks else None
 
     def result(self) -> T:
@@ -108,9 +107,9 @@ class _Run(Generic[T]):
         if self._is_new:
             self._state.comm.abandon(ProcessFailedError(
                 "this rank has joined others; use state.comm instead"))
-            done, result = self._attempt(self._trained_anew)
+            done, result = self._attempt(self._restore_and_train)
         else:
-            done, result = self._attempt(self._trained)
+            done, result = self._attempt(self._train_to_end)
         while not self._survivors.agree(done):
             noticed_s = time.monotonic()
             if self._max_ranks and not self._survivors.agree(True):
@@ -119,7 +118,7 @@ class _Run(Generic[T]):
                 self._survivors.agree(True)
                 forks.leave(1)
             self._regroup()
-            done, result = self._attempt(lambda: self._trained_anew(noticed_s))
+            done, result = self._attempt(lambda: self._restore_and_train(noticed_s))
         return result  # type: ignore[return-value]
 
     def _regroup(self) -> None:
@@ -130,10 +129,10 @@ class _Run(Generic[T]):
             # Without a commit since the last time, new ranks might also die.
             if self._max_ranks and self._survivors.agree(self._commits.count > self._growth):
                 self._start_ranks(number)
-        left, self._survivors = self._survivors, self._grown or self._survivors
-        new, self._grown = self._survivors.size - left.size, None
-        self._news = "" if left.comm.rank else (
-            f"{left.size} of {before} ranks{f' and {new} new ones' * bool(new)} resume")
+        alive, self._survivors = self._survivors, self._grown or self._survivors
+        new, self._grown = self._survivors.size - alive.size, None
+        self._message = "" if alive.comm.rank else (
+            f"{alive.size} of {before} ranks{f' and {new} new ones' * bool(new)} resume")
 
     def _start_ranks(self, number: int) -> None:
         """Start new ranks if possible; this one gets a number among all."""
@@ -145,7 +144,7 @@ class _Run(Generic[T]):
         except TransportError as error:
             if survivors.comm.rank == 0:
                 _log.warning("%d ranks continue without new ones: %s", survivors.size, error)
-        self._again_s = time.monotonic() + _AGAIN_S
+        self._retry_s = time.monotonic() + _RETRY_S
 
     def _grow(self) -> None:
         """Start new ranks at a commit, unless this failed a short time ago.
@@ -153,7 +152,7 @@ class _Run(Generic[T]):
         Collective: yes. Blocking: yes.
         """
         comm = self._state.comm
-        if comm.size < self._max_ranks and comm.broadcast_object(time.monotonic() > self._again_s):
+        if comm.size < self._max_ranks and comm.broadcast_object(time.monotonic() > self._retry_s):
             self._start_ranks(comm.rank)
             if self._grown is not None:
                 raise NewRanksJoin
@@ -187,25 +186,25 @@ class _Run(Generic[T]):
             for _ in ("the result", "whether to continue"):
                 self._survivors.agree(False)
 
-    def _trained(self) -> T:
+    def _train_to_end(self) -> T:
         result = self._train(self._state)
         # A rank that finishes early must wait, to go back if another one dies.
         _wait_for_all(self._state.comm, "end of training")
         return result
 
-    def _trained_anew(self, noticed_s: float = 0.0) -> T:
+    def _restore_and_train(self, noticed_s: float = 0.0) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
         # The one that `init` has made includes dead ranks.
         make_default(state.comm)
-        state._go_back(self._commits)
+        state._restore(self._commits)
         self._growth = self._commits.count
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)
-        if self._news:
-            _log.warning("%s from %s; this took %.2f s", self._news, state._place,
+        if self._message:
+            _log.warning("%s from step %s; this took %.2f s", self._message, state.step,
                          time.monotonic() - noticed_s)
-        return self._trained()
+        return self._train_to_end()
 
 
 @contextlib.contextmanager

@@ -77,11 +77,7 @@ class State:
         return {name: value for name, value in vars(self).items()
                 if name != "comm" and not name.startswith("_")}
 
-    @property
-    def _place(self) -> str:
-        return f"step {self.step}"
-
-    def _go_back(self, commits: "Commits") -> None:
+    def _restore(self, commits: "Commits") -> None:
         """Return to the newest commit that all ranks have; new ranks receive it.
 
         Collective: yes. Blocking: yes.
@@ -234,15 +230,10 @@ def _copied_array(value: Any, memory: Any) -> Any:
             f"load_state_dict")
     # Only the data of a tensor that requires gradients may be overwritten.
     plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, memory))
-    if type(target) is type(plain) and _form(target) == _form(plain) and _is_writeable(target):
+    writeable = getattr(getattr(target, "flags", None), "writeable", True)
+    if type(target) is type(plain) and writeable and all(
+            getattr(target, name, None) == getattr(plain, name, None)
+            for name in ("shape", "dtype", "device")):
         target[...] = plain
         return memory
     return plain.clone() if hasattr(plain, "clone") else plain.copy()
-
-
-def _form(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.dtype, getattr(array, "device", None)
-
-
-def _is_writeable(array: Any) -> bool:
-    return bool(getattr(getattr(array, "flags", None), "writeable", True))

@@ -218,7 +218,7 @@ class Lock:
         try:
             # A job that has just ended may still hold the lock for a moment.
             _retry(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
-                       BlockingIOError)
+                   BlockingIOError)
         except BlockingIOError as error:
             self._file.seek(0)
             holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
