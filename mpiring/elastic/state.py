@@ -1,4 +1,4 @@
-"""Holds the state from which training continues, and its last two commits, in memory."""
+"""Holds the state from which training continues and its last two commits in memory."""
 
 import copy
 from collections.abc import Callable
@@ -15,14 +15,14 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dty
 
 
 class State:
-    """State from which training continues after deaths: every public attribute but `comm`.
+    """State from which training continues after deaths: all public attributes except `comm`.
 
         state = State(mpiring.init(), params=params, rng=generator.bit_generator.state)
         state.loss = 0.0
 
     An attribute is a number, a string, an array (NumPy, CuPy or PyTorch), or a dict, list or tuple
     of these. It may also be an object with `state_dict` and `load_state_dict`, such as a PyTorch
-    module, optimizer or scheduler. Of an object that communicates, keep the state:
+    module, optimizer or scheduler. If an object communicates, store its state instead, as in
     `state.outer = outer.state_dict()`.
 
     Args:
@@ -55,10 +55,10 @@ class State:
         def __getattr__(self, name: str) -> Any: ...
 
     def commit(self) -> None:
-        """Copy all attributes in memory, to return to them if a rank dies later; let ranks join.
+        """Copy all attributes in memory, for a return if a rank dies later; let new ranks join.
 
-        A commit costs a barrier and a copy. It costs nothing if MPI cannot continue without a dead
-        rank. Operations on the arrays must be complete.
+        A commit costs a barrier and a copy. It does nothing if the job cannot survive deaths.
+        Operations on the arrays must be complete.
 
         Raises:
             ConfigError: An attribute cannot be copied.
@@ -96,7 +96,7 @@ class State:
 
 
 class NewRanksJoin(BaseException):
-    """Ends `train` at a commit. It is no Exception, so that `train` does not handle it."""
+    """Ends `train` at a commit. It is not an Exception, so that `train` does not catch it."""
 
 
 class Commits:
@@ -120,7 +120,7 @@ class Commits:
     def agreed(self, comm: Communicator) -> int:
         """Return the number of the newest commit that all ranks have.
 
-        New ranks, which have none, receive it from the first rank that has it.
+        New ranks, which have no commits, receive this commit from the first rank that has it.
 
         Collective: yes. Blocking: yes.
         """
@@ -170,7 +170,7 @@ def _committed(name: str, value: Any, old: Any) -> Any:
 
 
 def _refuse_communicating(value: Any) -> None:
-    """Raise ConfigError if an object could not be restored without a rank that has died."""
+    """Raise ConfigError if an object has a communicator, which becomes invalid after a death."""
     if any(isinstance(held, Communicator) for held in getattr(value, "__dict__", {}).values()):
         whose = type(value).__name__
         raise ConfigError(f"a {whose} communicates, with ranks of which one may die; keep what its "
@@ -184,7 +184,7 @@ def restored(committed: Any, present: Any) -> Any:
     # A copy, because an optimizer writes into the state that it loads.
     committed.owner.load_state_dict(copied(committed.state))
     if hasattr(committed.owner, "zero_grad"):
-        # Gradients of a step that did not complete.
+        # These gradients belong to an incomplete step.
         committed.owner.zero_grad()
     return committed.owner
 
@@ -194,11 +194,11 @@ def copied(value: Any, memory: Any = None) -> Any:
 
     Args:
         value: The original.
-        memory: An earlier copy, or the original. If it has the same form, it is overwritten and
-            returned, because fresh memory takes three times as long.
+        memory: Earlier copy, or the original. If it has the same form, it is overwritten and
+            returned, because a copy to new memory takes three times as long.
 
     Raises:
-        ConfigError: It contains another object.
+        ConfigError: The value contains another object.
     """
     if isinstance(value, _VALUES):
         return value
