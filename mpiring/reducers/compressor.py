@@ -19,7 +19,7 @@ from ..sharding.state import BucketState, BucketStates, SliceState, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import CACHE_LINE_BYTES, Array, dtype_name
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
 
@@ -27,8 +27,6 @@ Between = Callable[["SliceExchange", Wide, Wide | None], Schedule[bool]]
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 2
-# Bytes of a cache line.
-_LINE_BYTES = 64
 
 
 @dataclass
@@ -83,7 +81,8 @@ class SliceExchange:
     @contextmanager
     def borrow_bytes(self, sizes: Sequence[int]) -> Iterator[list[Array]]:
         """Lend vectors of these sizes, each aligned to a cache line."""
-        ends = list(itertools.accumulate(-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes))
+        ends = list(itertools.accumulate(
+            -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for size in sizes))
         with self.borrow(ends[-1], np.uint8) as memory:
             yield [memory[start:start + size] for start, size in zip([0, *ends], sizes)]
 
@@ -337,13 +336,12 @@ class Compressor(ABC):
         self._loaded = state
 
     def _refuse_other_ranks(self, state: Mapping[str, Any]) -> None:
-        rank, size, nodes = self._world
-        saved_rank, saved_size, saved_nodes = (
-            state["rank"], state["size"], tuple(map(tuple, state["nodes"])))
-        if (saved_rank, saved_size, saved_nodes) != (rank, size, nodes):
+        saved = state["rank"], state["size"], tuple(map(tuple, state["nodes"]))
+        if saved != self._world:
+            rank, size, nodes = self._world
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
-                f"rank {saved_rank} of {saved_size} on {len(saved_nodes)} node(s). The "
+                f"rank {saved[0]} of {saved[1]} on {len(saved[2])} node(s). The "
                 f"residuals of a rank cannot be redistributed; resume on the same ranks and nodes, "
                 f"or start with a new Reducer, which loses only the residuals")
 

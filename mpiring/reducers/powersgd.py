@@ -100,7 +100,8 @@ class PowerSGD(Compressor):
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
-            shapes = [*(matrix.p_shape for matrix in matrices), *((part.size,) for part in others)]
+            shapes = [*((len(matrix.q), len(matrix.m)) for matrix in matrices),
+                      *((part.size,) for part in others)]
             means, losses = _unpacked(first, shapes), _unpacked(first_lost, shapes)
             # 2. P ← orthonormal columns.
             ps = [orthogonal(p) for p in means[:len(matrices)]]
@@ -162,10 +163,6 @@ class _Matrix:
     part: TensorRange
     m: Wide
     q: Wide
-
-    @property
-    def p_shape(self) -> tuple[int, int]:
-        return self.q.shape[0], self.m.shape[0]
 
 
 def _product(a: Wide, b: Wide) -> Wide:

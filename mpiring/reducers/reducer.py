@@ -80,11 +80,10 @@ def reducers_of(names: Iterable[str], spec: ReducerSpec) -> dict[str, Reducer]:
         ConfigError: A value is not a Reducer, or a pattern matches no name.
     """
     names, plain = list(names), Mean()
-    if spec is None:
-        return dict.fromkeys(names, plain)
     if not isinstance(spec, Mapping):
-        _refuse_other_than_reducers(spec)
-        return dict.fromkeys(names, spec)
+        reducer = plain if spec is None else spec
+        _refuse_other_than_reducers(reducer)
+        return dict.fromkeys(names, reducer)
     known = set(names)
     for pattern, reducer in spec.items():
         _refuse_other_than_reducers(reducer)

@@ -1,6 +1,7 @@
 """Sends the largest thousandth of the gradients between nodes: Deep Gradient Compression."""
 
 import math
+
 import numpy as np
 
 from ..arguments import number, whole_number
@@ -98,8 +99,10 @@ class TopK(Compressor):
             if not finite:
                 # This tells the other nodes.
                 values[:1] = np.nan
-            # 3. v, u ← 0 for the elements that are sent.
-            self._forget(exchange, gathered, indices)
+            # 3. v, u ← 0 for the elements that are sent (momentum factor masking).
+            gathered[indices] = 0
+            if self.momentum:
+                exchange.state.next("momentum")[indices] = 0
         # 4. Exchange the selected elements.
         p, k, n = exchange.net.size, indices.size, x.size
         if p * largest.packed_size(k, n) >= 2 * x.nbytes:
@@ -123,13 +126,12 @@ class TopK(Compressor):
                 quietly(_clip, x[part.start:part.stop], limit)
         addend = x
         if self.momentum:
-            addend = state.vector("momentum")
-            addend, before = state.next("momentum"), addend
-            quietly(np.multiply, before, np.float32(self.momentum), addend)
+            momentum, addend = state.vector("momentum"), state.next("momentum")
+            quietly(np.multiply, momentum, np.float32(self.momentum), addend)
             quietly(np.add, addend, x, addend)
-        before = state.vector("residual")
+        residual = state.vector("residual")
         gathered: Wide = state.next("residual")
-        quietly(np.add, before, addend, gathered)
+        quietly(np.add, residual, addend, gathered)
         return gathered
 
     def _select(self, exchange: SliceExchange, gathered: Wide) -> tuple[Array, bool]:
@@ -139,17 +141,11 @@ class TopK(Compressor):
         for i, part in enumerate(exchange.state.ranges):
             # At least one number, at most all.
             k = min(part.size, max(1, math.ceil(part.size * density)))
-            indices, is_finite_here = largest.select_largest(
+            indices, part_finite = largest.select_largest(
                 gathered[part.start:part.stop], k, exchange.key(i))
             parts.append(indices + part.start)
-            finite &= is_finite_here
+            finite &= part_finite
         return np.concatenate(parts), finite
-
-    def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
-        """Set sent elements and their momentum to zero (momentum factor masking)."""
-        gathered[indices] = 0
-        if self.momentum:
-            exchange.state.next("momentum")[indices] = 0
 
 
 def _average_sparse(
