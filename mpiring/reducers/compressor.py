@@ -1,4 +1,4 @@
-"""The base of Reducers that compress: messages between nodes only, and state per slice."""
+"""The base of Reducers that compress messages between nodes and have state for each slice."""
 
 import hashlib
 import itertools
@@ -34,8 +34,8 @@ class Cost:
     """Cost of compression on this rank.
 
     Attributes:
-        encode_s, decode_s: Seconds of computation before and after messages. On a GPU, seconds to
-            queue it.
+        encode_s, decode_s: Seconds of computation before and after messages; on a GPU, seconds to
+            queue the computation.
         wire_s: Seconds of waiting for messages, added up over the buckets in flight.
     """
 
@@ -55,7 +55,7 @@ class SliceExchange:
     Attributes:
         net: Channel between the ranks that have the slice, one rank per node.
         state: This rank's state of the slice.
-        borrow: Lends scratch memory, given the number of elements and their dtype.
+        borrow: Function that lends scratch memory, given the number of elements and their dtype.
         step: Number of steps that were applied.
         position: Indices of the bucket, of the slice and of its parts. They are the same on all
             nodes and differ between parts, so that each part has different random numbers.
@@ -114,10 +114,10 @@ class Compressor(ABC):
     One object serves one model.
 
     Attributes:
-        feeds_back: If true, the next gradients get the parts that were not sent.
+        feeds_back: If true, parts that were not sent are added to the next gradients.
         on_gpus: If true, gradients on a GPU are compressed there, and the state is on the GPU. If
-            false, both are in host memory.
-        whole_tensors: If true, buckets are cut into slices between tensors only.
+            false, gradients are compressed in host memory, which also holds the state.
+        whole_tensors: If true, buckets are cut into slices only between tensors.
         cost: Cost since the last call of `take_cost`.
     """
 
@@ -145,11 +145,11 @@ class Compressor(ABC):
 
         Returns:
             Whether the contributions of all nodes were finite. If false, the result is not finite
-            either. On a GPU always true, because checking would synchronize with the GPU.
+            either. Always true on a GPU, because a check would synchronize with the GPU.
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed, the same on all ranks; otherwise, the mean is plain.
+        """Return whether a step is compressed, the same on all ranks; if not, the mean is plain.
 
         Args:
             nodes: Number of nodes.
@@ -211,7 +211,7 @@ class Compressor(ABC):
         return finite
 
     def serve(self, user: object) -> None:
-        """Start to serve a model.
+        """Start serving a model.
 
         Args:
             user: Object that uses the Reducer for the model.
@@ -240,7 +240,7 @@ class Compressor(ABC):
 
     @property
     def loaded_order(self) -> Sequence[str] | None:
-        """Order of gradients in a loaded state that was not applied yet; None without one."""
+        """Order of gradients in a loaded state that was not applied yet; None if there is none."""
         return None if self._loaded is None else list(self._loaded["order"])
 
     def attach_buckets(self, collectives: Collectives, buckets: Sequence[Bucket],
@@ -321,8 +321,9 @@ class Compressor(ABC):
             state: The state of this rank.
 
         Raises:
-            ConfigError: This is no such state, or it is of a Reducer with other settings. The next
-                step raises it if the state is of another rank or number of ranks or nodes.
+            ConfigError: `state` does not come from `state_dict` of a Reducer with these settings.
+                If it comes from another rank, or from another number of ranks or nodes, the next
+                step raises ConfigError.
         """
         refuse_other_state(state, ("edition", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
@@ -347,7 +348,7 @@ class Compressor(ABC):
 
     def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
         reduced = {name for bucket in buckets for name in bucket.views}
-        # The order also has tensors that were frozen when the state was saved.
+        # The order also includes tensors that were frozen when the state was saved.
         saved = {name for name in state["order"] if name in state["tensors"]}
         if reduced != saved:
             raise ConfigError(
@@ -387,14 +388,14 @@ def with_feedback(
 
 
 class ErrorFeedback(Compressor):
-    """Adds the parts of gradients that another Reducer did not send to the next gradients.
+    """Adds the parts of gradients that another Reducer has not sent to the next gradients.
 
     Over time, the sum of all means is the sum of all gradients, except for one residual. The state
     takes twice the memory of this rank's slices of the gradients (float32): one half is needed to
     discard steps that are not applied.
 
     Args:
-        reducer: A Compressor such as Cast or Int8. A Compressor that already feeds back its errors
+        reducer: Compressor, such as Cast or Int8. A Compressor that already feeds back its errors
             is used unchanged.
 
     Raises:

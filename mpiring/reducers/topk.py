@@ -26,16 +26,17 @@ class TopK(Compressor):
     Elements that are sent lose their momentum. Without `momentum`, plain gradients are accumulated,
     for any optimizer.
 
-    The state takes twice the memory of this rank's slices of the gradients (float32), or four times
-    with `momentum`. One rank of each node compresses a given tensor.
+    The state takes twice the memory of this rank's slices of the gradients (float32); with
+    `momentum`, four times. One rank of each node compresses a given tensor.
 
     Args:
-        density: Share of each tensor that is sent, above 0 and up to 1; at least one element.
+        density: Share of each tensor that is sent, above 0 and up to 1. At least one element of
+            each tensor is sent.
         momentum: Momentum factor, from 0 to below 1.
         clip_norm: Largest norm of each tensor's gradient, times the square root of the number of
             nodes. Larger gradients are scaled down before they are accumulated. None for no limit.
-        warmup_steps: Number of steps of the warm-up. It has five equal stages, which send 25, 6.25,
-            1.56 and 0.4 %, then `density`. The paper's warm-up takes five epochs.
+        warmup_steps: Number of steps of the warm-up. Its five equal stages send 25, 6.25, 1.56 and
+            0.4 %, then `density`. The paper's warm-up takes five epochs.
 
     Raises:
         ConfigError: A number is out of range.
@@ -88,7 +89,7 @@ class TopK(Compressor):
             # 1. Clip. Then u ← m u + gradient, v ← v + u.
             gathered = self._gather(exchange, x)
         if exchange.net.size == 1:
-            # On one node nothing is sent, and no momentum is lost.
+            # On one node, nothing is sent, and the momentum remains.
             x[...] = gathered
             gathered[...] = 0
             return is_finite(x)
@@ -97,7 +98,7 @@ class TopK(Compressor):
             indices, finite = self._select(exchange, gathered)
             values = gathered[indices]
             if not finite:
-                # This tells the other nodes.
+                # The other nodes detect this NaN.
                 values[:1] = np.nan
             # 3. v, u ← 0 for the elements that are sent (momentum factor masking).
             gathered[indices] = 0
