@@ -92,8 +92,8 @@ class SliceOwner:
         """Return the workers that delay a pull at this clock."""
         if self._staleness is None:
             return []
-        return [worker for worker, its in enumerate(self.clocks)
-                if its < clock - self._staleness and not self.finished[worker]
+        return [worker for worker, worker_clock in enumerate(self.clocks)
+                if worker_clock < clock - self._staleness and not self.finished[worker]
                 and worker not in self._waiting]
 
     def restart(self) -> None:
@@ -177,7 +177,7 @@ class SliceWorker:
         """
         note = np.array([VOID if gradients is None else PUSH, clock])
         requests: list[Request] = []
-        for owner in _in_turn(net):
+        for owner in _owners_from(net):
             requests.append(self._send(net, NOTES, note, owner))
             requests += [self._send(net, GRADIENTS, x, owner)
                          for x in (gradients[owner] if gradients is not None else ())]
@@ -193,7 +193,7 @@ class SliceWorker:
         """
         self.unanswered = set(range(net.size))
         yield from together([self._ask(net, clock, weights[owner], owner)
-                             for owner in _in_turn(net)], net.size)
+                             for owner in _owners_from(net)], net.size)
 
     def _ask(self, net: Channel, clock: int, weights: Sequence[Array],
              owner: int) -> Schedule[None]:
@@ -205,13 +205,13 @@ class SliceWorker:
     def finish(self, net: Channel, clock: int) -> Schedule[None]:
         """Tell all owners that no push or pull will follow."""
         note = np.array([FINISH, clock])
-        yield [self._send(net, NOTES, note, owner) for owner in _in_turn(net)]
+        yield [self._send(net, NOTES, note, owner) for owner in _owners_from(net)]
 
     def _send(self, net: Channel, lane: int, x: Array, owner: int) -> Request:
         self.bytes_sent += x.nbytes * (owner != net.rank)
         return net.lane(lane).isend(x, owner)
 
 
-def _in_turn(net: Channel) -> list[int]:
+def _owners_from(net: Channel) -> list[int]:
     """Return all ranks, beginning with this one, so that ranks begin with different owners."""
     return [(net.rank + i) % net.size for i in range(net.size)]

@@ -94,36 +94,35 @@ class ModelArrays:
                 raise ConfigError(
                     f"rank {comm.rank}: params is {model!r:.80}; pass a dict of the model's "
                     f"arrays, for a PyTorch module dict(module.named_parameters())")
-            self._arrays = arrays_of(self._tensors_now(), comm.rank, "parameter")
-            self._marks = _marks_of(self._tensors_now())
+            tensors = self._current_tensors()
+            self._arrays = arrays_of(tensors, comm.rank, "parameter")
+            self._identities = _identities_of(tensors)
             self.tensors = _specs_of(self._arrays)
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
-    def now(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, Array]:
         """Return the current arrays of the model, by name.
 
         Raises:
             ConfigError: A shape or dtype has changed.
         """
-        given = self._tensors_now()
-        marks = _marks_of(given)
-        if marks != self._marks:
-            arrays = arrays_of(given, self._rank, "parameter")
+        tensors = self._current_tensors()
+        identities = _identities_of(tensors)
+        if identities != self._identities:
+            arrays = arrays_of(tensors, self._rank, "parameter")
             refuse_changed(self._rank, self.tensors, _specs_of(arrays))
-            self._arrays, self._marks = arrays, marks
+            self._arrays, self._identities = arrays, identities
         return self._arrays
 
-    def _tensors_now(self) -> Any:
+    def _current_tensors(self) -> Any:
         if not hasattr(self._model, "named_parameters"):
             return self._model
-        tensors = dict(self._model.named_parameters())
-        if self._buffers:
-            tensors.update((name, x) for name, x in self._model.named_buffers()
-                           if name in self._buffers)
-        return tensors
+        buffers = self._model.named_buffers() if self._buffers else ()
+        return dict(self._model.named_parameters()) | {
+            name: x for name, x in buffers if name in self._buffers}
 
 
-def _marks_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def _identities_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return values that change when a tensor is replaced and its old memory is kept alive."""
     return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
             for name, x in tensors.items()]

@@ -51,14 +51,14 @@ class Exchanges:
             snapshot: Vectors, which must not change until the schedule ends.
             received: Vectors to overwrite.
         """
-        leaving = self._send(net, other, snapshot)
+        sends = self._send(net, other, snapshot)
         while (yield from _receive_note(net, other)) == _END:
             self.training.discard(other)
-        yield [*leaving, *(net.irecv(x, other) for x in received)]
+        yield [*sends, *(net.irecv(x, other) for x in received)]
 
     def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
                snapshot: Callable[[], Sequence[Array]], received: Sequence[Array],
-               take: Callable[[], None]) -> Schedule[int]:
+               apply: Callable[[], None]) -> Schedule[int]:
         """Announce that this rank has ended, and answer the others until all have ended.
 
         Args:
@@ -67,24 +67,24 @@ class Exchanges:
             partner_of: Function that returns this rank's partner in a round.
             snapshot: Function that returns this rank's weights, unchanged until its next call.
             received: Vectors to overwrite with a partner's weights.
-            take: Function to call when these weights have arrived.
+            apply: Function to call when these weights have arrived.
 
         Returns:
             The first round that neither this rank nor any of its partners has begun.
         """
         end = np.array([_END])
-        leaving = [net.isend(end, other) for other in self._others]
+        announcements = [net.isend(end, other) for other in self._others]
         while self.training:
             other = partner_of(number)
             if other in self.training:
                 if (yield from _receive_note(net, other)) == _END:
                     self.training.discard(other)
                 else:
-                    sent = self._send(net, other, snapshot())
-                    yield [*sent, *(net.irecv(x, other) for x in received)]
-                    take()
+                    sends = self._send(net, other, snapshot())
+                    yield [*sends, *(net.irecv(x, other) for x in received)]
+                    apply()
             number += 1
-        yield leaving
+        yield announcements
         self.training.update(self._others)
         return number
 
@@ -151,13 +151,13 @@ class PairAveraging(AsynchronousTraining):
             same["delay"] = self.delay = whole_number("delay", delay, 0)
         self._model = ModelArrays(model, comm, "PairAveraging")
         # The model's arrays at the last call.
-        self._params, self.rounds = self._model.now(), 0
+        self._params, self.rounds = self._model.arrays(), 0
         self._snapshot, self._partners = (FlatModel(self._model.tensors, 1, name)
                                           for name in ("snapshot", "partner's snapshot"))
         self._exchanges = Exchanges(comm.rank, comm.size)
         self._exchange: tuple[Message[None], int] | None = None
         self._age = 0
-        for flat in self._take_snapshot():
+        for flat in self._update_snapshot():
             comm.broadcast(flat, root=0)
         self._write_back()
         super().__init__(comm)
@@ -177,7 +177,7 @@ class PairAveraging(AsynchronousTraining):
             self._age += 1
             if self._age < self.delay and not self._exchange[0].test():
                 return
-        self._params = self._model.now()
+        self._params = self._model.arrays()
         self._complete()
         self._begin()
         if self.delay == 0:
@@ -195,18 +195,18 @@ class PairAveraging(AsynchronousTraining):
         Collective: yes. Blocking: yes, for as long as others train.
         """
         self._refuse_closed("agree()")
-        self._params = self._model.now()
+        self._params = self._model.arrays()
         self._complete()
         handle = self._messages.submit(
             Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
-                net, self.rounds, self._partner, self._take_snapshot, self._partners.flats,
+                net, self.rounds, self._partner, self._update_snapshot, self._partners.flats,
                 lambda: self._add_difference(None)))
         with self._waiting():
             self._wait_for_all(Call("agree", "in pair averaging"))
             last = np.array([handle.wait()])
         self._comm.allreduce(last, op="max")
         self.rounds = int(last[0])
-        for flat in self._take_snapshot():
+        for flat in self._update_snapshot():
             self._comm.allreduce(flat, op="mean")
         self._write_back()
 
@@ -272,7 +272,7 @@ class PairAveraging(AsynchronousTraining):
         other = self._partner(self.rounds)
         self.rounds += 1
         if other is not None:
-            snapshot = self._take_snapshot()
+            snapshot = self._update_snapshot()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
                      nbytes=self._snapshot.nbytes),
@@ -291,7 +291,7 @@ class PairAveraging(AsynchronousTraining):
             self._exchange = None
             self._add_difference(other)
 
-    def _take_snapshot(self) -> list[Array]:
+    def _update_snapshot(self) -> list[Array]:
         for name, x in self._params.items():
             self._snapshot.views[name][...] = x
         return self._snapshot.flats

@@ -86,7 +86,7 @@ class ParameterServer(AsynchronousTraining):
             same["damped"] = damped = truth("damped", damped)
             refuse_other_than_makers(optimizer)
         self._model = ModelArrays(params, comm, "ParameterServer")
-        self.params = dict(self._model.now())
+        self.params = dict(self._model.arrays())
         self.clock = self.refused = 0
         self._gradients, self._weights = (FlatModel(self._model.tensors, comm.size, name)
                                           for name in ("grads", "weights"))
@@ -108,7 +108,7 @@ class ParameterServer(AsynchronousTraining):
             self._comm.broadcast(flat, root=0)
         for owned, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
             owned[...] = x
-        self._write()
+        self._write_params()
         self._serving = self._messages.submit(Call("serve", "a slice"), self._owner.serve)
         # Now every rank has a slice to answer with.
         self._comm.barrier()
@@ -168,7 +168,7 @@ class ParameterServer(AsynchronousTraining):
         self._await(handle)
         self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
         self._await_push()
-        self._write()
+        self._write_params()
         return self.params
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
@@ -286,8 +286,9 @@ class ParameterServer(AsynchronousTraining):
             raise ConfigError(
                 f"rank {self._comm.rank}: ranks have pushed {clocks} times: with staleness=0, "
                 f"pushes of a clock are applied together; ask for the state after the same step")
-        self._await(self._messages.submit(Call("settle", f"at clocks {clocks}"), lambda net: _until(
-            lambda: self._owner.clocks == clocks, f"the pushes {clocks}")))
+        condition = Condition(lambda: self._owner.clocks == clocks, f"the pushes {clocks}")
+        self._await(self._messages.submit(
+            Call("settle", f"at clocks {clocks}"), lambda net: _until(condition)))
         yield [rank for rank, (_, finished) in enumerate(ranks) if finished]
         self._comm.barrier()
 
@@ -313,8 +314,8 @@ class ParameterServer(AsynchronousTraining):
             if x is not view:
                 view[...] = x
 
-    def _write(self) -> None:
-        self.params.update(self._model.now())
+    def _write_params(self) -> None:
+        self.params.update(self._model.arrays())
         for name, x in self.params.items():
             x[...] = self._weights.views[name]
 
@@ -325,7 +326,7 @@ class ParameterServer(AsynchronousTraining):
         for flat, bounds in zip(self._weights.flats, self._weights.bounds):
             self._comm.run(Call("allgather", "weights"), operator.methodcaller(
                 "allgather", flat, bounds=bounds))
-        self._write()
+        self._write_params()
 
     def _await_push(self) -> None:
         if self._pushed is not None:
@@ -349,5 +350,5 @@ class ParameterServer(AsynchronousTraining):
             for rank in behind), *[f"  no weights from {ranks_text(silent)}"] * bool(silent)]
 
 
-def _until(happened: Callable[[], bool], text: str) -> Schedule[None]:
-    yield (Condition(happened, text),)
+def _until(condition: Condition) -> Schedule[None]:
+    yield (condition,)

@@ -138,10 +138,10 @@ class SliceStore:
 
     def _saved(self) -> dict[str, Any]:
         """Return a copy of the optimizer state, with the weights as one more vector."""
-        its = self.optimizer.state_dict()
-        for name, vectors in its["tensors"].items():
+        saved = self.optimizer.state_dict()
+        for name, vectors in saved["tensors"].items():
             vectors[_WEIGHTS] = self._slice.vector(name).copy()
-        return its
+        return saved
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:

@@ -388,7 +388,7 @@ def with_feedback(
 
 
 class ErrorFeedback(Compressor):
-    """Adds the parts of gradients that another Reducer has not sent to the next gradients.
+    """Adds to the next gradients the parts that another Reducer did not send.
 
     Over time, the sum of all means is the sum of all gradients, except for one residual. The state
     takes twice the memory of this rank's slices of the gradients (float32): one half is needed to

@@ -56,7 +56,7 @@ class Codec(ABC):
         """Decode a payload.
 
         Args:
-            payload: Result of `encode`.
+            payload: uint8; the payload that `encode` has written.
             out: float32, shape (n,). Overwritten by the decoded vector.
             adds: If true, add the decoded vector to `out` instead.
         """
