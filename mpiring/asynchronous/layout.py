@@ -1,4 +1,4 @@
-"""Lays a model out as flat vectors by dtype, each cut into one slice per rank."""
+"""Lays out a model as one flat vector per dtype, each cut into one slice per rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ class FlatModel:
     Args:
         tensors: Tensors of the model, in order.
         size: Number of ranks.
-        holder: Name by which the user knows `views`, for messages.
+        holder: Name of `views` in messages.
 
     Attributes:
         tensors: Tensors of the model, by name.
         buckets: Memory of each dtype.
-        flats: One vector for each dtype, zeros at first.
+        flats: One vector for each dtype, initially zeros.
         bounds: Offsets that cut each vector into slices; slices start on cache lines.
         views: Views of the tensors in the vectors, by name.
         slices: Slices of all vectors, by rank.
@@ -61,7 +61,7 @@ class FlatModel:
 
 
 class ModelArrays:
-    """The arrays of a model, which its user may replace by arrays of the same shape and dtype.
+    """The arrays of a model; the user may replace them with arrays of the same shape and dtype.
 
     Args:
         model: NumPy arrays or PyTorch tensors in host memory, by name; or a PyTorch module, for
@@ -74,7 +74,7 @@ class ModelArrays:
 
     Raises:
         ConfigError: The model is neither a dict nor a module, or a tensor has no gradient.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -123,7 +123,7 @@ class ModelArrays:
 
 
 def _identities_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return values that change when a tensor is replaced and its old memory is kept alive."""
+    """Return values that change if a tensor is replaced while its old memory is kept alive."""
     return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
             for name, x in tensors.items()]
 

@@ -59,7 +59,7 @@ class Exchanges:
     def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
                snapshot: Callable[[], Sequence[Array]], received: Sequence[Array],
                apply: Callable[[], None]) -> Schedule[int]:
-        """Announce that this rank has ended, and answer the others until all have ended.
+        """Announce that this rank has ended, and answer other ranks until all have ended.
 
         Args:
             net: Channel between all ranks.
@@ -109,27 +109,27 @@ class PairAveraging(AsynchronousTraining):
         with PairAveraging(model, comm, seed=1) as pairs:
             for batch in batches:
                 ...
-                optimizer.step()                # any, of this rank alone
+                optimizer.step()                # any local optimizer
                 pairs.step()
 
-    In each round all ranks draw the same perfect matching from the seed. A rank and its partner
-    exchange snapshots of their weights while they compute. When the partner's snapshot has
-    arrived, each adds half of the difference of the two snapshots to its weights. The mean over
-    all ranks therefore stays the same, up to rounding, whatever they learned meanwhile. Then the
-    next round begins, so ranks may be in different rounds and may take several steps in one
-    round. Each rank keeps its own optimizer state.
+    In each round, all ranks draw the same perfect matching from the seed. A rank and its partner
+    exchange snapshots of their weights while they compute. When the partner's snapshot has arrived,
+    each of them adds half of the difference between the snapshots to its weights. The exchange
+    therefore does not change the mean over all ranks, up to rounding. Then the next round begins,
+    so ranks may be in different rounds and may take several steps in one round. Each rank keeps its
+    own optimizer state.
 
     Sources: Lian et al., Can decentralized algorithms outperform centralized algorithms?, NIPS
     2017 (D-PSGD). Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
 
     Args:
         model: PyTorch module, for its parameters and its saved floating-point buffers, or dict of
-            NumPy arrays, in host memory. The user may replace arrays in the dict by arrays of the
+            NumPy arrays, in host memory. The user may replace arrays in the dict with arrays of the
             same shape and dtype. All ranks start with the weights of rank 0.
         comm: Communicator whose ranks train together; by default, all ranks.
         seed: Seed of the matchings.
-        delay: Number of steps after which a rank waits for its partner; 0 waits in the same step.
-            With 0 or 1, results do not depend on the speeds of ranks.
+        delay: Number of steps after which a rank waits for its partner; with 0, it waits in the
+            same step. With 0 or 1, results do not depend on the speeds of ranks.
 
     Attributes:
         rounds: Number of rounds that this rank has begun.
@@ -138,7 +138,7 @@ class PairAveraging(AsynchronousTraining):
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -166,7 +166,8 @@ class PairAveraging(AsynchronousTraining):
         """Apply the partner's weights, and begin the next round; call after each optimizer.step().
 
         Raises:
-            StallError: The partner has not answered within `stall_timeout_s`; names it.
+            StallError: The partner, which the message names, has not answered within
+                `stall_timeout_s`.
             ConfigError: A shape or dtype of the model has changed.
             ClosedError: After `close`.
 
@@ -192,7 +193,7 @@ class PairAveraging(AsynchronousTraining):
             BufferMismatchError: A rank has left without `agree` or `close`.
             ConfigError, ClosedError: As for `step`.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         self._refuse_closed("agree()")
         self._params = self._model.arrays()
@@ -213,7 +214,7 @@ class PairAveraging(AsynchronousTraining):
     def close(self) -> None:
         """Call `agree`, and end the training.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         if not self.closed:
             self.agree()
@@ -226,7 +227,7 @@ class PairAveraging(AsynchronousTraining):
         return self._costs(self._exchanges.bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the round, to be saved with the weights after `agree()`.
+        """Return the seed and the round; save them with the weights after `agree()`.
 
         Raises:
             ConfigError: An exchange is in flight.
@@ -301,12 +302,12 @@ class PairAveraging(AsynchronousTraining):
             x[...] = self._snapshot.views[name]
 
     def _add_difference(self, other: int | None) -> None:
-        """Add half of the difference of two snapshots to the weights."""
+        """Add half of the difference between the two snapshots to the weights."""
         for snapshot, received in zip(self._snapshot.flats, self._partners.flats):
             np.subtract(received, snapshot, out=received)
             np.multiply(received, received.dtype.type(0.5), out=received)
         if not all(is_finite(x) for x in self._partners.flats):
-            # The partner finds the same.
+            # The partner also leaves out this round.
             _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "
                          "NaN or Inf", self._comm.rank, self.rounds - 1, other)
             return

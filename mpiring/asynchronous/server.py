@@ -58,12 +58,13 @@ class ParameterServer(AsynchronousTraining):
         comm: Communicator whose ranks train together; by default, all ranks.
         optimizer: Function that makes an elementwise mpiring.optim optimizer from a model, like
             `SGD` or `functools.partial(AdamW, lr=1e-3)`.
-        staleness: Bound on the difference of clocks, in pushes; None never waits.
+        staleness: Bound on the difference between clocks, in pushes; with None, ranks never wait.
         damped: If true, divide learning rates by 1 + τ.
 
     Attributes:
         params: The argument of the same name.
-        grads: Memory for gradients, by name; write into it and call `push()` without argument.
+        grads: Memory for gradients, by name; write gradients into it, and call `push()` without an
+            argument.
         clock: Number of this rank's pushes.
         refused: Number of this rank's pushes whose gradients were not finite.
         staleness: The argument of the same name.
@@ -71,7 +72,7 @@ class ParameterServer(AsynchronousTraining):
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -96,12 +97,12 @@ class ParameterServer(AsynchronousTraining):
         self._worker = SliceWorker()
         self._pushed: Message[None] | None = None
         self._finished = False
-        # Last, so that a wrong argument raises before a communicator exists that must be closed.
+        # This comes last, so that an error above leaves no open communicator behind.
         super().__init__(comm)
         self._begin()
 
     def _begin(self) -> None:
-        """Broadcast rank 0's weights, and begin to serve."""
+        """Broadcast rank 0's weights, and start to serve this rank's slice."""
         for name, x in self.params.items():
             self._weights.views[name][...] = x
         for flat in self._weights.flats:
@@ -110,7 +111,7 @@ class ParameterServer(AsynchronousTraining):
             owned[...] = x
         self._write_params()
         self._serving = self._messages.submit(Call("serve", "a slice"), self._owner.serve)
-        # Now every rank has a slice to answer with.
+        # After this, every rank serves its slice.
         self._comm.barrier()
 
     # Training
@@ -118,19 +119,19 @@ class ParameterServer(AsynchronousTraining):
     def push(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Send this rank's gradients; return while the messages are in flight.
 
-        A push with NaN or Inf is ignored: it counts for the clock, no weight changes, and a
-        warning names the tensors.
+        A push with NaN or Inf counts for the clock, but changes no weights. A warning names the
+        tensors.
 
         Args:
-            gradients: Gradients by name, like `params`; copied. By default those written into
+            gradients: Gradients by name, like `params`; copied. By default, the gradients in
                 `grads`, which must not change until the next `pull` has returned.
 
         Raises:
             ConfigError: Gradients are missing, or have other shapes or dtypes.
-            StallError: The last push has not arrived within `stall_timeout_s`.
+            StallError: The previous push has not arrived within `stall_timeout_s`.
             ClosedError: This rank has finished.
 
-        Collective: no. Blocking: until the last push has arrived, unless a `pull` followed it.
+        Collective: no. Blocking: until the previous push has arrived, unless a `pull` followed it.
         """
         self._refuse_finished("push()")
         self._await_push()
@@ -154,8 +155,8 @@ class ParameterServer(AsynchronousTraining):
         Returns once no rank is further behind than `staleness` allows.
 
         Raises:
-            StallError: A rank is behind, or an owner does not answer, after `stall_timeout_s`;
-                names them.
+            StallError: After `stall_timeout_s`, a rank is behind or an owner has not answered; the
+                message names these ranks.
             ClosedError: This rank has finished.
 
         Collective: no. Blocking: yes.
@@ -175,7 +176,7 @@ class ParameterServer(AsynchronousTraining):
         """Push, then pull; return True if the gradients were finite.
 
         Args:
-            gradients: Gradients by name, as for `push`; by default those in `grads`.
+            gradients: Gradients by name, as for `push`; by default, the gradients in `grads`.
         """
         refused = self.refused
         self.push(gradients)
@@ -184,21 +185,21 @@ class ParameterServer(AsynchronousTraining):
 
     @property
     def clocks(self) -> list[int]:
-        """The number of pushes of each rank that were applied to this rank's slice."""
+        """Number of pushes of each rank that were applied to this rank's slice."""
         return list(self._owner.clocks)
 
     @property
     def statistics(self) -> Statistics:
         """Costs of this rank's pushes and pulls so far; `communication_s` counts pulls only.
 
-        The bytes sent include the weights that this rank has served to others.
+        The bytes sent include the weights that this rank has sent to other ranks.
         """
         return self._costs(self._worker.bytes_sent + self._owner.bytes_sent)
 
     # The end
 
     def finish(self) -> None:
-        """End this rank's training; it delays no other rank, but continues to serve its slice.
+        """End this rank's training; it then delays no other rank, but still serves its slice.
 
         Collective: no. Blocking: until the last push has arrived.
         """
@@ -211,12 +212,12 @@ class ParameterServer(AsynchronousTraining):
             lambda net: self._worker.finish(net, self.clock))
 
     def close(self) -> None:
-        """Finish, wait until all ranks have, and write the final weights into `params`.
+        """Finish, wait until all ranks have finished, and write the final weights into `params`.
 
         Raises:
             BufferMismatchError: A rank has left without `close`.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         if self.closed:
             return
@@ -253,7 +254,7 @@ class ParameterServer(AsynchronousTraining):
             return self._store.sliced()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, on any number of ranks; write its weights into `params`.
+        """Load a state, on any number of ranks; write its weights into `params`.
 
         All clocks restart at 0.
 
@@ -261,7 +262,7 @@ class ParameterServer(AsynchronousTraining):
             state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint.
 
         Raises:
-            ConfigError: It is the state of another model or optimizer, or a rank has finished.
+            ConfigError: The state belongs to another model or optimizer, or a rank has finished.
 
         Collective: yes. Blocking: yes.
         """
@@ -276,7 +277,7 @@ class ParameterServer(AsynchronousTraining):
 
     @contextmanager
     def _settled(self) -> Iterator[list[int]]:
-        """Hold all ranks until all pushes so far are applied; yield the finished ranks."""
+        """Block all ranks until all pushes so far are applied; yield the finished ranks."""
         if self.closed:
             raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
                               f"its state before")
