@@ -32,7 +32,7 @@ _log = logging.getLogger("mpiring")
 # Longest wait for a busy loader whose batches are no longer wanted.
 _PATIENCE_S = 5.0
 # A signal just before a wait does not interrupt the wait in CPython; a new wait notices it.
-_LOOK_S = 1.0
+_WAKEUP_S = 1.0
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
@@ -102,25 +102,25 @@ class Prefetched:
         # State of the loader after the last batch that was yielded; None if it is not ahead.
         self._state: Any = None
         # Thread of an iteration that was left early.
-        self._left: BackgroundIterator[tuple[Arrive, Any]] | None = None
+        self._abandoned: BackgroundIterator[tuple[Arrive, Any]] | None = None
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Yield batches; the thread ends with the generator, even after an exception."""
-        if self._left is not None:
+        if self._abandoned is not None:
             # Two threads may not draw from the loader at once.
-            self._left.join()
+            self._abandoned.join()
         if self._has_state() and self._state is None:
             self._state = self._loader_state()
         # map keeps no reference to a batch, whose memory is free once its user drops it.
-        ahead = BackgroundIterator(map(self._drawn, self._loader), self._depth, self._waited)
+        ahead = BackgroundIterator(map(self._send_batch, self._loader), self._depth, self._waited)
         try:
-            yield from map(self._received, ahead)
+            yield from map(self._receive_batch, ahead)
             self._state = None
         finally:
-            self._left = None if ahead.close() else ahead
+            self._abandoned = None if ahead.close() else ahead
 
     def state_dict(self) -> Any:
         """Return the loader's state after the last batch that was yielded.
@@ -168,18 +168,18 @@ class Prefetched:
         # The loader may return the same object every time, and change it later.
         return copy.deepcopy(cast(Any, self._loader).state_dict())
 
-    def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
+    def _send_batch(self, batch: Any) -> tuple[Arrive, Any]:
         """Send a batch; return a function that receives it, and the loader's state."""
-        arrive = (lambda: batch) if self._gpu is None else self._sent(batch)
+        arrive = (lambda: batch) if self._gpu is None else self._send_arrays(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
-    def _received(self, drawn: tuple[Arrive, Any]) -> Any:
-        arrive, state = drawn
+    def _receive_batch(self, sent: tuple[Arrive, Any]) -> Any:
+        arrive, state = sent
         batch = arrive()
         self._state = state
         return batch
 
-    def _sent(self, batch: Any) -> Arrive:
+    def _send_arrays(self, batch: Any) -> Arrive:
         """Send the arrays of a batch; return a function that returns it with their copies."""
         kinds: list[type[Carrier] | None] = []
         sent: dict[type[Carrier], list[Any]] = {}
@@ -309,7 +309,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
     def _item(self) -> T | _End:
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=_LOOK_S)
+                return self._ready.get(timeout=_WAKEUP_S)
 
     def close(self) -> bool:
         """End the thread, which may be drawing an item; wait some seconds for it.

@@ -14,9 +14,6 @@ from ..memory.digest import digest
 from ..operations.consistency import same_on_all
 from .packing import EpochPlan, TokenBudget, plan
 
-# Keys of a state that identify the samples and their order.
-_IDENTITY = ("lengths", "digest", "seed", "shuffle")
-
 
 @dataclass
 class _Iteration:
@@ -118,13 +115,13 @@ class TokenBatches:
                                        longest, whole_number(rank + "window", window, 1))
             self._seed = whole_number(rank + "seed", seed, 0, (1 << 31) - 1)
             self._shuffle = truth(rank + "shuffle", shuffle)
-            self._lengths = _checked(lengths, comm.rank)
+            self._lengths = _checked_lengths(lengths, comm.rank)
             _refuse_longer_than(self._budget, self._lengths, comm.rank)
             same.update(vars(self._budget), seed=self._seed, shuffle=self._shuffle,
                         samples=len(self._lengths), lengths=self._lengths.astype(np.int64))
         self._digest = f"{digest([self._lengths]):016x}"
         self._iteration: _Iteration | None = None
-        self._begin(0)
+        self._begin_epoch(0)
 
     @property
     def epoch(self) -> int:
@@ -145,27 +142,27 @@ class TokenBatches:
             ConfigError: The epoch is not a whole number from 0.
         """
         epoch = whole_number("epoch", epoch, 0)
-        self._leave_behind()
+        self._end_complete_iteration()
         if epoch != self._epoch:
             self._iteration = None
-            self._begin(epoch)
+            self._begin_epoch(epoch)
 
-    def _leave_behind(self) -> None:
+    def _end_complete_iteration(self) -> None:
         """Proceed to the next epoch if all batches of the iteration were drawn.
 
         Code that counts batches, such as Lightning, never asks for the end.
         """
-        now = self._current()
-        if now is not None and now.drawn == len(now):
-            self._begin(now.epoch + 1)
+        iteration = self._current_iteration()
+        if iteration is not None and iteration.drawn == len(iteration):
+            self._begin_epoch(iteration.epoch + 1)
 
-    def _current(self) -> _Iteration | None:
+    def _current_iteration(self) -> _Iteration | None:
         """Return the last iteration, unless the epoch has changed since."""
-        now = self._iteration
-        return now if now is not None and now.epoch == self._epoch else None
+        iteration = self._iteration
+        return iteration if iteration is not None and iteration.epoch == self._epoch else None
 
-    def _begin(self, epoch: int, history: list[list[Any]] | None = None,
-               planned: EpochPlan | None = None) -> None:
+    def _begin_epoch(self, epoch: int, history: list[list[Any]] | None = None,
+                     planned: EpochPlan | None = None) -> None:
         """Set the epoch of the next iteration.
 
         Args:
@@ -177,15 +174,15 @@ class TokenBatches:
         self._epoch = epoch
         self._history = history or [[*astuple(self._budget), 0]]
         self._plan = planned
-        self._wasted: tuple[float, float] | None = None
+        self._waste: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches in the current iteration, or in the next if there is none.
 
         The number may vary slightly between epochs.
         """
-        now = self._current()
-        return len(self._next() if now is None else now)
+        iteration = self._current_iteration()
+        return len(self._next_iteration() if iteration is None else iteration)
 
     @property
     def batch_size(self) -> NoReturn:
@@ -198,17 +195,17 @@ class TokenBatches:
             f"are this rank's share already; leave the loader out of Accelerate's prepare()")
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._leave_behind()
-        now = self._iteration = self._next()
-        for index in range(now.first, len(now.plan)):
+        self._end_complete_iteration()
+        iteration = self._iteration = self._next_iteration()
+        for index in range(iteration.first, len(iteration.plan)):
             # Counted before the caller has used the batch; callers that are behind pass `seen`.
-            now.drawn += 1
-            yield now.plan.shares(index, self._comm.size)[self._comm.rank]
+            iteration.drawn += 1
+            yield iteration.plan.shares(index, self._comm.size)[self._comm.rank]
         # set_epoch, load_state_dict or another iteration may have come in between.
-        if self._iteration is now:
-            self._leave_behind()
+        if self._iteration is iteration:
+            self._end_complete_iteration()
 
-    def _next(self) -> _Iteration:
+    def _next_iteration(self) -> _Iteration:
         """Return the next iteration."""
         if self._plan is None:
             self._plan = self._plan_of(self._epoch, self._history)
@@ -243,7 +240,7 @@ class TokenBatches:
         The share is a fraction from 0 to 1 of all tokens with padding, over all batches and ranks.
         The first access computes it, in a few seconds per million samples.
         """
-        return self._waste()[0]
+        return self._padding_and_imbalance()[0]
 
     @property
     def imbalance(self) -> float:
@@ -252,12 +249,12 @@ class TokenBatches:
         The average over all batches is weighted by their tokens. The first access computes it, like
         `padding`.
         """
-        return self._waste()[1]
+        return self._padding_and_imbalance()[1]
 
-    def _waste(self) -> tuple[float, float]:
-        if self._wasted is None:
-            self._wasted = self._next().plan.waste(self._comm.size)
-        return self._wasted
+    def _padding_and_imbalance(self) -> tuple[float, float]:
+        if self._waste is None:
+            self._waste = self._next_iteration().plan.waste(self._comm.size)
+        return self._waste
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
         """Return the position in the epoch, the same on every rank; suitable for JSON.
@@ -271,14 +268,14 @@ class TokenBatches:
         Raises:
             ConfigError: Fewer batches were drawn.
         """
-        now = self._iteration
+        iteration = self._iteration
         if seen is not None:
             seen = whole_number("seen (batches drawn in this iteration)", seen, 0,
-                                now.drawn if now is not None else 0)
-        if now is None or seen is None and self._current() is None:
+                                iteration.drawn if iteration is not None else 0)
+        if iteration is None or seen is None and self._current_iteration() is None:
             epoch, history = self._epoch, self._history
         else:
-            epoch, history = now.position_after(now.drawn if seen is None else seen)
+            epoch, history = iteration.position_after(iteration.drawn if seen is None else seen)
         return {"epoch": epoch, "history": [list(entry) for entry in history],
                 **self._identity()}
 
@@ -294,9 +291,9 @@ class TokenBatches:
         Raises:
             ConfigError: Lengths, the seed or `shuffle` differ, or this is not such a state.
         """
-        whose = "of TokenBatches"
-        refuse_other_state(state, ("epoch", "history", *_IDENTITY), whose)
-        identity, saved = self._identity(), {name: state[name] for name in _IDENTITY}
+        whose, identity = "of TokenBatches", self._identity()
+        refuse_other_state(state, ("epoch", "history", *identity), whose)
+        saved = {name: state[name] for name in identity}
         if saved != identity:
             raise ConfigError(
                 f"rank {self._comm.rank}: the state is of batches with "
@@ -308,9 +305,10 @@ class TokenBatches:
             history.append([*astuple(self._budget), 0])
         planned = self._plan_of(epoch, history)
         self._iteration = None
-        self._begin(epoch, history, planned)
+        self._begin_epoch(epoch, history, planned)
 
     def _identity(self) -> dict[str, Any]:
+        """Return the values of a state that identify the samples and their order."""
         return {"lengths": len(self._lengths), "digest": self._digest, "seed": self._seed,
                 "shuffle": self._shuffle}
 
@@ -336,13 +334,13 @@ def _differences(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={x}" for name, x in identity.items() if x != other[name])
 
 
-def _checked(lengths: Any, rank: int) -> Array:
+def _checked_lengths(lengths: Any, rank: int) -> Array:
     """Return a copy of lengths in the smallest dtype that suffices; raise ConfigError if wrong."""
-    if isinstance(lengths, list | tuple):
-        # NumPy would convert True to 1, and all numbers to floats if one is a float.
-        if not all(issubclass(kind, int | np.integer) and kind is not bool
-                   for kind in set(map(type, lengths))):
-            _refuse_first_of(lengths, rank)
+    # NumPy would convert True to 1, and all numbers to floats if one is a float.
+    if isinstance(lengths, list | tuple) and not all(
+            issubclass(kind, int | np.integer) and kind is not bool
+            for kind in set(map(type, lengths))):
+        _refuse_first_of(lengths, rank)
     try:
         x = np.asarray(lengths)
     except (TypeError, ValueError) as error:
