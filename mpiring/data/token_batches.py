@@ -1,4 +1,4 @@
-"""Gives every rank its share of batches with a token budget; each sample comes once per epoch."""
+"""Gives each rank its share of batches with a token budget; each sample occurs once per epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -21,7 +21,7 @@ class _Iteration:
 
     Attributes:
         epoch, history: Values of TokenBatches when the iteration began.
-        plan: The batches of all ranks.
+        plan: Batches of all ranks.
         drawn: Number of batches that were drawn.
     """
 
@@ -47,10 +47,9 @@ class _Iteration:
 class TokenBatches:
     """This rank's samples, batch by batch, for samples of different lengths.
 
-    A batch of all ranks has a limited number of tokens, and samples of similar length, for little
-    padding. Each rank gets a share with a similar number of tokens, so that ranks wait little for
-    each other. Every sample comes once per epoch, in a batch that does not depend on the number of
-    ranks.
+    A batch of all ranks has a limited number of tokens and samples of similar length, which keeps
+    padding low. All ranks get similar numbers of tokens, which keeps waits short. Each sample
+    occurs once per epoch, in a batch that does not depend on the number of ranks.
 
         batches = TokenBatches(lengths, comm, tokens=8192, seed=1)
         while batches.epoch < 10:
@@ -58,44 +57,45 @@ class TokenBatches:
                 model.weigh(sum(lengths[i] for i in samples))
                 ...
 
-    It can also be the `batch_sampler` of PyTorch's DataLoader or of torchdata's StatefulDataLoader.
-    Tools that divide a loader among ranks must not do so here. Leave it out of Accelerate's
+    It can also be the `batch_sampler` of a PyTorch DataLoader or a torchdata StatefulDataLoader.
+    Other tools must not divide this loader among ranks again: leave it out of Accelerate's
     `prepare`, and pass `use_distributed_sampler=False` to Lightning's Trainer.
 
-    An iteration has the batches of one epoch. Once all were drawn, the next iteration has those of
-    the next epoch. An iteration that was broken off starts again from its beginning, because
-    workers may have drawn more batches than were trained on. To continue after the last batch
-    drawn, call `load_state_dict(state_dict())`. All ranks have to break off, save and load at the
-    same batch; this is not checked.
+    An iteration has the batches of one epoch. After all of them were drawn, the next iteration has
+    the batches of the next epoch. If you leave an iteration early, the next iteration repeats it
+    from its first batch, because workers may have drawn more batches than were trained on. To
+    continue after the last batch that was drawn, call `load_state_dict(state_dict())`. All ranks
+    must leave, save and load at the same batch; this is not checked.
 
     All ranks take part in every batch. If a batch has about as many samples as ranks, some ranks
-    get more than others (see `imbalance`). If it has fewer, some ranks get an empty list; call
-    `model.weigh(0)`, which gives them no weight. This happens with samples longer than
-    `tokens / comm.size`. The load is even if `tokens` is `4 * comm.size` times the longest sample.
+    get more tokens than others (see `imbalance`). If it has fewer samples than ranks, some ranks
+    get an empty list; call `model.weigh(0)`, which gives them no weight. This happens with samples
+    longer than `tokens / comm.size`. The load is even if `tokens` is `4 * comm.size` times the
+    longest sample.
 
     Args:
         lengths: Lengths of all samples in tokens: a sequence or vector of whole numbers of at least
             1, the same on every rank. The copy takes 1 to 8 bytes per sample.
         comm: Communicator whose ranks train together; by default, all ranks.
         tokens: Largest number of tokens in a batch of all ranks, without padding. Batches have 5 to
-            10 percent fewer, because they are even. In most of them, the number of samples is also
-            divisible by a power of two, and thus by many numbers of ranks.
-        longest: Number of tokens that longer samples count as, because you cut them to this length.
-            By default, all tokens count.
+            10 percent fewer tokens, because they have similar sizes. In most batches, the number of
+            samples is also divisible by a power of two, and thus by many numbers of ranks.
+        longest: Length to which you cut longer samples; only this many of their tokens count. By
+            default, all tokens count.
         seed: Seed of the order, from 0 to 2**31 - 1. The order is the same with any version of
             NumPy.
         shuffle: If true, each epoch has a new order. If false, samples are sorted by length only
             within windows of the given order, and all epochs are the same.
-        window: Approximate number of batches in a window, within which samples are sorted by
-            length. A window has at least 4096 samples. A larger window makes less padding, but the
+        window: Approximate number of batches in a window. Samples are sorted by length within
+            windows, which have at least 4096 samples. Larger windows need less padding, but the
             same samples are more often in the same batch.
 
     Raises:
-        ConfigError: A length is not such a number, a sample is longer than `tokens`, a setting is
-            wrong, or ranks differ in lengths or settings.
+        ConfigError: A length is not a whole number of at least 1, a sample is longer than `tokens`,
+            a setting is wrong, or ranks differ in lengths or settings.
 
-    The first batch of an epoch plans the epoch. This takes about 0.1 s per million samples. Lengths
-    and order take up to 20 bytes per sample during planning, and half of it afterwards.
+    The epoch is planned before its first batch, which takes about 0.1 s per million samples.
+    Lengths and order need up to 20 bytes per sample during planning, and half of it afterwards.
 
     Collective: yes; iterations and methods are not. Blocking: yes.
 
@@ -132,8 +132,8 @@ class TokenBatches:
         """Begin an epoch at its first batch, unless it is the current one.
 
         Iterations proceed to the next epoch automatically. Call this only for another order of
-        epochs; some frameworks also call it. The current epoch, for example a resumed one, keeps
-        its position.
+        epochs; some frameworks also call it. If `epoch` is the current epoch, for example after
+        resuming, its position does not change.
 
         Args:
             epoch: Number of the epoch.
@@ -150,7 +150,7 @@ class TokenBatches:
     def _end_complete_iteration(self) -> None:
         """Proceed to the next epoch if all batches of the iteration were drawn.
 
-        Code that counts batches, such as Lightning, never asks for the end.
+        Code that counts batches, such as Lightning, does not run the iteration to its end.
         """
         iteration = self._current_iteration()
         if iteration is not None and iteration.drawn == len(iteration):
@@ -167,9 +167,9 @@ class TokenBatches:
 
         Args:
             epoch: Number of the epoch.
-            history: Completed samples of the epoch: budgets, and the number of samples with each.
+            history: Budgets that were used in the epoch, each with its number of completed samples.
                 The last budget is this object's.
-            planned: Result of `_plan_of` for this history, if it is known.
+            planned: Result of `_plan_of` for this history, if known.
         """
         self._epoch = epoch
         self._history = history or [[*astuple(self._budget), 0]]
@@ -186,9 +186,9 @@ class TokenBatches:
 
     @property
     def batch_size(self) -> NoReturn:
-        """Always raises ConfigError, because callers would divide batches among ranks once more.
+        """Always raises ConfigError, because callers would divide batches among ranks again.
 
-        Accelerate's `prepare` would give each rank some of its batches, and lose the others.
+        Accelerate's `prepare` would give each rank some of its batches, and lose the rest.
         """
         raise ConfigError(
             f"rank {self._comm.rank}: TokenBatches has no batch_size: batches differ in it, and "
@@ -198,10 +198,10 @@ class TokenBatches:
         self._end_complete_iteration()
         iteration = self._iteration = self._next_iteration()
         for index in range(iteration.first, len(iteration.plan)):
-            # Counted before the caller has used the batch; callers that are behind pass `seen`.
+            # The batch counts before the caller has used it; callers that draw ahead pass `seen`.
             iteration.drawn += 1
             yield iteration.plan.shares(index, self._comm.size)[self._comm.rank]
-        # set_epoch, load_state_dict or another iteration may have come in between.
+        # set_epoch, load_state_dict or another iteration may have been called meanwhile.
         if self._iteration is iteration:
             self._end_complete_iteration()
 
@@ -215,9 +215,9 @@ class TokenBatches:
         """Plan an epoch with its last budget, without samples completed with earlier budgets.
 
         Raises:
-            ConfigError: No batch begins at a position in the history.
+            ConfigError: A position in the history is not between two batches.
         """
-        # The smallest signed dtype that suffices.
+        # This is the smallest sufficient signed dtype.
         samples: Array = np.arange(
             len(self._lengths), dtype=np.int32 if len(self._lengths) < 1 << 31 else np.int64)
         for number, (tokens, longest, window, done) in enumerate(history):
@@ -235,19 +235,19 @@ class TokenBatches:
 
     @property
     def padding(self) -> float:
-        """Share of padding in this epoch, if each rank pads samples to its longest in each batch.
+        """Share of padding in this epoch if each rank pads each batch to its longest sample.
 
-        The share is a fraction from 0 to 1 of all tokens with padding, over all batches and ranks.
-        The first access computes it, in a few seconds per million samples.
+        The share is a fraction from 0 to 1 of all tokens including padding, over all batches and
+        ranks. The first access computes it, in a few seconds per million samples.
         """
         return self._padding_and_imbalance()[0]
 
     @property
     def imbalance(self) -> float:
-        """Relative excess of the heaviest rank of a batch over the mean of ranks, in this epoch.
+        """Relative excess of the rank with the most tokens over the mean of all ranks.
 
-        The average over all batches is weighted by their tokens. The first access computes it, like
-        `padding`.
+        This is an average over all batches of the epoch, weighted by their tokens. The first access
+        computes it, like `padding`.
         """
         return self._padding_and_imbalance()[1]
 
@@ -260,10 +260,9 @@ class TokenBatches:
         """Return the position in the epoch, the same on every rank; suitable for JSON.
 
         Args:
-            seen: Number of batches trained on since the beginning of the iteration whose first
-                batch was drawn last. By default, all batches that were drawn. Pass it if
-                `mpiring.data.prefetch`, or a DataLoader with workers, draws batches ahead of
-                training.
+            seen: Number of batches trained on since the latest iteration began; by default, all
+                batches that were drawn. Pass it if `mpiring.data.prefetch`, or a DataLoader with
+                workers, draws batches ahead of training.
 
         Raises:
             ConfigError: Fewer batches were drawn.
@@ -289,7 +288,7 @@ class TokenBatches:
             state: Result of `state_dict`.
 
         Raises:
-            ConfigError: Lengths, the seed or `shuffle` differ, or this is not such a state.
+            ConfigError: Lengths, seed or `shuffle` differ, or `state` is no result of `state_dict`.
         """
         whose, identity = "of TokenBatches", self._identity()
         refuse_other_state(state, ("epoch", "history", *identity), whose)
@@ -314,7 +313,7 @@ class TokenBatches:
 
 
 def _history(entries: Any, n: int) -> list[list[Any]]:
-    """Return a state's history without budgets that were not used; raise ConfigError if wrong."""
+    """Return a state's history without unused budgets; raise ConfigError if it is wrong."""
     name, history, left = "the state of TokenBatches: history", [], n
     if not isinstance(entries, Sequence) or not all(
             isinstance(entry, Sequence) and len(entry) == 4 for entry in entries):
@@ -335,7 +334,7 @@ def _differences(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _checked_lengths(lengths: Any, rank: int) -> Array:
-    """Return a copy of lengths in the smallest dtype that suffices; raise ConfigError if wrong."""
+    """Return a copy of lengths in the smallest sufficient dtype; raise ConfigError if wrong."""
     # NumPy would convert True to 1, and all numbers to floats if one is a float.
     if isinstance(lengths, list | tuple) and not all(
             issubclass(kind, int | np.integer) and kind is not bool
@@ -362,10 +361,10 @@ def _checked_lengths(lengths: Any, rank: int) -> Array:
 
 
 def _refuse_first_of(lengths: Sequence[Any], rank: int) -> None:
-    """Raise ConfigError that names the first sample whose length is wrong."""
+    """Raise ConfigError for the first sample whose length is wrong, if there is one."""
     for sample, length in enumerate(lengths):
         if isinstance(length, float) and length.is_integer() and length >= 1:
-            continue    # This one is whole; the dtype is wrong, or another length.
+            continue    # This length is whole; the dtype or another length is wrong.
         whole_number(f"rank {rank}: lengths[{sample}]", length, 1)
 
 
