@@ -79,7 +79,7 @@ def described(x: Any, vector: Any) -> str:
         x: The array.
         vector: Memory of the array, see gpu.arrays.vector_of.
     """
-    return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_more(x, vector)}"
+    return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_order_and_memory(x, vector)}"
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
@@ -111,16 +111,17 @@ def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     """Return the call of an allreduce."""
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm={algorithm!r}: expected one of {', '.join(NAMES)}")
-    return _allreduce_call(op, vector.dtype, _shape(x, vector), _more(x, vector), algorithm)
+    return _allreduce_call(
+        op, vector.dtype, _shape(x, vector), _order_and_memory(x, vector), algorithm)
 
 
 # Cached, because a program makes the same few calls many times.
 @functools.lru_cache(maxsize=4096)
 def _allreduce_call(
-    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], more: str, algorithm: str,
+    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order_and_memory: str, algorithm: str,
 ) -> Call:
-    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{more}, algorithm {algorithm}",
-                nbytes=dtype.itemsize * math.prod(shape))
+    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{order_and_memory}, algorithm "
+                f"{algorithm}", nbytes=dtype.itemsize * math.prod(shape))
 
 
 def part_of(x: Any, vector: Any, chunk: Any) -> Any:
@@ -147,7 +148,7 @@ def _shape(x: Any, vector: Any) -> tuple[int, ...]:
     return tuple((x if hasattr(x, "shape") else vector).shape)
 
 
-def _more(x: Any, vector: Any) -> str:
+def _order_and_memory(x: Any, vector: Any) -> str:
     order = " in Fortran order" if x is not vector and _is_fortran(x) else ""
     return order + " on a GPU" if isinstance(vector, DeviceVector) else order
 
@@ -183,8 +184,8 @@ def agreed(
     if neighbors is not None:
         before, after = neighbors
         other_header = np.empty(HEADER_BYTES, np.uint8)
-        arriving = net().irecv(other_header, before)
-        leaving = net().isend(np.frombuffer(header, np.uint8), after)
+        receive = net().irecv(other_header, before)
+        send = net().isend(np.frombuffer(header, np.uint8), after)
     try:
         first = next(schedule)
     except StopIteration as stop:
@@ -199,10 +200,10 @@ def agreed(
         if not node.agrees():
             refuse_others(call, node)
     if neighbors is not None:
-        yield (arriving,)
+        yield (receive,)
         if bytes(other_header) != header:
             _refuse(net().rank, call, before, bytes(other_header))
-        first = (leaving, *first)
+        first = (send, *first)
     if first:
         yield first
     result = yield from schedule

@@ -21,7 +21,7 @@ from ..transport.base import Node, Schedule
 from .windows import Windows
 
 # Number of windows that can be closed each time; a barrier carries this many numbers.
-_MOST = 8
+_MAX_CLOSED = 8
 
 _log = logging.getLogger("mpiring")
 
@@ -70,11 +70,11 @@ class Exports:
 
         Collective: within the node. Blocking: no (a schedule).
         """
-        yield from self._free(node)
+        yield from self._free_windows(node)
         dtype = np.dtype(dtype)
         n = math.prod(shape)
         memory = device.allocate(n * dtype.itemsize)
-        segments = yield from self._opened(node, device, memory)
+        segments = yield from self._open(node, device, memory)
         if segments is None:
             return memory.view(dtype)
         root = _Root(memory)
@@ -83,10 +83,10 @@ class Exports:
         weakref.finalize(root, self._given_up.append, number).atexit = False
         return DeviceVector(device, memory.address, n, dtype, root)
 
-    def _opened(self, node: Node, device: Device,
-                memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
+    def _open(self, node: Node, device: Device,
+              memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
         """Open all ranks' memory; return None on all ranks if one of them fails."""
-        problem, handle, opened = "", (0,) * _MOST, []
+        problem, handle, opened = "", (0,) * _MAX_CLOSED, []
         try:
             handle = device.gpu.export(memory)
         except OSError as error:
@@ -110,9 +110,9 @@ class Exports:
         yield (node.barrier(),)
         return None
 
-    def _free(self, node: Node) -> Schedule[None]:
+    def _free_windows(self, node: Node) -> Schedule[None]:
         """Close the windows that all ranks of the node have given up; free this rank's segments."""
-        offered = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
+        offered = (*self._given_up[:_MAX_CLOSED], *(-1 for _ in range(_MAX_CLOSED)))[:_MAX_CLOSED]
         offers = yield from node.share(*offered)
         common = set(offers[0]).intersection(*offers[1:]) - {-1}
         for number in common:

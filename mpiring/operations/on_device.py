@@ -26,7 +26,7 @@ from ..transport.layout import AREAS, LATE, POLL, PUBLISH
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
-from .operation import Collectives
+from .operation import Collectives, nothing, returning
 from .windows import Windows, mapped
 
 # Each copy costs about ten microseconds of Python and CUDA, and nothing overlaps the first and the
@@ -213,15 +213,10 @@ class DeviceCollectives(Collectives):
         """Return a schedule that allocates a GPU vector, shared with the node if possible."""
         device, dtype = self._context.device, np.dtype(dtype)
         if self.node.size == 1:
-            vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
-            return _returned(vector)
+            return returning(
+                device.allocate(math.prod(shape) * dtype.itemsize).view(dtype), nothing())
         return self._context.exports.empty(
             self.node, device, shape, dtype, self.next_window())
-
-
-def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
-    yield ()
-    return x
 
 
 def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
@@ -237,10 +232,10 @@ def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Ev
     on_gpu = DeviceCollectives(collectives, context)
     schedule = build(on_gpu)
     collectives.algorithm = on_gpu.algorithm
-    return _between(ready, schedule, context.device)
+    return _with_events(ready, schedule, context.device)
 
 
-def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
+def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
     if ready:
         yield ready
     result = yield from schedule
@@ -260,15 +255,15 @@ class GpuOperations:
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
         self._run, self._config = run, config
         self._exports = Exports(windows)
-        self._known: dict[int, GpuContext] = {}
+        self._contexts: dict[int, GpuContext] = {}
 
-    def where(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` if the vector is in host memory; if it is on a GPU, see `on`."""
+    def for_vector(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` if the vector is in host memory; if it is on a GPU, see `for_device`."""
         if not isinstance(vector, DeviceVector):
             return build
-        return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
+        return self.for_device(vector.device, (vector.ready,) if vector.ready else (), build)
 
-    def on(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
+    def for_device(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
         """Return a function that builds the same schedule for vectors on a GPU.
 
         Args:
@@ -278,18 +273,18 @@ class GpuOperations:
 
         Collective: yes, in the first call for each GPU. Blocking: yes, in that call.
         """
-        context = self._of(device)
+        context = self._context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build)
 
-    def _of(self, device: Device) -> GpuContext:
+    def _context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""
-        context = self._known.get(id(device))
+        context = self._contexts.get(id(device))
         if context is None:
             # The context keeps the device alive, so that no other device gets its id. All ranks
             # must use the same package, because the schedules differ.
-            way = "CuPy" if device.gpu.programmable else "PyTorch alone"
-            context = self._known[id(device)] = self._run(
-                Call("prepare", f"GPU number {len(self._known)} for operations with {way}"),
+            package = "CuPy" if device.gpu.programmable else "PyTorch alone"
+            context = self._contexts[id(device)] = self._run(
+                Call("prepare", f"GPU number {len(self._contexts)} for operations with {package}"),
                 lambda collectives: self._prepared(collectives, device))
         return context
 

@@ -204,7 +204,7 @@ class Windows:
         Returns:
             The slices; None unless all vectors are in one window.
         """
-        window = self._common(positions, x)
+        window = self._common_window(positions, x)
         if window is None:
             return None
         key = x.nbytes, x.dtype, *positions
@@ -226,10 +226,10 @@ class Windows:
         Returns:
             The vectors; None unless all of them are in one window.
         """
-        window = self._common(positions, x)
+        window = self._common_window(positions, x)
         return None if window is None else window.vectors(positions, x)
 
-    def _common(self, positions: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
+    def _common_window(self, positions: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
         number = positions[0][0]
         for position in positions:
             if position[0] != number or number < 0:
