@@ -25,11 +25,11 @@ from ..names import OP_ALIASES
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
 from .algorithms import NAMES
 
-# Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ones on bool only: on
-# numbers MPI's results are 0 and 1.
-_OF_MPI = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
-           "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
-_LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
+# Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ops only on bool; on
+# numbers, MPI returns 0 and 1.
+_MPI_OPS = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
+            "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
+_MPI_LOGICAL_OPS = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 
 _REMEDY = ("every rank must call the same collectives in the same order with equal shape, dtype, "
            "op and root")
@@ -43,7 +43,8 @@ class Call:
         kind: Kind of the call: "allreduce", "broadcast", …
         detail: Everything that must agree: op, root, shape, dtype, algorithm.
         label: Names of bucket and parameters, if any.
-        nbytes: Number of bytes of the array, for the record; 0 if unknown. It need not agree.
+        nbytes: Number of bytes of the array, for the record; 0 if unknown. It may differ between
+            ranks.
         remedy: Advice to a user whose ranks have made different calls of this kind.
     """
 
@@ -73,7 +74,7 @@ class Call:
 
 
 def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and memory of an array as a text.
+    """Return dtype, shape, order and memory of an array as a string.
 
     Args:
         x: The array.
@@ -83,28 +84,28 @@ def described(x: Any, vector: Any) -> str:
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
-    """Return the name of an op, which may have another name or be an mpi4py op like `MPI.SUM`.
+    """Return mpiring's name of an op, which may be an alias or an mpi4py op like `MPI.SUM`.
 
     Args:
-        op: Name, or op of mpi4py.
+        op: Name, alias, or op of mpi4py.
         dtype: Dtype of the vectors.
 
     Raises:
-        ConfigError: It is neither a string nor an op with a name in mpiring.
+        ConfigError: The op is neither a string nor an mpi4py op with a name in mpiring.
     """
     if isinstance(op, str):
         return OP_ALIASES.get(op, op)
     # A program with such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
-        for mpi_name, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
+        for mpi_name, name in (_MPI_OPS | _MPI_LOGICAL_OPS).items():
             if op == getattr(mpi, mpi_name):
-                if mpi_name in _OF_MPI or dtype.kind == "b":
+                if mpi_name in _MPI_OPS or dtype.kind == "b":
                     return name
                 raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it supports only "
                                   f"bool; combine x != 0 with op={name!r}")
     raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
-                      f"MPI.{', MPI.'.join(_OF_MPI)}")
+                      f"MPI.{', MPI.'.join(_MPI_OPS)}")
 
 
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:

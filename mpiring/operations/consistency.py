@@ -30,29 +30,29 @@ class Ranks(Protocol):
 @contextmanager
 def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigError,
                 remedy: str = "pass the same on every rank") -> Iterator[dict[str, Any]]:
-    """Compare values across ranks that the block writes into a dict; raise errors on all ranks.
+    """Check that the block writes equal values into a dict on all ranks; raise errors on all ranks.
 
         with same_on_all(comm, "LocalSGD") as same:
             same["every"] = self.every = whole_number("every", every, 1)
 
-    An exception in the block of one rank is raised on that rank, and its text ends the call on all
-    other ranks. No rank therefore changes anything before all ranks have passed the block.
+    If the block raises an exception on one rank, all other ranks raise an error with its text. No
+    rank therefore changes anything before all ranks have passed the block.
 
     Args:
         comm: Communicator of the ranks.
-        call: Name of the call; ranks that have made a different call are also refused.
+        call: Name of the call; a rank that makes a different call also causes an error.
         error: Type of the error to raise if values differ.
         remedy: End of its message.
 
     Yields:
         A dict for values by name: numbers, strings, arrays, tensors, and mappings and lists of
-        them. `Sliced` tensors are compared by shape and dtype, other objects by type.
+        these. `Sliced` tensors are compared by shape and dtype, other objects by type.
 
     Raises:
         MpiringError: The error of the lowest rank that has failed; or `error`, which names the
             first difference, both ranks and both values.
 
-    Collective: yes, but not in the block. Blocking: yes.
+    Collective: yes, except for the block. Blocking: yes.
     """
     values: dict[str, Any] = {}
     failure: Exception | None = None
@@ -65,7 +65,7 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
     try:
         _compare(comm, call, error, failure, flat, remedy)
     finally:
-        # The traceback refers to this frame; a cycle would keep the user's objects alive.
+        # The traceback refers to this frame. A reference cycle would keep the user's objects alive.
         failure = None
 
 
@@ -141,7 +141,7 @@ def _on_host(x: Any) -> Any:
 
 
 def text_of(x: Any) -> str:
-    """Return a text for a value; texts are equal on two ranks if the values are.
+    """Return a string for a value; strings are equal on two ranks if the values are equal.
 
     Types of numbers do not matter; arrays are represented by shape, dtype and a digest.
     """

@@ -29,8 +29,8 @@ from .exports import Exports
 from .operation import Collectives, nothing, returning
 from .windows import Windows, mapped
 
-# Each copy costs about ten microseconds of Python and CUDA, and nothing overlaps the first and the
-# last copy. A turn is the part of its slot that a rank fills for the other ranks at a time.
+# Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
+# the last copy. A turn is the part of a slot that its rank fills at a time.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
@@ -62,7 +62,7 @@ class GpuContext(NamedTuple):
 
 
 class DeviceCombine(Reduction):
-    """A Reduction of vectors on a GPU, which queues its work.
+    """A Reduction of vectors on a GPU, with queued work.
 
     Args:
         op, dtype, size: Arguments of Reduction.
@@ -249,7 +249,7 @@ class GpuOperations:
     Args:
         windows: Table in which collectives find shared memory.
         run: Function that runs an operation.
-        config: Settings; `gpu_aware` tells whether MPI accepts GPU pointers.
+        config: Settings, which include whether MPI accepts GPU pointers (`gpu_aware`).
     """
 
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
@@ -294,12 +294,12 @@ class GpuOperations:
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
                 from ..launch.gpu_aware import takes_pointers
-                # The first call takes as long as the start of a job.
+                # The first call may try it in a new job, which takes as long as a job's start.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),
                     device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
-        # All pieces that a rank stages at once for the other ranks of its node fit into one turn.
+        # All pieces that a rank stages at a time for the other ranks of its node fit into one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
         return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
 

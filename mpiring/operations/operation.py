@@ -38,7 +38,7 @@ class Collectives:
     Attributes:
         rank, size: Number of this rank, and number of ranks.
         node: Ranks of this node in this operation; `Alone` if this rank is alone on its node.
-        resources, sequence: As given.
+        resources, sequence: The arguments of the same names.
         windows: Arrays in node-shared memory.
         tuning: Lengths and counts that decide between variants of algorithms.
         preferred: Algorithm that "auto" stands for, if it supports the case.
@@ -108,7 +108,7 @@ class Collectives:
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return the reduction for vectors in host memory; see Reduction."""
-        # If the network is the bottleneck, loading compiled code does not pay.
+        # If the network is the bottleneck, loading compiled code is not worthwhile.
         return reduction(op, dtype, size, compiled=self.node.size > 1)
 
     # Combining
@@ -143,7 +143,7 @@ class Collectives:
         return self._cached(choose, x, op, algorithm)
 
     def _cached(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
-        # A program makes the same few calls again and again.
+        # Programs make the same few calls many times.
         chosen = self.resources.chosen
         key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
@@ -213,7 +213,7 @@ class Collectives:
             bounds: Offsets of the slices, as in `reduce_scatter`. If one slice is all of `x`, this
                 is a broadcast.
         """
-        # Other ranks of this node may read the old values until they get here.
+        # Other ranks of this node may read the old values until they reach this barrier.
         yield (self.node.barrier(),)
         if len(self.nodes) > 1:
             yield from hierarchical.by_rings(
@@ -259,7 +259,7 @@ class Collectives:
         """
         resources, nodes = self.resources, len(self.nodes)
         turn = resources.turns.join(self.sequence)
-        # A lower bound, because MPI does not report how many bytes it sends to other nodes.
+        # This is a lower bound, because MPI does not report how many bytes it sends to other nodes.
         nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
@@ -327,8 +327,9 @@ class Collectives:
             x: Floating vector of shape (n,). On all ranks it is overwritten by the slices that
                 `exchange` has written.
             bounds: Offsets of the `slices` slices, from 0 to n.
-            exchange: Function that receives the ranks that have a slice, the slice, and its number.
-                It returns a schedule that makes the slice bitwise identical on all nodes.
+            exchange: Function of the channel between the ranks that have a slice, the slice, and
+                its number. It returns a schedule that makes the slice bitwise identical on all
+                nodes.
 
         Returns:
             True if all exchanges on this node have returned True.
@@ -425,11 +426,14 @@ class Collectives:
         return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks exchange data with ranks that are not their neighbors."""
+        """Run a schedule in which ranks exchange data with other ranks than their neighbors.
+
+        It ends after all ranks have confirmed that they made the same call.
+        """
         yield from schedule
         if len(self.nodes) > 1:
-            # Between nodes a rank has compared only the call of its left neighbor. A rank whose
-            # call differs does not arrive here.
+            # Between nodes, a rank has compared only the call of its left neighbor. A rank whose
+            # call differs does not reach this barrier.
             yield from chain.barrier(self.net)
 
     def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
@@ -467,7 +471,7 @@ class Collectives:
         """Return the schedule that ends after all ranks have started it."""
         if len(self.nodes) > 1:
             yield from chain.barrier(self.net)
-        # The lowest rank of a node arrives here only if it agrees with the other nodes.
+        # The lowest rank of a node reaches this barrier only if it agrees with the other nodes.
         yield (self.node.barrier(),)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
