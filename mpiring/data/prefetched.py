@@ -221,8 +221,8 @@ class Prefetched:
                 self._carriers[carrier] = ArrayCarrier(cuda.device(index))
             else:
                 raise ConfigError(
-                    f"NumPy arrays, for {kind}:{index}: they become CuPy's, on one of NVIDIA's "
-                    f"GPUs; have the loader yield tensors of PyTorch's")
+                    f"NumPy arrays cannot be copied to {kind}:{index}: they become CuPy arrays, "
+                    f"which need an NVIDIA GPU; let the loader yield PyTorch tensors")
         return self._carriers[carrier]
 
 

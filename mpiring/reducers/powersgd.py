@@ -61,8 +61,8 @@ class PowerSGD(Compressor):
             "min_compression", min_compression, lambda x: x > 0, "a factor above 0")
         if reducer is not None and (not isinstance(reducer, Compressor) or reducer.feeds_back):
             raise ConfigError(
-                f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
-                f"or Int8()")
+                f"PowerSGD(reducer={reducer!r}): expected a Compressor without state, such as "
+                f"Cast() or Int8()")
         self.rank, self.seed = whole_number("rank", rank, 1), whole_number("seed", seed, 0)
         self.start_step = whole_number("start_step", start_step, 0)
         self.reducer = reducer

@@ -331,7 +331,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
         for mark, (name, _) in zip(marks, ranks):
             if mark.name not in names:
                 raise CheckpointError(
-                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must lie "
+                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must be "
                     f"on a file system that all nodes share")
 
     try:

@@ -87,7 +87,7 @@ class Reader:
         """
         names, remark = on_rank_0(self._comm, lambda: candidates(self._folder))
         if remark:
-            self._warn(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
+            self._warn(f"{self._folder}: {remark}; the newest checkpoint is used instead")
         problems = []
         for name in (name for name in names if step in (None, step_of(name))):
             try:

@@ -178,7 +178,7 @@ class Stopping:
         for signum, previous in self._previous.items():
             if signal.getsignal(signum) == self._handle_signal:
                 signal.signal(signum, signal.SIG_DFL if previous is None else previous)
-        self._previous = {}
+        # _previous stays, because a handler that was set later may still call _handle_signal.
 
     def __enter__(self) -> "Stopping":
         return self
