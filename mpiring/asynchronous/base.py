@@ -34,7 +34,7 @@ class AsynchronousTraining(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the training of all ranks. Collective."""
+        """End training on all ranks. Collective."""
 
     def _costs(self, bytes_sent: int) -> Statistics:
         return Statistics(self._calls, bytes_sent, self._in_flight_s, self._waited_s)
@@ -56,7 +56,7 @@ class AsynchronousTraining(ABC):
             self._waited_s += time.monotonic() - began_s
 
     def _wait_for_all(self, call: Call) -> None:
-        """Wait, perhaps for hours, for this call of all ranks; stall reports name missing ranks.
+        """Wait, perhaps for hours, until all ranks make this call; stalls name missing ranks.
 
         Raises:
             BufferMismatchError: A rank has left without the call.

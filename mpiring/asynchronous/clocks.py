@@ -54,8 +54,8 @@ class SliceOwner:
 
     A worker's clock is the number of its pushes. The owner answers a pull at clock c once every
     worker that has not finished has pushed c - `staleness` times. No worker reads older weights,
-    and none runs further ahead. With a staleness of 0 the owner applies the pushes of a clock
-    together, as their mean, and weights are bitwise identical in every run. Otherwise it applies
+    and none runs further ahead. With a staleness of 0, the owner applies the pushes of a clock
+    together, as their mean, and weights are bitwise identical in every run. Otherwise, it applies
     each push as an update when it arrives.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter

@@ -212,7 +212,7 @@ class PairAveraging(AsynchronousTraining):
         self._write_back()
 
     def close(self) -> None:
-        """Call `agree`, and end the training.
+        """Call `agree`, and end training.
 
         Collective: yes. Blocking: yes, as long as other ranks train.
         """

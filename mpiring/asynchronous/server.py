@@ -42,8 +42,8 @@ class ParameterServer(AsynchronousTraining):
     every step runs further ahead. A rank always reads its own pushes. Ranks that have finished
     delay no other rank.
 
-    With a staleness of 0 the owners apply the pushes of one clock together, as their mean, in rank
-    order. This is synchronous training, bitwise identical in every run. Otherwise each push is
+    With a staleness of 0, the owners apply the pushes of one clock together, as their mean, in rank
+    order. This is synchronous training, bitwise identical in every run. Otherwise, each push is
     applied as a separate update when it arrives. Its learning rate is divided by 1 + τ, where τ is
     the number of updates since the rank last pulled. Functions passed as `lr` or `momentum` get
     the number of updates: one per clock, or one per push.

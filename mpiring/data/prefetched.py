@@ -44,12 +44,12 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
 
     A thread draws batches from the loader. For a GPU, it copies their arrays to pinned memory, and
     queues the copy to the GPU on a separate stream. For the CPU, it leaves them unchanged. The
-    loader is therefore up to `depth` + 1 batches ahead of training. Save `state_dict()` of the
-    result in checkpoints, not that of the loader.
+    loader is therefore up to `depth` + 1 batches ahead of training. In checkpoints, save the
+    `state_dict()` of the result, not the loader's.
 
-    Loading that runs Python code holds the interpreter's lock, unlike functions of NumPy or
-    PyTorch. Each operation of training may then wait for up to 5 ms. DataLoader workers avoid this;
-    sys.setswitchinterval(0.0002) shortens it.
+    While the loader runs Python code, it holds the interpreter's lock, and each operation of
+    training may wait for up to 5 ms. Functions of NumPy and PyTorch release the lock. DataLoader
+    workers avoid the waits; sys.setswitchinterval(0.0002) shortens them.
 
     On a GPU, NumPy arrays become CuPy arrays, and PyTorch CPU tensors become GPU tensors, in C
     order. All other objects in a batch remain unchanged.

@@ -39,12 +39,12 @@ def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = No
     the ranks of `state.comm`.
 
     With `max_ranks`, new ranks replace dead ones. They run the program from its beginning, receive
-    the commit from the memory of a survivor, and take the numbers of the dead ranks. If there are
+    the commit from the memory of a survivor, and get the numbers of the dead ranks. If there are
     fewer than `max_ranks` ranks at a later commit, new ranks join there, and `train` is also called
     again.
 
-    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `train` is called once, and the death
-    of a rank ends the job. Exceptions in `train` that no death has caused are raised.
+    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise, `train` is called once, and the death
+    of a rank ends the job. Exceptions in `train` are raised, unless a death has caused them.
 
     Args:
         train: Function of the state that trains to the end.

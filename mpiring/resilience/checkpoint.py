@@ -1,4 +1,4 @@
-"""Saves the state of a training in the background, and loads the newest complete checkpoint."""
+"""Saves the state of a training run in the background, and loads the newest complete checkpoint."""
 
 import collections
 import os
@@ -31,7 +31,7 @@ class _Writing:
     """A checkpoint that is being written.
 
     Attributes:
-        step: Step of the training.
+        step: Training step.
         folder: Folder in which its files appear.
         canceled: Set if the checkpoint must not be published.
         files: Done when this rank's files are written.
@@ -46,7 +46,7 @@ class _Writing:
 
 
 class Checkpoints:
-    """Checkpoints of a training in a folder, written in the background.
+    """Checkpoints of a training run in a folder, written in the background.
 
         with Checkpoints("run1", comm, keep=3) as checkpoints:
             saved = checkpoints.load()                    # None if there is none
@@ -65,7 +65,7 @@ class Checkpoints:
             `load` finds no checkpoint, and `save` does nothing.
         comm: Communicator whose ranks train together; by default, all ranks.
         keep: Number of checkpoints to keep, at least 1; older checkpoints are deleted.
-        seed: Seed of the training; a checkpoint with another seed is refused.
+        seed: Seed of the training run; a checkpoint with another seed is refused.
 
     Attributes:
         save_s: Seconds from the last call of `save` until this rank's files were written; on rank
@@ -109,7 +109,7 @@ class Checkpoints:
         If the previous checkpoint is not written yet, wait for it.
 
         Args:
-            step: Step of the training, from 0.
+            step: Training step, from 0.
             replicated: State that is equal on all ranks; rank 0 writes it.
             own: State of this rank, such as residuals of Reducers and states of random generators;
                 None if there is none.

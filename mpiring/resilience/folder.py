@@ -140,7 +140,7 @@ def publish(folder: Path, staging: Path, files: Collection[str],
         CheckpointError: The manifest would be too long.
         OSError: Publication failed; the previous checkpoint is still the newest.
     """
-    # Another version of these packages can change the bits of a training.
+    # Another version of these packages can change the bits of a training run.
     packages = [name for name in ("mpiring", "mpi4py", "numpy", "torch") if name in sys.modules]
     manifest = {
         "format": FORMAT, "version": version_of(files), **facts,

@@ -27,7 +27,7 @@ class SavePlan:
     """The files that this rank writes for a checkpoint.
 
     Attributes:
-        step: Step of the training.
+        step: Training step.
         outlines: Outlines by the names of the files, without their hashes.
         names: Names of the files of all ranks, without their hashes.
         slices: Ranges of each tensor, with the ranks that save them; None without sharded state.

@@ -32,7 +32,7 @@ class Saved:
 
     Attributes:
         name: Name of its folder.
-        step: Step of the training.
+        step: Training step.
         size: Number of ranks that saved it.
         replicated: State of all ranks, saved by rank 0.
         own: State of this rank; None if it saved none, or if the number of ranks was different.
@@ -68,7 +68,7 @@ class Reader:
         folder: Folder of checkpoints.
         comm: The ranks.
         kinds: Kinds of arrays that states may hold.
-        seed: Seed of the training; None accepts any seed.
+        seed: Seed of the training run; None accepts any seed.
         refused: Set of names of checkpoints that cannot be used; `newest` adds to it.
     """
 

@@ -65,7 +65,7 @@ class Stopping:
         time_limit_s: Time limit in seconds from now; None for the limit of Slurm only.
         checkpoints: TrainState or Checkpoints whose save time is reserved.
         margin_s: Seconds to reserve instead of the measured time.
-        signals: Signals that stop the training.
+        signals: Signals that stop training.
 
     Attributes:
         reason: The reason to stop, such as "SIGUSR1 on rank 2"; "" while training continues.

@@ -1,4 +1,4 @@
-"""Saves and restores the complete state of a training; a resumed job has identical bits."""
+"""Saves and restores the complete state of a training run; a resumed job has identical bits."""
 
 import inspect
 import os
@@ -41,7 +41,7 @@ class Framework:
 
 
 class TrainState:
-    """The complete state of a training: everything that a job needs to resume.
+    """The complete state of a training run: everything that a job needs to resume.
 
         state = TrainState(comm, model=model, optimizer=optimizer, sampler=sampler)
         step = state.restore("run1")                # 0 if the folder holds no checkpoint
@@ -73,7 +73,7 @@ class TrainState:
         own: Parts, by name, that have a different state on each rank. With `LocalSGD` or `DiLoCo`,
             these are the model and its optimizer.
         keep: Number of checkpoints to keep in a folder, at least 1; older checkpoints are deleted.
-        seed: Seed of the training; a checkpoint with another seed is refused.
+        seed: Seed of the training run; a checkpoint with another seed is refused.
         parts: Parts by names of your choice; the same names in the same order on every rank.
 
     Attributes:
