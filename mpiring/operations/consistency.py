@@ -77,7 +77,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
     try:
         if failure is not None and not isinstance(failure, MpiringError):
             raise failure
-        # Each rank raises its own failure; other ranks raise that of the lowest rank.
+        # A rank that has failed raises its own failure; other ranks raise the lowest rank's.
         for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
             if sent is not None:
                 kind, text = sent
@@ -102,7 +102,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
 
 def _difference(path: str, value: Any, on_rank_0: Any, texts: Mapping[str, str],
                 expected: Mapping[str, str]) -> str:
-    """Return a value of this rank and that of rank 0; for arrays, the first different elements."""
+    """Return a value on this rank and on rank 0; for arrays, the first different elements."""
     if isinstance(value, np.ndarray) and isinstance(on_rank_0, np.ndarray) and (
             value.size and (value.shape, value.dtype) == (on_rank_0.shape, on_rank_0.dtype)):
         bits, others = (bytes_of(x).reshape(value.size, -1) for x in (value, on_rank_0))

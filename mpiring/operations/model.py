@@ -1,8 +1,8 @@
 """Model of the time of each algorithm on this cluster, from a few measured times.
 
 The model is simple. Between two measured sizes, an algorithm's time is on the line between them in
-a plot with logarithmic axes. Beyond the largest size it grows as between the last two; below the
-smallest it is constant.
+a plot with logarithmic axes. Beyond the largest size, it grows as between the last two sizes; below
+the smallest size, it is constant.
 """
 
 import bisect

@@ -426,7 +426,7 @@ class Collectives:
         return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks exchange data with other ranks than their neighbors.
+        """Run a schedule in which ranks exchange data with ranks other than their neighbors.
 
         It ends after all ranks have confirmed that they made the same call.
         """

@@ -140,7 +140,7 @@ class Windows:
     ) -> Schedule[Array]:
         """Return an array in memory that is shared within the node, if possible.
 
-        Its content is undefined: shared memory begins as zeros, other memory does not.
+        Its content is undefined: shared memory is initially zero, private memory is not.
 
         Args:
             node: Node of the operation.

@@ -124,7 +124,7 @@ class Codec(ABC):
         """Return the compiled loop that decodes, if there is one."""
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
-        """Return extra arguments of the loop that encodes with a key, or that decodes (None)."""
+        """Return additional arguments of the loops: to encode with a key, to decode without one."""
         return ()
 
 
