@@ -99,7 +99,7 @@ class SliceStore:
 
     def sliced(self) -> dict[str, Any]:
         """Return a copy of weights and state for this rank's ranges of all tensors."""
-        saved = self._saved()
+        saved = self._state_with_weights()
         return {**saved, "tensors": {
             name: {vector: Sliced(self._tensors[name].shape, {self._ranges[name]: x}, x.dtype)
                    for vector, x in vectors.items()}
@@ -121,7 +121,7 @@ class SliceStore:
 
         Collective: yes. Blocking: yes.
         """
-        loaded = self._saved()
+        loaded = self._state_with_weights()
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             loaded["steps"], leaves = state.checked(
@@ -136,7 +136,7 @@ class SliceStore:
         for name, vectors in loaded["tensors"].items():
             self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
-    def _saved(self) -> dict[str, Any]:
+    def _state_with_weights(self) -> dict[str, Any]:
         """Return a copy of the optimizer state, with the weights as an additional vector."""
         saved = self.optimizer.state_dict()
         for name, vectors in saved["tensors"].items():

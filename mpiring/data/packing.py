@@ -138,8 +138,8 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
     """
     bounds, begin, before = [0], 0, 0
     while begin < len(ends):
-        left = ends[-1] - before
-        even = before + left // -(-left // tokens)
+        remaining = ends[-1] - before
+        even = before + remaining // -(-remaining // tokens)
         end = bisect_right(ends, even, begin)
         if end == begin:
             end += 1    # A single sample exceeds the even size.

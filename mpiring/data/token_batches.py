@@ -314,17 +314,17 @@ class TokenBatches:
 
 def _history(entries: Any, n: int) -> list[list[Any]]:
     """Return a state's history without unused budgets; raise ConfigError if it is wrong."""
-    name, history, left = "the state of TokenBatches: history", [], n
+    name, history, remaining = "the state of TokenBatches: history", [], n
     if not isinstance(entries, Sequence) or not all(
             isinstance(entry, Sequence) and len(entry) == 4 for entry in entries):
         raise ConfigError(f"{name} is {entries!r:.200}: pass what state_dict() has returned")
     for tokens, longest, window, samples in entries:
-        if done := whole_number(f"{name}: samples", samples, 0, left):
+        if done := whole_number(f"{name}: samples", samples, 0, remaining):
             history.append([
                 whole_number(f"{name}: tokens", tokens, 1),
                 None if longest is None else whole_number(f"{name}: longest", longest, 1),
                 whole_number(f"{name}: window", window, 1), done])
-            left -= done
+            remaining -= done
     return history
 
 

@@ -92,7 +92,7 @@ class State:
         for name in self._attributes.keys() - committed.keys():
             delattr(self, name)
         for name, value in committed.items():
-            vars(self)[name] = restored(value, vars(self).get(name))
+            vars(self)[name] = restore_value(value, vars(self).get(name))
 
 
 class NewRanksJoin(BaseException):
@@ -114,7 +114,8 @@ class Commits:
         """Commit a copy of the attributes, in the memory of the commit before the last one."""
         memory = self._commits.pop(self.count - 2, {})
         self._commits[self.count] = {
-            name: _committed(name, value, memory.get(name)) for name, value in attributes.items()}
+            name: _commit_value(name, value, memory.get(name))
+            for name, value in attributes.items()}
         self.count += 1
 
     def agreed(self, comm: Communicator) -> int:
@@ -158,13 +159,13 @@ class _Saved:
     state: Any
 
 
-def _committed(name: str, value: Any, old: Any) -> Any:
+def _commit_value(name: str, value: Any, old: Any) -> Any:
     try:
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             _refuse_communicating(value)
             memory = old.state if isinstance(old, _Saved) else None
-            return _Saved(value, copied(value.state_dict(), memory))
-        return copied(value, old)
+            return _Saved(value, copy_value(value.state_dict(), memory))
+        return copy_value(value, old)
     except ConfigError as error:
         raise ConfigError(f"attribute {name!r} of the state: {error}") from error
 
@@ -172,24 +173,24 @@ def _committed(name: str, value: Any, old: Any) -> Any:
 def _refuse_communicating(value: Any) -> None:
     """Raise ConfigError if an object has a communicator, which becomes invalid after a death."""
     if any(isinstance(held, Communicator) for held in getattr(value, "__dict__", {}).values()):
-        whose = type(value).__name__
-        raise ConfigError(f"a {whose} communicates, with ranks of which one may die; keep what its "
-                          f"state_dict() returns instead, and make another {whose} in train()")
+        kind = type(value).__name__
+        raise ConfigError(f"a {kind} communicates, with ranks of which one may die; keep what its "
+                          f"state_dict() returns instead, and make another {kind} in train()")
 
 
-def restored(committed: Any, present: Any) -> Any:
+def restore_value(committed: Any, present: Any) -> Any:
     """Return a committed attribute, in the memory of its current value if possible."""
     if not isinstance(committed, _Saved):
-        return copied(committed, present)
+        return copy_value(committed, present)
     # A copy, because an optimizer writes into the state that it loads.
-    committed.owner.load_state_dict(copied(committed.state))
+    committed.owner.load_state_dict(copy_value(committed.state))
     if hasattr(committed.owner, "zero_grad"):
         # These gradients belong to an incomplete step.
         committed.owner.zero_grad()
     return committed.owner
 
 
-def copied(value: Any, memory: Any = None) -> Any:
+def copy_value(value: Any, memory: Any = None) -> Any:
     """Return a copy of an array, a number, a string, or a pytree of these.
 
     Args:
@@ -204,25 +205,25 @@ def copied(value: Any, memory: Any = None) -> Any:
         return value
     if isinstance(value, dict):
         target = memory if type(memory) is type(value) else copy.copy(value)
-        items = {key: copied(item, target.get(key) if target is memory else None)
+        items = {key: copy_value(item, target.get(key) if target is memory else None)
                  for key, item in value.items()}
         target.clear()
         target.update(items)
         return target
     if isinstance(value, list | tuple):
-        alike = type(memory) is type(value) and len(memory) == len(value)
-        parts = [copied(item, memory[index] if alike else None)
+        same_form = type(memory) is type(value) and len(memory) == len(value)
+        parts = [copy_value(item, memory[index] if same_form else None)
                  for index, item in enumerate(value)]
         if isinstance(value, tuple):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if not alike:
+        if not same_form:
             return parts
         memory[:] = parts
         return memory
-    return _copied_array(value, memory)
+    return _copy_array(value, memory)
 
 
-def _copied_array(value: Any, memory: Any) -> Any:
+def _copy_array(value: Any, memory: Any) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
         raise ConfigError(
             f"a {type(value).__name__} cannot be copied; expected numbers, texts, arrays, dicts, "

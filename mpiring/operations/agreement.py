@@ -1,9 +1,9 @@
 """Calls, and the comparison of ranks' calls before any rank uses another rank's data.
 
 The ranks of a node compare their calls in shared memory. Between nodes, the lowest rank of each
-node sends a short header to the lowest rank of the next node before its first message, and compares
-the header from the previous node. If all neighbors agree, all ranks agree. A rank that disagrees
-raises before it forwards anything, so no wrong result can spread.
+node sends a short header to the lowest rank of the next node before its first message. It compares
+the header that it receives from the previous node. If all neighbors agree, all ranks agree. A rank
+that disagrees raises before it forwards anything, so no wrong result can spread.
 """
 
 import functools

@@ -107,8 +107,8 @@ def _difference(path: str, value: Any, on_rank_0: Any, texts: Mapping[str, str],
             value.size and (value.shape, value.dtype) == (on_rank_0.shape, on_rank_0.dtype)):
         bits, others = (bytes_of(x).reshape(value.size, -1) for x in (value, on_rank_0))
         index = int((bits != others).any(1).argmax())
-        where = ", ".join(map(str, np.unravel_index(index, value.shape)))
-        return (f"{path}[{where}]={value.reshape(-1)[index]}, but on rank 0 it is "
+        position = ", ".join(map(str, np.unravel_index(index, value.shape)))
+        return (f"{path}[{position}]={value.reshape(-1)[index]}, but on rank 0 it is "
                 f"{on_rank_0.reshape(-1)[index]}")
     return (f"{path}={texts.get(path, 'nothing')}, but on rank 0 it is "
             f"{expected.get(path, 'nothing')}")

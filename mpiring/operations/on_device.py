@@ -285,10 +285,10 @@ class GpuOperations:
             package = "CuPy" if device.gpu.programmable else "PyTorch alone"
             context = self._contexts[id(device)] = self._run(
                 Call("prepare", f"GPU number {len(self._contexts)} for operations with {package}"),
-                lambda collectives: self._prepared(collectives, device))
+                lambda collectives: self._prepare(collectives, device))
         return context
 
-    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+    def _prepare(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
         segments = yield from self._segments(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:

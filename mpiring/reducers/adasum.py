@@ -112,7 +112,7 @@ def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedu
             yield net.irecv(received, other), net.isend(give, other)
             start, stop = (start, middle) if r < other else (middle, stop)
             pair = _Pair(*((keep, received) if r < other else (received, keep)), start, bounds)
-            dots = yield from _summed(net, pair.dots(), d)
+            dots = yield from _sum_dots(net, pair.dots(), d)
             pair.combine(dots, keep)
             gathers.append((other, keep, give))
             d *= 2
@@ -122,7 +122,7 @@ def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedu
         yield (net.isend(x, extra),)
 
 
-def _summed(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
+def _sum_dots(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
     """Sum the dot products over the 2d ranks that have parts of a pair, bitwise identically."""
     distance = 1
     while distance <= d:

@@ -95,22 +95,22 @@ class PowerSGD(Compressor):
                         for part in ranges if self._rank_of(part)]
             others = [part for part in ranges if not self._rank_of(part)]
             # 1. P ← M Q, and its mean.
-            first = _packed([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
-                             *(x[part.start:part.stop] for part in others)])
+            first = _pack([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
+                           *(x[part.start:part.stop] for part in others)])
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
             shapes = [*((len(matrix.q), len(matrix.m)) for matrix in matrices),
                       *((part.size,) for part in others)]
-            means, losses = _unpacked(first, shapes), _unpacked(first_lost, shapes)
+            means, losses = _unpack(first, shapes), _unpack(first_lost, shapes)
             # 2. P ← orthonormal columns.
             ps = [orthogonal(p) for p in means[:len(matrices)]]
             # 3. Q ← Mᵀ P, and its mean.
-            second = _packed([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
+            second = _pack([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
         yield from self._average(exchange, second)
         with exchange.decoding():
             # 4. M ← P Qᵀ. The residual is the difference, and the next step starts from Q.
-            qs = _unpacked(second, [matrix.q.shape for matrix in matrices])
+            qs = _unpack(second, [matrix.q.shape for matrix in matrices])
             for matrix, p, q in zip(matrices, ps, qs):
                 _replace(matrix, p, q, residual)
                 self._start_from(exchange, matrix.part.name, q)
@@ -202,11 +202,11 @@ def orthogonal(p: Wide) -> Wide:
     return rows.astype(np.float32)
 
 
-def _packed(arrays: Sequence[NDArray[Any]]) -> Wide:
+def _pack(arrays: Sequence[NDArray[Any]]) -> Wide:
     return np.concatenate([np.empty(0, np.float32), *(x.reshape(-1) for x in arrays)])
 
 
-def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
+def _unpack(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
     """Return consecutive parts of `x` as views of these shapes."""
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     return [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, shapes)]

@@ -169,7 +169,7 @@ def read(path: Path, nbytes: int) -> Content:
     Raises:
         CheckpointError: The content is not the one that was written.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         content = source.content()
         source.refuse_other_digest()
     return content
@@ -180,7 +180,7 @@ def verify(path: Path, nbytes: int) -> Layout:
 
     Args, Raises: as for `read`.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         _, layout = source.header()
         source.refuse_other_digest()
     return layout
@@ -191,7 +191,7 @@ def map_file(path: Path, nbytes: int) -> Bytes:
 
     Args, Raises: as for `read`.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         memory: Bytes = np.memmap(source.file, np.uint8, "r")
     return memory
 
@@ -206,7 +206,7 @@ def tree_text(path: Path, nbytes: int | None) -> str:
     Raises:
         CheckpointError: The file cannot be read, or it is damaged.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         return source.header()[0]
 
 
@@ -216,7 +216,7 @@ def read_plain(path: Path) -> Content:
     Raises:
         CheckpointError: `write_plain` has not written this file.
     """
-    with _opened(path) as source:
+    with _open_source(path) as source:
         return source.content()
 
 
@@ -234,7 +234,7 @@ def reading(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
+def _open_source(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
     """Open a file.
 
     Args:
@@ -265,19 +265,19 @@ class _Source:
 
     def __init__(self, file: io.BufferedReader, path: Path, length: int,
                  damaged: CheckpointError) -> None:
-        self.file, self._path, self._left, self._damaged = file, path, length, damaged
+        self.file, self._path, self._remaining, self._damaged = file, path, length, damaged
         self._digest = _hash(fast=has_fast_hash(path.name))
 
     def take(self, size: int) -> Bytes:
         """Return the next bytes."""
         # The hash is not verified yet: a flipped bit must not cause a huge allocation.
-        if not 0 <= size <= self._left:
+        if not 0 <= size <= self._remaining:
             raise self._damaged
         data = np.empty(size, np.uint8)
         if self.file.readinto(data.data) != size:
             raise self._damaged
         self._digest.update(data.data)
-        self._left -= size
+        self._remaining -= size
         return data
 
     def header(self) -> tuple[str, dict[str, tuple[int, int]]]:
@@ -297,7 +297,7 @@ class _Source:
                 layout[name], end = (start, stop), stop
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise self._damaged from exc
-        if end - origin != self._left:
+        if end - origin != self._remaining:
             raise self._damaged
         return text, layout
 
@@ -309,8 +309,8 @@ class _Source:
 
     def refuse_other_digest(self) -> None:
         """Read the rest; raise CheckpointError if its hash is not the one in the file's name."""
-        while self._left:
-            self.take(min(self._left, _PIECE_BYTES))
+        while self._remaining:
+            self.take(min(self._remaining, _PIECE_BYTES))
         expected = self._path.name.split(".")[-2].removeprefix(XXH3)
         if self._digest.hexdigest()[:_HASH_DIGITS] != expected:
             raise self._damaged

@@ -167,33 +167,26 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
         refused: Names of checkpoints that cannot be used; they do not count.
     """
     names = _checkpoint_names(folder)
-    good = [name for name in names if name not in refused]
-    if len(good) > keep:
-        for name in names[names.index(good[keep - 1]) + 1:]:
+    usable = [name for name in names if name not in refused]
+    if len(usable) > keep:
+        for name in names[names.index(usable[keep - 1]) + 1:]:
             remove(folder / name)
 
 
 def remove(path: Path) -> None:
     """Rename and delete a checkpoint; log a warning if that fails."""
-    doomed = path
+    renamed = path
     try:
         if not path.name.startswith("."):
-            doomed = path.with_name(f"{DELETING}{path.name}")
-            os.rename(path, doomed)
-        shutil.rmtree(doomed)
+            renamed = path.with_name(f"{DELETING}{path.name}")
+            os.rename(path, renamed)
+        shutil.rmtree(renamed)
     except NotADirectoryError:
         path.unlink(missing_ok=True)
     except FileNotFoundError:
         pass
     except OSError as exc:
         _log.warning("%s cannot be deleted: %s", path, exc.strerror or exc)
-
-
-def sweep(folder: Path) -> None:
-    """Delete unfinished checkpoints and other remains of earlier jobs."""
-    for entry in list(folder.iterdir()):
-        if entry.name.startswith((UNFINISHED, DELETING, MARK)):
-            remove(entry)
 
 
 class Lock:
@@ -306,7 +299,10 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = Lock(folder)
             if lock.held:
-                sweep(folder)
+                # Earlier jobs may have left unfinished checkpoints and other files behind.
+                for entry in list(folder.iterdir()):
+                    if entry.name.startswith((UNFINISHED, DELETING, MARK)):
+                        remove(entry)
         except (OSError, CheckpointError) as exc:
             raise CheckpointError(f"{rank_and_host(comm)}: {exc}") from exc
         return secrets.token_hex(4)

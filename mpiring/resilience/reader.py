@@ -124,23 +124,23 @@ class Reader:
         wanted = [own_file] if same_size else []
         if self._comm.rank == 0:
             wanted += [REPLICATED, SHARDED]
-        contents, pieces = self._opened(
+        contents, pieces = self._read_files(
             {name: files[name] for name in wanted if name in files}, slices or {}, files)
         if not same_size and any(name.startswith("rank-") for name in files):
             self._warn(
                 f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
                 f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
-        replicated = self._shared(contents.get(REPLICATED))
-        sharded = None if slices is None else self._shared(contents.get(SHARDED))
+        replicated = self._broadcast(contents.get(REPLICATED))
+        sharded = None if slices is None else self._broadcast(contents.get(SHARDED))
         # Only some ranks may fail, because each rank has a different `own`.
         with same_on_all(self._comm, "load", error=CheckpointError):
-            saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                          self._rebuilt(contents.get(own_file)), self._rebuilt(sharded, pieces))
+            saved = Saved(name, manifest["step"], manifest["size"], self._rebuild(replicated),
+                          self._rebuild(contents.get(own_file)), self._rebuild(sharded, pieces))
         return saved
 
-    def _opened(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
-                files: Mapping[str, File],
-                ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
+    def _read_files(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
+                    files: Mapping[str, File],
+                    ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
         """Read and check the files of a checkpoint; one rank checks each file with slices.
 
         Args:
@@ -169,11 +169,11 @@ class Reader:
                                f"rank {self._comm.rank}")
         return contents, _pieces_of(slices, mapped, dict(ChainMap(*checked)))
 
-    def _rebuilt(self, content: Content | None, pieces: Mapping[str, Any] = {}) -> Any:
+    def _rebuild(self, content: Content | None, pieces: Mapping[str, Any] = {}) -> Any:
         return None if content is None else rebuild(
             content.text, {**content.data, **pieces}, self._kinds)
 
-    def _shared(self, content: Content | None) -> Content:
+    def _broadcast(self, content: Content | None) -> Content:
         """Broadcast a content that rank 0 has read: the network is faster than a shared disk."""
         outline = None if content is None else (
             content.text, {name: x.size for name, x in content.data.items()})

@@ -96,17 +96,17 @@ class TrainState:
         with same_on_all(comm, "TrainState", remedy="pass the same parts on every rank") as same:
             if own is not None and not isinstance(own, Mapping):
                 raise ConfigError(f"own is a {type(own).__name__}; pass a dict of parts by name")
-            twice = sorted(parts.keys() & (own or {}).keys())
-            if twice:
-                raise ConfigError(f"{', '.join(twice)}: given by keyword and in own; each part "
-                                  f"is either equal on all ranks or each rank's own")
+            duplicates = sorted(parts.keys() & (own or {}).keys())
+            if duplicates:
+                raise ConfigError(f"{', '.join(duplicates)}: given by keyword and in own; each "
+                                  f"part is either equal on all ranks or each rank's own")
             if not own:
                 _refuse_local_training(parts)
             own_parts = {name: part for name, part in parts.items()
                          if isinstance(part, Compressor) or _is_random(part)}
-            self._own = {name: _stateful(name, part)
+            self._own = {name: _with_state(name, part)
                          for name, part in {**own_parts, **(own or {})}.items()}
-            self._shared = {name: _stateful(name, part) for name, part in parts.items()
+            self._shared = {name: _with_state(name, part) for name, part in parts.items()
                             if name not in self._own}
             same["parts"], same["own"] = list(self._shared), list(self._own)
         self._counting = [name for name, part in {**self._shared, **self._own}.items()
@@ -169,11 +169,11 @@ class TrainState:
                                   f"TrainState; read it with Checkpoints")
         names = [*saved.replicated, *(saved.sharded or {}), *own["parts"]]
         expected = [*self._shared, *([] if saved.own is None else self._own)]
-        lacking = [name for name in expected if name not in names]
-        besides = [str(name) for name in names if name not in expected]
-        problems = [f"lacks the state of {', '.join(lacking)}"] if lacking else []
-        if besides:
-            problems.append(f"has the state of {', '.join(besides)} besides")
+        missing = [name for name in expected if name not in names]
+        unexpected = [str(name) for name in names if name not in expected]
+        problems = [f"lacks the state of {', '.join(missing)}"] if missing else []
+        if unexpected:
+            problems.append(f"has the state of {', '.join(unexpected)} besides")
         if problems:
             raise CheckpointError(
                 f"checkpoint {saved.name} in {self._folder} {' and '.join(problems)}: give "
@@ -279,7 +279,7 @@ def _is_random(part: Any) -> bool:
     return isinstance(part, np.random.Generator) or hasattr(part, "set_state")
 
 
-def _stateful(name: str, part: Any) -> Any:
+def _with_state(name: str, part: Any) -> Any:
     """Return a part with state_dict and load_state_dict.
 
     Raises:
@@ -291,9 +291,9 @@ def _stateful(name: str, part: Any) -> Any:
         return _Random(part)
     if isinstance(part, np.ndarray | dict | list) or is_on_gpu(part):
         return _Arrays(name, part)
-    lacking = " and ".join(f"{method}()" for method in ("state_dict", "load_state_dict")
+    missing = " and ".join(f"{method}()" for method in ("state_dict", "load_state_dict")
                            if not hasattr(part, method))
-    raise ConfigError(f"{name} is a {type(part).__name__} and has no {lacking}; {_LOADABLE}")
+    raise ConfigError(f"{name} is a {type(part).__name__} and has no {missing}; {_LOADABLE}")
 
 
 class _Random:
@@ -336,7 +336,7 @@ class _Arrays:
     def load_state_dict(self, state: Any) -> None:
         present, saved = dict(leaves(self._tree)), dict(leaves(state))
         for path in {**present, **saved}:
-            expected, given = _described(present, path), _described(saved, path)
+            expected, given = _description(present, path), _description(saved, path)
             if given != expected:
                 raise ConfigError(f"{self._text(path)} is {given} in the state, but {expected} "
                                   f"here; make what was saved")
@@ -354,7 +354,7 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "__setitem__")
 
 
-def _described(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
+def _description(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
     """Return the dtype and shape of an array as a string; "no array" for other leaves."""
     if path not in leaf_of:
         return "missing"

@@ -352,7 +352,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         if name in KINDS and name not in known:
             raise ConfigError(f"{value!r} is a {name}; load it with the adapter that saved it, "
                               f"as mpiring.torch.Checkpoints does")
-        return _built(known[name], node, data[value])
+        return _build_array(known[name], node, data[value])
 
     try:
         return build(parsed(text.encode(), _MAX_JSON_LEVELS))
@@ -363,7 +363,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         raise CheckpointError(f"its tree is not as mpiring writes it: {exc!r:.200}") from exc
 
 
-def _built(kind: Kind, node: Mapping[str, Any], data: Any) -> Any:
+def _build_array(kind: Kind, node: Mapping[str, Any], data: Any) -> Any:
     """Rebuild an array, if its node in the tree fits its data."""
     dtype, shape = node["dtype"], tuple(map(index, node["shape"]))
     nbytes = Leaf(kind, None, dtype, shape).nbytes
