@@ -202,7 +202,7 @@ class _Run(Generic[T]):
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)
         if self._message:
-            _log.warning("%s from step %s; this took %.2f s", self._message, state.step,
+            _log.warning("%s from %s; this took %.2f s", self._message, state._resume_point,
                          time.monotonic() - noticed_s)
         return self._train_to_end()
 

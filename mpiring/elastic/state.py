@@ -77,6 +77,10 @@ class State:
         return {name: value for name, value in vars(self).items()
                 if name != "comm" and not name.startswith("_")}
 
+    @property
+    def _resume_point(self) -> str:
+        return f"step {self.step}"
+
     def _restore(self, commits: "Commits") -> None:
         """Return to the newest commit that all ranks have; new ranks receive it.
 

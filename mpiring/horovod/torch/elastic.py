@@ -40,7 +40,7 @@ class _Ranks(elastic.State):
     """The surviving ranks; a TorchState keeps the state from which training continues."""
 
     @property
-    def _place(self) -> str:
+    def _resume_point(self) -> str:
         return "the last commit"
 
 
