@@ -302,8 +302,8 @@ class ParameterServer(AsynchronousTraining):
 
     def _copy(self, gradients: Mapping[str, Any]) -> None:
         arrays = arrays_of(gradients, self._comm.rank, "gradient")
-        if [*sorted(arrays)] != [*sorted(self.grads)]:
-            wrong = sorted(arrays.keys() ^ self.grads.keys())
+        wrong = sorted(arrays.keys() ^ self.grads.keys())
+        if wrong:
             raise ConfigError(f"rank {self._comm.rank}: gradients and parameters differ by "
                               f"{', '.join(wrong)}; push one of each, zeros where there is none")
         for name, view in self.grads.items():

@@ -140,9 +140,9 @@ class Collectives:
 
         Raises the same errors as `allreduce`.
         """
-        return self._cached(choose, x, op, algorithm)
+        return self._cached_choice(choose, x, op, algorithm)
 
-    def _cached(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
+    def _cached_choice(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
         # Programs make the same few calls many times.
         chosen = self.resources.chosen
         key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
@@ -184,7 +184,7 @@ class Collectives:
             ConfigError: The op does not support the dtype.
         """
         combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal_bounds(x)
-        halves = self._cached(choose_halves, x, op)
+        halves = self._cached_choice(choose_halves, x, op)
         schedule = (nothing() if self.size == 1 else
                     halves.reduce_scatter(self, x, bounds, op, combine))
         return returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
@@ -197,7 +197,7 @@ class Collectives:
             bounds: Offsets of the slices, as in `reduce_scatter`.
         """
         bounds = bounds or self._equal_bounds(x)
-        halves = self._cached(choose_halves, x, "sum")
+        halves = self._cached_choice(choose_halves, x, "sum")
         return nothing() if self.size == 1 else halves.allgather(self, x, bounds)
 
     def allgather_once(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
@@ -298,7 +298,7 @@ class Collectives:
             return self.algorithm_of(x, op) is EAGER
         if kind in ("reduce_scatter", "allgather"):
             # As in `reduce_scatter` and `allgather`.
-            return self._cached(choose_halves, x, op or "sum") is EAGER_HALVES
+            return self._cached_choice(choose_halves, x, op or "sum") is EAGER_HALVES
         return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
 
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
