@@ -142,7 +142,8 @@ class Collectives:
         """
         return self._cached_choice(choose, x, op, algorithm)
 
-    def _cached_choice(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
+    def _cached_choice(self, choose: Callable[..., T], x: Array, op: str,
+                       requested: str = "auto") -> T:
         # Programs make the same few calls many times.
         chosen = self.resources.chosen
         key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
