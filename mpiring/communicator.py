@@ -418,7 +418,7 @@ class Communicator:
 
     def _where(self, vector: Any, build: Build[Any]) -> Build[Any]:
         """Return `build` for the memory, of the host or a GPU, that holds a vector."""
-        return build if type(vector) is np.ndarray else self._group.gpus.where(vector, build)
+        return build if type(vector) is np.ndarray else self._group.gpus.for_vector(vector, build)
 
     # Objects
 
@@ -546,7 +546,7 @@ class Communicator:
         return self._group.run(call, self._built(build, device, ready), patient=patient)
 
     def _built(self, build: Build[T], device: Device | None, ready: Sequence[Event]) -> Build[T]:
-        return build if device is None else self._group.gpus.on(device, ready, build)
+        return build if device is None else self._group.gpus.for_device(device, ready, build)
 
     def messages(self) -> Messages:
         """Return the point-to-point messages between these ranks, for `mpiring.asynchronous`.

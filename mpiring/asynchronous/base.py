@@ -1,4 +1,4 @@
-"""Base of training with messages in the background: its communicator, its costs, its end."""
+"""Base of asynchronous training: its communicator, its costs, and its end."""
 
 import time
 from abc import ABC, abstractmethod
@@ -28,13 +28,13 @@ class AsynchronousTraining(ABC):
     def __init__(self, comm: Communicator) -> None:
         self.closed = False
         self._calls, self._waited_s, self._in_flight_s = 0, 0.0, 0.0
-        # A communicator is closed when the program ends, which reveals a rank that skipped a call.
+        # A separate communicator is closed when the program ends, which detects skipped calls.
         self._comm = comm.split(0)
         self._messages = self._comm.messages()
 
     @abstractmethod
     def close(self) -> None:
-        """End the training of all ranks. Collective."""
+        """End training on all ranks. Collective."""
 
     def _costs(self, bytes_sent: int) -> Statistics:
         return Statistics(self._calls, bytes_sent, self._in_flight_s, self._waited_s)
@@ -43,7 +43,7 @@ class AsynchronousTraining(ABC):
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an exception the other ranks do not close: let it end the job.
+        # After an exception, the other ranks do not call `close`. The exception ends the job.
         if error is None:
             self.close()
 
@@ -56,7 +56,7 @@ class AsynchronousTraining(ABC):
             self._waited_s += time.monotonic() - began_s
 
     def _wait_for_all(self, call: Call) -> None:
-        """Wait until all ranks have called, perhaps for hours; a stall names the missing rank.
+        """Wait, perhaps for hours, until all ranks make this call; stalls name missing ranks.
 
         Raises:
             BufferMismatchError: A rank has left without the call.

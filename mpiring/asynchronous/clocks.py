@@ -1,4 +1,4 @@
-"""The two sides of a parameter server: the owner of a slice, and the workers that use it."""
+"""The two sides of a parameter server: the owner of a slice, and the workers that use the slice."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,9 +8,10 @@ import numpy as np
 from ..memory.arrays import Array
 from ..transport.base import Channel, Request, Schedule, together
 
-# Kinds of a worker's note, which also carries its clock; an invalid push brings no gradient.
+# Kinds of notes, which workers send together with their clocks. The second is a push without a
+# gradient.
 PUSH, VOID, PULL, FINISH = range(4)
-# Lanes of the channel: notes and gradients go to owners, weights come from them.
+# Lanes of the channel: workers send notes and gradients, owners send weights.
 NOTES, GRADIENTS, WEIGHTS = range(3)
 # The vectors of a model, by owner.
 SlicesByOwner = Sequence[Sequence[Array]]
@@ -36,7 +37,8 @@ class Condition:
     """A request that is complete once a condition on this rank holds.
 
     Args:
-        happened: Function that tests the condition; once it returns True, it always does.
+        happened: Function that tests the condition. After it has returned True, it must always
+            return True.
         text: Description of the condition, for messages.
     """
 
@@ -52,8 +54,8 @@ class SliceOwner:
 
     A worker's clock is the number of its pushes. The owner answers a pull at clock c once every
     worker that has not finished has pushed c - `staleness` times. No worker reads older weights,
-    and none runs further ahead. With a staleness of 0 the owner applies the pushes of a clock
-    together, as their mean, and weights are bitwise identical in every run. Otherwise it applies
+    and none runs further ahead. With a staleness of 0, the owner applies the pushes of a clock
+    together, as their mean, and weights are bitwise identical in every run. Otherwise, it applies
     each push as an update when it arrives.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
@@ -62,7 +64,7 @@ class SliceOwner:
 
     Args:
         size: Number of workers.
-        staleness: Bound on the difference of clocks, in pushes; None for no bound.
+        staleness: Bound on the difference between clocks, in pushes; None for no bound.
         store: Weights of the slice and their update rule.
         damped: If true, divide a push's learning rate by 1 + τ, where τ is the number of updates
             since its worker last pulled.
@@ -70,7 +72,7 @@ class SliceOwner:
     Attributes:
         store: The argument of the same name.
         clocks: Number of applied pushes of each worker.
-        finished: For each worker, True once it will push no more.
+        finished: List with True for each worker that has finished.
         updates: Number of updates of the slice.
         bytes_sent: Number of bytes sent to other ranks.
     """
@@ -80,7 +82,8 @@ class SliceOwner:
         self.clocks, self.finished = [0] * size, [False] * size
         self.updates = self.bytes_sent = 0
         self._staleness, self._damped = staleness, damped
-        # Update counts at each worker's last pull, and gradients that wait for others of a clock.
+        # Update counts at each worker's last pull, and gradients that wait for the other gradients
+        # of their clock.
         self._pulled = [0] * size
         self._waiting: dict[int, Sequence[Array]] = {}
 
@@ -92,8 +95,8 @@ class SliceOwner:
         """Return the workers that delay a pull at this clock."""
         if self._staleness is None:
             return []
-        return [worker for worker, its in enumerate(self.clocks)
-                if its < clock - self._staleness and not self.finished[worker]
+        return [worker for worker, worker_clock in enumerate(self.clocks)
+                if worker_clock < clock - self._staleness and not self.finished[worker]
                 and worker not in self._waiting]
 
     def restart(self) -> None:
@@ -155,10 +158,10 @@ class SliceOwner:
 class SliceWorker:
     """The worker's side of SliceOwner.
 
-    Begin its schedules in the order of its calls.
+    Start the schedules in the order in which the methods were called.
 
     Attributes:
-        unanswered: Ranks of the owners that have not answered the last pull.
+        unanswered: Ranks of owners that have not answered the last pull.
         bytes_sent: Number of bytes sent to other ranks.
     """
 
@@ -172,12 +175,12 @@ class SliceWorker:
         Args:
             net: Channel between all ranks.
             clock: Number of this push, from 1.
-            gradients: Vectors, which must not change until the schedule ends; None for an invalid
-                push.
+            gradients: Vectors, which must not change until the schedule ends; None for a push
+                without a gradient.
         """
         note = np.array([VOID if gradients is None else PUSH, clock])
         requests: list[Request] = []
-        for owner in _in_turn(net):
+        for owner in _owners_from(net):
             requests.append(self._send(net, NOTES, note, owner))
             requests += [self._send(net, GRADIENTS, x, owner)
                          for x in (gradients[owner] if gradients is not None else ())]
@@ -193,7 +196,7 @@ class SliceWorker:
         """
         self.unanswered = set(range(net.size))
         yield from together([self._ask(net, clock, weights[owner], owner)
-                             for owner in _in_turn(net)], net.size)
+                             for owner in _owners_from(net)], net.size)
 
     def _ask(self, net: Channel, clock: int, weights: Sequence[Array],
              owner: int) -> Schedule[None]:
@@ -203,15 +206,15 @@ class SliceWorker:
         self.unanswered.discard(owner)
 
     def finish(self, net: Channel, clock: int) -> Schedule[None]:
-        """Tell all owners that no push or pull will follow."""
+        """Announce to all owners that no push or pull will follow."""
         note = np.array([FINISH, clock])
-        yield [self._send(net, NOTES, note, owner) for owner in _in_turn(net)]
+        yield [self._send(net, NOTES, note, owner) for owner in _owners_from(net)]
 
     def _send(self, net: Channel, lane: int, x: Array, owner: int) -> Request:
         self.bytes_sent += x.nbytes * (owner != net.rank)
         return net.lane(lane).isend(x, owner)
 
 
-def _in_turn(net: Channel) -> list[int]:
-    """Return all ranks, beginning with this one, so that ranks begin with different owners."""
+def _owners_from(net: Channel) -> list[int]:
+    """Return all ranks, starting with this one, so that workers start with different owners."""
     return [(net.rank + i) % net.size for i in range(net.size)]

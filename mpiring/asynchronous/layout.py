@@ -1,4 +1,4 @@
-"""Lays a model out as flat vectors by dtype, each cut into one slice per rank."""
+"""Lays out a model as one flat vector per dtype, each cut into one slice per rank."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,12 +22,12 @@ class FlatModel:
     Args:
         tensors: Tensors of the model, in order.
         size: Number of ranks.
-        holder: Name by which the user knows `views`, for messages.
+        holder: Name of `views` in messages.
 
     Attributes:
         tensors: Tensors of the model, by name.
         buckets: Memory of each dtype.
-        flats: One vector for each dtype, zeros at first.
+        flats: One vector for each dtype, initially zeros.
         bounds: Offsets that cut each vector into slices; slices start on cache lines.
         views: Views of the tensors in the vectors, by name.
         slices: Slices of all vectors, by rank.
@@ -61,7 +61,7 @@ class FlatModel:
 
 
 class ModelArrays:
-    """The arrays of a model, which its user may replace by arrays of the same shape and dtype.
+    """The arrays of a model; the user may replace them with arrays of the same shape and dtype.
 
     Args:
         model: NumPy arrays or PyTorch tensors in host memory, by name; or a PyTorch module, for
@@ -74,7 +74,7 @@ class ModelArrays:
 
     Raises:
         ConfigError: The model is neither a dict nor a module, or a tensor has no gradient.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -94,37 +94,36 @@ class ModelArrays:
                 raise ConfigError(
                     f"rank {comm.rank}: params is {model!r:.80}; pass a dict of the model's "
                     f"arrays, for a PyTorch module dict(module.named_parameters())")
-            self._arrays = arrays_of(self._tensors_now(), comm.rank, "parameter")
-            self._marks = _marks_of(self._tensors_now())
+            tensors = self._current_tensors()
+            self._arrays = arrays_of(tensors, comm.rank, "parameter")
+            self._identities = _identities_of(tensors)
             self.tensors = _specs_of(self._arrays)
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
-    def now(self) -> dict[str, Array]:
+    def arrays(self) -> dict[str, Array]:
         """Return the current arrays of the model, by name.
 
         Raises:
             ConfigError: A shape or dtype has changed.
         """
-        given = self._tensors_now()
-        marks = _marks_of(given)
-        if marks != self._marks:
-            arrays = arrays_of(given, self._rank, "parameter")
+        tensors = self._current_tensors()
+        identities = _identities_of(tensors)
+        if identities != self._identities:
+            arrays = arrays_of(tensors, self._rank, "parameter")
             refuse_changed(self._rank, self.tensors, _specs_of(arrays))
-            self._arrays, self._marks = arrays, marks
+            self._arrays, self._identities = arrays, identities
         return self._arrays
 
-    def _tensors_now(self) -> Any:
+    def _current_tensors(self) -> Any:
         if not hasattr(self._model, "named_parameters"):
             return self._model
-        tensors = dict(self._model.named_parameters())
-        if self._buffers:
-            tensors.update((name, x) for name, x in self._model.named_buffers()
-                           if name in self._buffers)
-        return tensors
+        buffers = self._model.named_buffers() if self._buffers else ()
+        return dict(self._model.named_parameters()) | {
+            name: x for name, x in buffers if name in self._buffers}
 
 
-def _marks_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return values that change when a tensor is replaced and its old memory is kept alive."""
+def _identities_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return values that change if a tensor is replaced while its old memory is kept alive."""
     return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
             for name, x in tensors.items()]
 

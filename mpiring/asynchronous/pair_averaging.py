@@ -52,15 +52,15 @@ class Exchanges:
             snapshot: Vectors, which must not change until the schedule ends.
             received: Vectors to overwrite.
         """
-        leaving = self._send(net, other, snapshot)
+        sends = self._send(net, other, snapshot)
         while (yield from _receive_note(net, other)) == _END:
             self.training.discard(other)
-        yield [*leaving, *(net.irecv(x, other) for x in received)]
+        yield [*sends, *(net.irecv(x, other) for x in received)]
 
     def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
                snapshot: Callable[[], Sequence[Array]], received: Sequence[Array],
-               take: Callable[[], None]) -> Schedule[int]:
-        """Announce that this rank has ended, and answer the others until all have ended.
+               apply: Callable[[], None]) -> Schedule[int]:
+        """Announce that this rank has ended, and answer other ranks until all have ended.
 
         Args:
             net: Channel between all ranks.
@@ -68,24 +68,24 @@ class Exchanges:
             partner_of: Function that returns this rank's partner in a round.
             snapshot: Function that returns this rank's weights, unchanged until its next call.
             received: Vectors to overwrite with a partner's weights.
-            take: Function to call when these weights have arrived.
+            apply: Function to call when these weights have arrived.
 
         Returns:
             The first round that neither this rank nor any of its partners has begun.
         """
         end = np.array([_END])
-        leaving = [net.isend(end, other) for other in self._others]
+        announcements = [net.isend(end, other) for other in self._others]
         while self.training:
             other = partner_of(number)
             if other in self.training:
                 if (yield from _receive_note(net, other)) == _END:
                     self.training.discard(other)
                 else:
-                    sent = self._send(net, other, snapshot())
-                    yield [*sent, *(net.irecv(x, other) for x in received)]
-                    take()
+                    sends = self._send(net, other, snapshot())
+                    yield [*sends, *(net.irecv(x, other) for x in received)]
+                    apply()
             number += 1
-        yield leaving
+        yield announcements
         self.training.update(self._others)
         return number
 
@@ -110,27 +110,27 @@ class PairAveraging(AsynchronousTraining):
         with PairAveraging(model, comm, seed=1) as pairs:
             for batch in batches:
                 ...
-                optimizer.step()                # any, of this rank alone
+                optimizer.step()                # any local optimizer
                 pairs.step()
 
-    In each round all ranks draw the same perfect matching from the seed. A rank and its partner
-    exchange snapshots of their weights while they compute. When the partner's snapshot has
-    arrived, each adds half of the difference of the two snapshots to its weights. The mean over
-    all ranks therefore stays the same, up to rounding, whatever they learned meanwhile. Then the
-    next round begins, so ranks may be in different rounds and may take several steps in one
-    round. Each rank keeps its own optimizer state.
+    In each round, all ranks draw the same perfect matching from the seed. A rank and its partner
+    exchange snapshots of their weights while they compute. When the partner's snapshot has arrived,
+    each of them adds half of the difference between the snapshots to its weights. The exchange
+    therefore does not change the mean over all ranks, up to rounding. Then the next round begins,
+    so ranks may be in different rounds and may take several steps in one round. Each rank keeps its
+    own optimizer state.
 
     Sources: Lian et al., Can decentralized algorithms outperform centralized algorithms?, NIPS
     2017 (D-PSGD). Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
 
     Args:
         model: PyTorch module, for its parameters and its saved floating-point buffers, or dict of
-            NumPy arrays, in host memory. The user may replace arrays in the dict by arrays of the
+            NumPy arrays, in host memory. The user may replace arrays in the dict with arrays of the
             same shape and dtype. All ranks start with the weights of rank 0.
         comm: Communicator whose ranks train together; by default, all ranks.
         seed: Seed of the matchings.
-        delay: Number of steps after which a rank waits for its partner; 0 waits in the same step.
-            With 0 or 1, results do not depend on the speeds of ranks.
+        delay: Number of steps after which a rank waits for its partner; with 0, it waits in the
+            same step. With 0 or 1, results do not depend on the speeds of ranks.
 
     Attributes:
         rounds: Number of rounds that this rank has begun.
@@ -139,7 +139,7 @@ class PairAveraging(AsynchronousTraining):
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -152,13 +152,13 @@ class PairAveraging(AsynchronousTraining):
             same["delay"] = self.delay = whole_number("delay", delay, 0)
         self._model = ModelArrays(model, comm, "PairAveraging")
         # The model's arrays at the last call.
-        self._params, self.rounds = self._model.now(), 0
+        self._params, self.rounds = self._model.arrays(), 0
         self._snapshot, self._partners = (FlatModel(self._model.tensors, 1, name)
                                           for name in ("snapshot", "partner's snapshot"))
         self._exchanges = Exchanges(comm.rank, comm.size)
         self._exchange: tuple[Message[None], int] | None = None
         self._age = 0
-        for flat in self._take_snapshot():
+        for flat in self._update_snapshot():
             comm.broadcast(flat, root=0)
         self._write_back()
         super().__init__(comm)
@@ -167,7 +167,8 @@ class PairAveraging(AsynchronousTraining):
         """Apply the partner's weights, and begin the next round; call after each optimizer.step().
 
         Raises:
-            StallError: The partner has not answered within `stall_timeout_s`; names it.
+            StallError: The partner, which the message names, has not answered within
+                `stall_timeout_s`.
             ConfigError: A shape or dtype of the model has changed.
             ClosedError: After `close`.
 
@@ -178,7 +179,7 @@ class PairAveraging(AsynchronousTraining):
             self._age += 1
             if self._age < self.delay and not self._exchange[0].test():
                 return
-        self._params = self._model.now()
+        self._params = self._model.arrays()
         self._complete()
         self._begin()
         if self.delay == 0:
@@ -193,28 +194,28 @@ class PairAveraging(AsynchronousTraining):
             BufferMismatchError: A rank has left without `agree` or `close`.
             ConfigError, ClosedError: As for `step`.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         self._refuse_closed("agree()")
-        self._params = self._model.now()
+        self._params = self._model.arrays()
         self._complete()
         handle = self._messages.submit(
             Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
-                net, self.rounds, self._partner, self._take_snapshot, self._partners.flats,
+                net, self.rounds, self._partner, self._update_snapshot, self._partners.flats,
                 lambda: self._add_difference(None)))
         with self._waiting():
             self._wait_for_all(Call("agree", "in pair averaging"))
             last = np.array([handle.wait()])
         self._comm.allreduce(last, op="max")
         self.rounds = int(last[0])
-        for flat in self._take_snapshot():
+        for flat in self._update_snapshot():
             self._comm.allreduce(flat, op="mean")
         self._write_back()
 
     def close(self) -> None:
-        """Call `agree`, and end the training.
+        """Call `agree`, and end training.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         if not self.closed:
             self.agree()
@@ -227,7 +228,7 @@ class PairAveraging(AsynchronousTraining):
         return self._costs(self._exchanges.bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the round, to be saved with the weights after `agree()`.
+        """Return the seed and the round; save them with the weights after `agree()`.
 
         Raises:
             ConfigError: An exchange is in flight.
@@ -273,7 +274,7 @@ class PairAveraging(AsynchronousTraining):
         other = self._partner(self.rounds)
         self.rounds += 1
         if other is not None:
-            snapshot = self._take_snapshot()
+            snapshot = self._update_snapshot()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
                      nbytes=self._snapshot.nbytes),
@@ -292,7 +293,7 @@ class PairAveraging(AsynchronousTraining):
             self._exchange = None
             self._add_difference(other)
 
-    def _take_snapshot(self) -> list[Array]:
+    def _update_snapshot(self) -> list[Array]:
         for name, x in self._params.items():
             self._snapshot.views[name][...] = x
         return self._snapshot.flats
@@ -302,12 +303,12 @@ class PairAveraging(AsynchronousTraining):
             x[...] = self._snapshot.views[name]
 
     def _add_difference(self, other: int | None) -> None:
-        """Add half of the difference of two snapshots to the weights."""
+        """Add half of the difference between the two snapshots to the weights."""
         for snapshot, received in zip(self._snapshot.flats, self._partners.flats):
             np.subtract(received, snapshot, out=received)
             np.multiply(received, received.dtype.type(0.5), out=received)
         if not all(is_finite(x) for x in self._partners.flats):
-            # The partner finds the same.
+            # The partner also leaves out this round.
             _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "
                          "NaN or Inf", self._comm.rank, self.rounds - 1, other)
             return

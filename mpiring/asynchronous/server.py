@@ -43,8 +43,8 @@ class ParameterServer(AsynchronousTraining):
     every step runs further ahead. A rank always reads its own pushes. Ranks that have finished
     delay no other rank.
 
-    With a staleness of 0 the owners apply the pushes of one clock together, as their mean, in rank
-    order. This is synchronous training, bitwise identical in every run. Otherwise each push is
+    With a staleness of 0, the owners apply the pushes of one clock together, as their mean, in rank
+    order. This is synchronous training, bitwise identical in every run. Otherwise, each push is
     applied as a separate update when it arrives. Its learning rate is divided by 1 + τ, where τ is
     the number of updates since the rank last pulled. Functions passed as `lr` or `momentum` get
     the number of updates: one per clock, or one per push.
@@ -59,12 +59,13 @@ class ParameterServer(AsynchronousTraining):
         comm: Communicator whose ranks train together; by default, all ranks.
         optimizer: Function that makes an elementwise mpiring.optim optimizer from a model, like
             `SGD` or `functools.partial(AdamW, lr=1e-3)`.
-        staleness: Bound on the difference of clocks, in pushes; None never waits.
+        staleness: Bound on the difference between clocks, in pushes; with None, ranks never wait.
         damped: If true, divide learning rates by 1 + τ.
 
     Attributes:
         params: The argument of the same name.
-        grads: Memory for gradients, by name; write into it and call `push()` without argument.
+        grads: Memory for gradients, by name; write gradients into it, and call `push()` without an
+            argument.
         clock: Number of this rank's pushes.
         refused: Number of this rank's pushes whose gradients were not finite.
         staleness: The argument of the same name.
@@ -72,7 +73,7 @@ class ParameterServer(AsynchronousTraining):
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
-        BufferMismatchError: The models differ between ranks; names the first difference.
+        BufferMismatchError: The models differ between ranks; the message has the first difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -87,7 +88,7 @@ class ParameterServer(AsynchronousTraining):
             same["damped"] = damped = truth("damped", damped)
             refuse_other_than_makers(optimizer)
         self._model = ModelArrays(params, comm, "ParameterServer")
-        self.params = dict(self._model.now())
+        self.params = dict(self._model.arrays())
         self.clock = self.refused = 0
         self._gradients, self._weights = (FlatModel(self._model.tensors, comm.size, name)
                                           for name in ("grads", "weights"))
@@ -97,21 +98,21 @@ class ParameterServer(AsynchronousTraining):
         self._worker = SliceWorker()
         self._pushed: Message[None] | None = None
         self._finished = False
-        # Last, so that a wrong argument raises before a communicator exists that must be closed.
+        # This comes last, so that an error above leaves no open communicator behind.
         super().__init__(comm)
         self._begin()
 
     def _begin(self) -> None:
-        """Broadcast rank 0's weights, and begin to serve."""
+        """Broadcast rank 0's weights, and start to serve this rank's slice."""
         for name, x in self.params.items():
             self._weights.views[name][...] = x
         for flat in self._weights.flats:
             self._comm.broadcast(flat, root=0)
         for owned, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
             owned[...] = x
-        self._write()
+        self._write_params()
         self._serving = self._messages.submit(Call("serve", "a slice"), self._owner.serve)
-        # Now every rank has a slice to answer with.
+        # After this, every rank serves its slice.
         self._comm.barrier()
 
     # Training
@@ -119,19 +120,19 @@ class ParameterServer(AsynchronousTraining):
     def push(self, gradients: Mapping[str, Any] | None = None) -> None:
         """Send this rank's gradients; return while the messages are in flight.
 
-        A push with NaN or Inf is ignored: it counts for the clock, no weight changes, and a
-        warning names the tensors.
+        A push with NaN or Inf counts for the clock, but changes no weights. A warning names the
+        tensors.
 
         Args:
-            gradients: Gradients by name, like `params`; copied. By default those written into
+            gradients: Gradients by name, like `params`; copied. By default, the gradients in
                 `grads`, which must not change until the next `pull` has returned.
 
         Raises:
             ConfigError: Gradients are missing, or have other shapes or dtypes.
-            StallError: The last push has not arrived within `stall_timeout_s`.
+            StallError: The previous push has not arrived within `stall_timeout_s`.
             ClosedError: This rank has finished.
 
-        Collective: no. Blocking: until the last push has arrived, unless a `pull` followed it.
+        Collective: no. Blocking: until the previous push has arrived, unless a `pull` followed it.
         """
         self._refuse_finished("push()")
         self._await_push()
@@ -155,8 +156,8 @@ class ParameterServer(AsynchronousTraining):
         Returns once no rank is further behind than `staleness` allows.
 
         Raises:
-            StallError: A rank is behind, or an owner does not answer, after `stall_timeout_s`;
-                names them.
+            StallError: After `stall_timeout_s`, a rank is behind or an owner has not answered; the
+                message names these ranks.
             ClosedError: This rank has finished.
 
         Collective: no. Blocking: yes.
@@ -169,14 +170,14 @@ class ParameterServer(AsynchronousTraining):
         self._await(handle)
         self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
         self._await_push()
-        self._write()
+        self._write_params()
         return self.params
 
     def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
         """Push, then pull; return True if the gradients were finite.
 
         Args:
-            gradients: Gradients by name, as for `push`; by default those in `grads`.
+            gradients: Gradients by name, as for `push`; by default, the gradients in `grads`.
         """
         refused = self.refused
         self.push(gradients)
@@ -185,21 +186,21 @@ class ParameterServer(AsynchronousTraining):
 
     @property
     def clocks(self) -> list[int]:
-        """The number of pushes of each rank that were applied to this rank's slice."""
+        """Number of pushes of each rank that were applied to this rank's slice."""
         return list(self._owner.clocks)
 
     @property
     def statistics(self) -> Statistics:
         """Costs of this rank's pushes and pulls so far; `communication_s` counts pulls only.
 
-        The bytes sent include the weights that this rank has served to others.
+        The bytes sent include the weights that this rank has sent to other ranks.
         """
         return self._costs(self._worker.bytes_sent + self._owner.bytes_sent)
 
     # The end
 
     def finish(self) -> None:
-        """End this rank's training; it delays no other rank, but continues to serve its slice.
+        """End this rank's training; it then delays no other rank, but still serves its slice.
 
         Collective: no. Blocking: until the last push has arrived.
         """
@@ -212,12 +213,12 @@ class ParameterServer(AsynchronousTraining):
             lambda net: self._worker.finish(net, self.clock))
 
     def close(self) -> None:
-        """Finish, wait until all ranks have, and write the final weights into `params`.
+        """Finish, wait until all ranks have finished, and write the final weights into `params`.
 
         Raises:
             BufferMismatchError: A rank has left without `close`.
 
-        Collective: yes. Blocking: yes, for as long as others train.
+        Collective: yes. Blocking: yes, as long as other ranks train.
         """
         if self.closed:
             return
@@ -254,7 +255,7 @@ class ParameterServer(AsynchronousTraining):
             return self._store.sliced()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state, on any number of ranks; write its weights into `params`.
+        """Load a state, on any number of ranks; write its weights into `params`.
 
         All clocks restart at 0.
 
@@ -262,7 +263,7 @@ class ParameterServer(AsynchronousTraining):
             state_dict: Result of `state_dict`, or `Saved.sharded` of a checkpoint.
 
         Raises:
-            ConfigError: It is the state of another model or optimizer, or a rank has finished.
+            ConfigError: The state belongs to another model or optimizer, or a rank has finished.
 
         Collective: yes. Blocking: yes.
         """
@@ -277,7 +278,7 @@ class ParameterServer(AsynchronousTraining):
 
     @contextmanager
     def _settled(self) -> Iterator[list[int]]:
-        """Hold all ranks until all pushes so far are applied; yield the finished ranks."""
+        """Block all ranks until all pushes so far are applied; yield the finished ranks."""
         if self.closed:
             raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
                               f"its state before")
@@ -287,8 +288,9 @@ class ParameterServer(AsynchronousTraining):
             raise ConfigError(
                 f"rank {self._comm.rank}: ranks have pushed {clocks} times: with staleness=0, "
                 f"pushes of a clock are applied together; ask for the state after the same step")
-        self._await(self._messages.submit(Call("settle", f"at clocks {clocks}"), lambda net: _until(
-            lambda: self._owner.clocks == clocks, f"the pushes {clocks}")))
+        condition = Condition(lambda: self._owner.clocks == clocks, f"the pushes {clocks}")
+        self._await(self._messages.submit(
+            Call("settle", f"at clocks {clocks}"), lambda net: _until(condition)))
         yield [rank for rank, (_, finished) in enumerate(ranks) if finished]
         self._comm.barrier()
 
@@ -301,8 +303,8 @@ class ParameterServer(AsynchronousTraining):
 
     def _copy(self, gradients: Mapping[str, Any]) -> None:
         arrays = arrays_of(gradients, self._comm.rank, "gradient")
-        if [*sorted(arrays)] != [*sorted(self.grads)]:
-            wrong = sorted(arrays.keys() ^ self.grads.keys())
+        wrong = sorted(arrays.keys() ^ self.grads.keys())
+        if wrong:
             raise ConfigError(f"rank {self._comm.rank}: gradients and parameters differ by "
                               f"{', '.join(wrong)}; push one of each, zeros where there is none")
         for name, view in self.grads.items():
@@ -314,8 +316,8 @@ class ParameterServer(AsynchronousTraining):
             if x is not view:
                 view[...] = x
 
-    def _write(self) -> None:
-        self.params.update(self._model.now())
+    def _write_params(self) -> None:
+        self.params.update(self._model.arrays())
         for name, x in self.params.items():
             x[...] = self._weights.views[name]
 
@@ -326,7 +328,7 @@ class ParameterServer(AsynchronousTraining):
         for flat, bounds in zip(self._weights.flats, self._weights.bounds):
             self._comm.run(Call("allgather", "weights"), operator.methodcaller(
                 "allgather", flat, bounds=bounds))
-        self._write()
+        self._write_params()
 
     def _await_push(self) -> None:
         if self._pushed is not None:
@@ -350,5 +352,5 @@ class ParameterServer(AsynchronousTraining):
             for rank in behind), *[f"  no weights from {ranks_text(silent)}"] * bool(silent)]
 
 
-def _until(happened: Callable[[], bool], text: str) -> Schedule[None]:
-    yield (Condition(happened, text),)
+def _until(condition: Condition) -> Schedule[None]:
+    yield (condition,)

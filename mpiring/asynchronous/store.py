@@ -15,7 +15,7 @@ from ..sharding.sliced import Sliced
 from .layout import FlatModel
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
-# The name of the weights among the vectors of a state.
+# Name of the weights among the vectors of a state.
 _WEIGHTS = "w"
 
 
@@ -69,11 +69,11 @@ class SliceStore:
         optimizer: Function that makes the optimizer from a model.
 
     Attributes:
-        weights: Vectors; zeros at first.
+        weights: Vectors; initially zeros.
         optimizer: The optimizer that the function has made.
 
     Raises:
-        ConfigError: It is not an elementwise optimizer, or ranks made different ones.
+        ConfigError: The optimizer is not elementwise, or ranks made different optimizers.
 
     Collective: yes. Blocking: yes.
     """
@@ -86,8 +86,8 @@ class SliceStore:
         self.weights, self._gradients = weights.flats, gradients.flats
         self._slice = _Slice(comm, weights, _Gradients(gradients.buckets))
         self.optimizer = _make_optimizer(optimizer, self._slice, comm.rank)
-        # The first update makes the state (a collective operation) and compiles for seconds, which
-        # must not happen while other ranks wait for this one. Zero weights stay zero.
+        # The first update makes the state (a collective operation) and compiles code for seconds.
+        # This must not happen while other ranks wait for this rank. Zero weights stay zero.
         self.update([self.weights] * min(comm.size, 2), 1.0)
         self.optimizer.steps = 0
 
@@ -98,8 +98,8 @@ class SliceStore:
         self.optimizer.update(1.0, lambda index: None, rate=rate)
 
     def sliced(self) -> dict[str, Any]:
-        """Return a copy of weights and state for this rank's ranges of the model's tensors."""
-        saved = self._saved()
+        """Return a copy of weights and state for this rank's ranges of all tensors."""
+        saved = self._state_with_weights()
         return {**saved, "tensors": {
             name: {vector: Sliced(self._tensors[name].shape, {self._ranges[name]: x}, x.dtype)
                    for vector, x in vectors.items()}
@@ -114,14 +114,14 @@ class SliceStore:
         return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
 
     def load(self, saved: Any) -> None:
-        """Continue from a result of `whole`, or from results of `sliced` of all ranks.
+        """Load a result of `whole`, or the results of `sliced` from all ranks.
 
         Raises:
-            ConfigError: It is the state of another model or optimizer; raised on all ranks.
+            ConfigError: The state belongs to another model or optimizer; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
-        loaded = self._saved()
+        loaded = self._state_with_weights()
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             loaded["steps"], leaves = state.checked(
@@ -136,12 +136,12 @@ class SliceStore:
         for name, vectors in loaded["tensors"].items():
             self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
-    def _saved(self) -> dict[str, Any]:
-        """Return a copy of the optimizer state, with the weights as one more vector."""
-        its = self.optimizer.state_dict()
-        for name, vectors in its["tensors"].items():
+    def _state_with_weights(self) -> dict[str, Any]:
+        """Return a copy of the optimizer state, with the weights as an additional vector."""
+        saved = self.optimizer.state_dict()
+        for name, vectors in saved["tensors"].items():
             vectors[_WEIGHTS] = self._slice.vector(name).copy()
-        return its
+        return saved
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from ..memory.arrays import Array
 
-# Smallest number of samples in a window. With fewer, lengths in a batch vary more, and padding
-# grows: for 18,814 functions of Python's library, from 1.3 % at 4096 to 2.9 % at 2048.
+# Smallest number of samples in a window. With fewer samples, lengths in a batch vary more, and
+# padding grows: for 18,814 functions of Python's library, from 1.3 % at 4096 to 2.9 % at 2048.
 _MIN_SAMPLES = 4096
-# Largest share of samples that a batch gives up to reach a number that many sizes divide.
-_GIVEN_UP = 1 / 8
+# Largest share of samples that a batch loses so that many sizes divide its number of samples.
+_MAX_REDUCTION = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class TokenBudget:
 
     Attributes:
         tokens: Largest number of tokens in a batch of all ranks.
-        longest: Number of tokens that longer samples count as; None to count all tokens.
-        window: Approximate number of batches in a window, within which samples are sorted by
-            length.
+        longest: Largest number of tokens to count per sample; None to count all tokens.
+        window: Approximate number of batches in a window. Samples are sorted by length within
+            windows.
     """
 
     tokens: int
@@ -39,9 +39,9 @@ class EpochPlan:
 
     Args:
         order: Samples, batch after batch; within a batch, the longest first.
-        bounds: Offsets in `order` at which batches begin; the last one is its length.
+        bounds: Offsets in `order` at which batches begin, then the length of `order`.
         lengths: Lengths of all samples in tokens, including samples that are not in `order`.
-        longest: Number of tokens that longer samples count as.
+        longest: Largest number of tokens to count per sample; None to count all tokens.
     """
 
     def __init__(self, order: Array, bounds: Array, lengths: Array, longest: int | None) -> None:
@@ -52,7 +52,7 @@ class EpochPlan:
         return len(self.bounds) - 1
 
     def batch(self, index: int) -> tuple[list[int], list[int]]:
-        """Return the samples of a batch, and the number of tokens that each counts."""
+        """Return the samples of a batch, and the number of tokens to count for each of them."""
         samples = self.order[self.bounds[index]:self.bounds[index + 1]]
         return samples.tolist(), _counted(self._lengths[samples], self._longest).tolist()
 
@@ -83,10 +83,11 @@ def plan(lengths: Array, samples: Array, budget: TokenBudget,
 
     Args:
         lengths: Lengths of all samples in tokens, a vector of whole numbers.
-        samples: Samples to pack, a vector of indices. It becomes the plan's order, in place.
+        samples: Samples to pack, a vector of indices. It is sorted in place, and becomes the plan's
+            order.
         budget: Settings of the packing.
-        random: Generator that shuffles. None keeps the order of samples; windows then have the
-            longest samples first.
+        random: Generator that shuffles. None shuffles nothing; each window then begins with its
+            longest samples.
     """
     if random is not None:
         random.shuffle(samples)
@@ -97,7 +98,7 @@ def plan(lengths: Array, samples: Array, budget: TokenBudget,
         ends = counted[window][longest_first].cumsum(dtype=np.int64).tolist()
         bounds = np.array(cuts(ends, budget.tokens))
         if random is not None:
-            longest_first, bounds = _batches_shuffled(longest_first, bounds, random)
+            longest_first, bounds = _shuffled_batches(longest_first, bounds, random)
         samples[window] = samples[window][longest_first]
         sizes.append(np.diff(bounds))
     bounds = np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum()
@@ -105,14 +106,14 @@ def plan(lengths: Array, samples: Array, budget: TokenBudget,
 
 
 def _counted(lengths: Array, longest: int | None) -> Array:
-    """Return the numbers of tokens that samples count, in the smallest dtype, for fast sorting."""
+    """Return the numbers of tokens to count, in the smallest dtype, for fast sorting."""
     if longest is None or not lengths.size or longest >= lengths.max():
         return lengths
     return np.minimum(lengths, longest).astype(np.min_scalar_type(longest))
 
 
 def _windows(counted: Array, budget: TokenBudget) -> Iterator[slice]:
-    """Divide samples into windows of equal length, up to one sample."""
+    """Divide samples into windows whose lengths differ by at most one sample."""
     n = len(counted)
     batches = int(counted.sum(dtype=np.int64)) / budget.tokens
     count = max(1, min(n // _MIN_SAMPLES, int(batches / budget.window))) if n else 0
@@ -121,11 +122,11 @@ def _windows(counted: Array, budget: TokenBudget) -> Iterator[slice]:
 
 
 def cuts(ends: Sequence[int], tokens: int) -> list[int]:
-    """Divide samples, longest first, into batches of similar size; no small remainder is left.
+    """Divide samples, longest first, into batches of similar size, without a small remainder.
 
-    A batch is as long as an even division of the remaining samples allows. Its number of samples is
-    divisible by a power of two, so that ranks get equal numbers. (With 25 samples of equal length,
-    three of four ranks would wait for a seventh of the step.)
+    Each batch has the size of an even division of the remaining samples. Its number of samples is
+    divisible by a power of two, so that ranks get equal numbers. (With 25 samples of equal length
+    on four ranks, three ranks would wait for a seventh of the step.)
 
     Args:
         ends: Cumulative numbers of tokens, up to and including each sample. No sample has more
@@ -137,8 +138,8 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
     """
     bounds, begin, before = [0], 0, 0
     while begin < len(ends):
-        left = ends[-1] - before
-        even = before + left // -(-left // tokens)
+        remaining = ends[-1] - before
+        even = before + remaining // -(-remaining // tokens)
         end = bisect_right(ends, even, begin)
         if end == begin:
             end += 1    # A single sample exceeds the even size.
@@ -156,12 +157,12 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
 def _divisible(count: int) -> int:
     """Return a number slightly below `count`, divisible by the highest possible power of two."""
     power = 1
-    while count % (2 * power) <= count * _GIVEN_UP:
+    while count % (2 * power) <= count * _MAX_REDUCTION:
         power *= 2
     return count - count % power
 
 
-def _batches_shuffled(positions: Array, bounds: Array, random: np.random.RandomState) -> tuple[
+def _shuffled_batches(positions: Array, bounds: Array, random: np.random.RandomState) -> tuple[
         Array, Array]:
     """Return the samples with batches in random order, and the offsets at which batches begin."""
     order = random.permutation(len(bounds) - 1)

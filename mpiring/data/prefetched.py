@@ -1,4 +1,4 @@
-"""Draws batches of data in a thread, and copies them to a GPU, while earlier ones are used."""
+"""Draws batches of data and copies them to a GPU in a thread, while earlier batches are used."""
 
 import atexit
 import contextlib
@@ -25,57 +25,58 @@ from ..memory.tensors import is_tensor
 from ..world import refuse_other_than_communicators
 
 T = TypeVar("T")
-# Returns a batch on its device.
+# Function that returns a batch on its device.
 Arrive = Callable[[], Any]
 
 _log = logging.getLogger("mpiring")
 
-# Longest wait for a busy loader whose batches are no longer wanted.
+# Longest wait for a busy loader whose batches are no longer needed.
 _PATIENCE_S = 5.0
-# A signal just before a wait does not interrupt the wait in CPython; a new wait notices it.
-_LOOK_S = 1.0
+# A signal just before a wait does not interrupt the wait in CPython. A new wait handles it.
+_WAKEUP_S = 1.0
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
              comm: Communicator | None = None) -> "Prefetched":
-    """Iterate over a loader's batches, each prepared while earlier ones are used.
+    """Iterate over a loader's batches; each batch is prepared while earlier batches are used.
 
         for images, labels in mpiring.data.prefetch(loader, "cuda"):
             ...
 
     A thread draws batches from the loader. For a GPU, it copies their arrays to pinned memory, and
     queues the copy to the GPU on a separate stream. For the CPU, it leaves them unchanged. The
-    loader is therefore up to `depth` + 1 batches ahead of training. Save `state_dict()` of the
-    result in checkpoints, not that of the loader.
+    loader is therefore up to `depth` + 1 batches ahead of training. In checkpoints, save the
+    `state_dict()` of the result, not the loader's.
 
-    Loading that runs Python code holds the interpreter's lock, unlike functions of NumPy or
-    PyTorch. Each operation of training may then wait for up to 5 ms. DataLoader workers avoid this;
-    sys.setswitchinterval(0.0002) shortens it.
+    While the loader runs Python code, it holds the interpreter's lock, and each operation of
+    training may wait for up to 5 ms. Functions of NumPy and PyTorch release the lock. DataLoader
+    workers avoid the waits; sys.setswitchinterval(0.0002) shortens them.
 
     On a GPU, NumPy arrays become CuPy arrays, and PyTorch CPU tensors become GPU tensors, in C
     order. All other objects in a batch remain unchanged.
 
     Use batches on the stream that is current when they are drawn. Arrays live as long as you keep
-    references to them. Arrays of one batch share memory, so that one array keeps the memory of all.
+    references to them. Arrays of one batch share memory, so one array keeps the memory of all.
 
     Args:
         loader: Any iterable over batches, which are arrays or pytrees of dicts, lists and tuples.
             For the CPU, it must not overwrite batches that it has yielded.
-        device: Name of the device: "cuda" for the current GPU, "cuda:1" for a certain one, "xpu"
+        device: Name of the device: "cuda" for the current GPU, "cuda:1" for a specific GPU, "xpu"
             for tensors on an Intel GPU, "cpu" for none. It may also be a torch.device.
-        depth: Number of batches that are drawn ahead.
-        comm: Communicator whose trace (`MPIRING_TRACE`) records the time that the program waits for
+        depth: Number of batches to draw ahead.
+        comm: Communicator whose trace (`MPIRING_TRACE`) records how long the program waits for
             batches; None for no record.
 
     Returns:
-        An iterable with state, and with a length if the loader has one. Each iteration is one of
-        the loader, whose exceptions are raised after the batches before them. An iteration that is
-        left early waits up to 5 s for the batch that is being loaded.
+        An iterable with state, and with a length if the loader has one. Each iteration starts an
+        iteration over the loader. Exceptions of the loader are raised after the batches before
+        them. If you leave an iteration early, it waits up to 5 s for the batch that is being
+        loaded.
 
     Raises:
         ConfigError: There is no such device, or `comm` is not a communicator.
-        MissingDependencyError: There is no GPU, or no CuPy (not needed for PyTorch tensors). The
-            iteration may also raise it.
+        MissingDependencyError: There is no GPU, or CuPy is missing (PyTorch tensors do not need
+            CuPy). The iteration may also raise this error.
 
     Collective: no.
     """
@@ -91,7 +92,7 @@ class Prefetched:
     Args:
         loader: Any iterable.
         gpu: Kind and index of the GPU; None for the CPU.
-        depth: Number of batches that are drawn ahead.
+        depth: Number of batches to draw ahead.
         comm: Communicator whose trace records waits for batches, or None.
     """
 
@@ -103,31 +104,31 @@ class Prefetched:
         # State of the loader after the last batch that was yielded; None if it is not ahead.
         self._state: Any = None
         # Thread of an iteration that was left early.
-        self._left: BackgroundIterator[tuple[Arrive, Any]] | None = None
+        self._abandoned: BackgroundIterator[tuple[Arrive, Any]] | None = None
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Yield batches; the thread ends with the generator, even after an exception."""
-        if self._left is not None:
-            # Two threads may not draw from the loader at once.
-            self._left.join()
+        if self._abandoned is not None:
+            # Two threads must not draw from the loader at once.
+            self._abandoned.join()
         if self._has_state() and self._state is None:
             self._state = self._loader_state()
-        # map keeps no reference to a batch, whose memory is free once its user drops it.
-        ahead = BackgroundIterator(map(self._drawn, self._loader), self._depth, self._waited)
+        # map keeps no reference to a batch, so its memory is freed when the user drops it.
+        ahead = BackgroundIterator(map(self._send_batch, self._loader), self._depth, self._waited)
         try:
-            yield from map(self._received, ahead)
+            yield from map(self._receive_batch, ahead)
             self._state = None
         finally:
-            self._left = None if ahead.close() else ahead
+            self._abandoned = None if ahead.close() else ahead
 
     def state_dict(self) -> Any:
         """Return the loader's state after the last batch that was yielded.
 
         Batches that were drawn ahead do not count; they will be drawn again. Save the state after
-        training on the batch.
+        training on the last batch that was yielded.
 
         Returns:
             A copy of the result of the loader's `state_dict()`.
@@ -169,19 +170,19 @@ class Prefetched:
         # The loader may return the same object every time, and change it later.
         return copy.deepcopy(cast(Any, self._loader).state_dict())
 
-    def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
-        """Send a batch; return a function that receives it, and the loader's state."""
-        arrive = (lambda: batch) if self._gpu is None else self._sent(batch)
+    def _send_batch(self, batch: Any) -> tuple[Arrive, Any]:
+        """Send a batch; return a function that receives the batch, and the loader's state."""
+        arrive = (lambda: batch) if self._gpu is None else self._send_arrays(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
-    def _received(self, drawn: tuple[Arrive, Any]) -> Any:
-        arrive, state = drawn
+    def _receive_batch(self, sent: tuple[Arrive, Any]) -> Any:
+        arrive, state = sent
         batch = arrive()
         self._state = state
         return batch
 
-    def _sent(self, batch: Any) -> Arrive:
-        """Send the arrays of a batch; return a function that returns it with their copies."""
+    def _send_arrays(self, batch: Any) -> Arrive:
+        """Send the arrays of a batch; return a function that returns a batch of their copies."""
         kinds: list[type[Carrier] | None] = []
         sent: dict[type[Carrier], list[Any]] = {}
 
@@ -206,7 +207,12 @@ class Prefetched:
         return arrive
 
     def _carrier_of(self, carrier: type[Carrier]) -> Carrier:
-        """Return the carrier to the GPU; raise ConfigError or MissingDependencyError if none."""
+        """Return the carrier to the GPU.
+
+        Raises:
+            ConfigError: The GPU cannot hold NumPy arrays.
+            MissingDependencyError: CuPy is missing.
+        """
         if carrier not in self._carriers:
             kind, index = cast(tuple[str, int], self._gpu)
             if carrier is TensorCarrier:
@@ -216,8 +222,8 @@ class Prefetched:
                 self._carriers[carrier] = ArrayCarrier(cuda.device(index))
             else:
                 raise ConfigError(
-                    f"NumPy arrays, for {kind}:{index}: they become CuPy's, on one of NVIDIA's "
-                    f"GPUs; have the loader yield tensors of PyTorch's")
+                    f"NumPy arrays cannot be copied to {kind}:{index}: they become CuPy arrays, "
+                    f"which need an NVIDIA GPU; let the loader yield PyTorch tensors")
         return self._carriers[carrier]
 
 
@@ -244,7 +250,7 @@ def _gpu_of(device: object) -> tuple[str, int] | None:
 
 
 def _current_gpu(kind: str) -> int:
-    """Return the GPU that this thread uses with PyTorch or CuPy, which both ask CUDA."""
+    """Return this thread's current GPU, which is the same in PyTorch and CuPy."""
     problem = None
     if "torch" in sys.modules:
         from ..gpu import accelerator
@@ -270,12 +276,12 @@ class _End:
 class BackgroundIterator(Iterator[T], Generic[T]):
     """Items of an iterator, drawn by a thread; at most `depth` items are ready at a time.
 
-    Exceptions of the iterator are raised after the items before them. Close it after use.
+    Exceptions of the iterator are raised after the items before them. Call `close` after use.
 
     Args:
         items: Iterator that only the thread uses.
-        depth: Number of items that are drawn ahead.
-        waited: Function that is called with start and end of each wait for an item, in times of
+        depth: Number of items to draw ahead.
+        waited: Function to call with the start and the end of each wait for an item, as times of
             time.monotonic().
     """
 
@@ -310,10 +316,10 @@ class BackgroundIterator(Iterator[T], Generic[T]):
     def _item(self) -> T | _End:
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=_LOOK_S)
+                return self._ready.get(timeout=_WAKEUP_S)
 
     def close(self) -> bool:
-        """End the thread, which may be drawing an item; wait some seconds for it.
+        """End the thread, which may be drawing an item; wait up to 5 s for the thread.
 
         Returns:
             Whether the thread has ended.
@@ -343,7 +349,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         end = _End()
         try:
             while self._room.acquire() and not self._stop.is_set():
-                # Without a reference here, the item's memory is free once its user drops it.
+                # This keeps no reference to the item: its memory is freed when the user drops it.
                 self._ready.put(next(self._items))
         except StopIteration:
             pass

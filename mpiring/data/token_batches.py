@@ -1,4 +1,4 @@
-"""Gives every rank its share of batches with a token budget; each sample comes once per epoch."""
+"""Gives each rank its share of batches with a token budget; each sample occurs once per epoch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -15,9 +15,6 @@ from ..operations.consistency import same_on_all
 from ..world import or_world
 from .packing import EpochPlan, TokenBudget, plan
 
-# Keys of a state that identify the samples and their order.
-_IDENTITY = ("lengths", "digest", "seed", "shuffle")
-
 
 @dataclass
 class _Iteration:
@@ -25,7 +22,7 @@ class _Iteration:
 
     Attributes:
         epoch, history: Values of TokenBatches when the iteration began.
-        plan: The batches of all ranks.
+        plan: Batches of all ranks.
         drawn: Number of batches that were drawn.
     """
 
@@ -51,10 +48,9 @@ class _Iteration:
 class TokenBatches:
     """This rank's samples, batch by batch, for samples of different lengths.
 
-    A batch of all ranks has a limited number of tokens, and samples of similar length, for little
-    padding. Each rank gets a share with a similar number of tokens, so that ranks wait little for
-    each other. Every sample comes once per epoch, in a batch that does not depend on the number of
-    ranks.
+    A batch of all ranks has a limited number of tokens and samples of similar length, which keeps
+    padding low. All ranks get similar numbers of tokens, which keeps waits short. Each sample
+    occurs once per epoch, in a batch that does not depend on the number of ranks.
 
         batches = TokenBatches(lengths, comm, tokens=8192, seed=1)
         while batches.epoch < 10:
@@ -62,44 +58,45 @@ class TokenBatches:
                 model.weigh(sum(lengths[i] for i in samples))
                 ...
 
-    It can also be the `batch_sampler` of PyTorch's DataLoader or of torchdata's StatefulDataLoader.
-    Tools that divide a loader among ranks must not do so here. Leave it out of Accelerate's
+    It can also be the `batch_sampler` of a PyTorch DataLoader or a torchdata StatefulDataLoader.
+    Other tools must not divide this loader among ranks again: leave it out of Accelerate's
     `prepare`, and pass `use_distributed_sampler=False` to Lightning's Trainer.
 
-    An iteration has the batches of one epoch. Once all were drawn, the next iteration has those of
-    the next epoch. An iteration that was broken off starts again from its beginning, because
-    workers may have drawn more batches than were trained on. To continue after the last batch
-    drawn, call `load_state_dict(state_dict())`. All ranks have to break off, save and load at the
-    same batch; this is not checked.
+    An iteration has the batches of one epoch. After all of them were drawn, the next iteration has
+    the batches of the next epoch. If you leave an iteration early, the next iteration repeats it
+    from its first batch, because workers may have drawn more batches than were trained on. To
+    continue after the last batch that was drawn, call `load_state_dict(state_dict())`. All ranks
+    must leave, save and load at the same batch; this is not checked.
 
     All ranks take part in every batch. If a batch has about as many samples as ranks, some ranks
-    get more than others (see `imbalance`). If it has fewer, some ranks get an empty list; call
-    `model.weigh(0)`, which gives them no weight. This happens with samples longer than
-    `tokens / comm.size`. The load is even if `tokens` is `4 * comm.size` times the longest sample.
+    get more tokens than others (see `imbalance`). If it has fewer samples than ranks, some ranks
+    get an empty list; call `model.weigh(0)`, which gives them no weight. This happens with samples
+    longer than `tokens / comm.size`. The load is even if `tokens` is `4 * comm.size` times the
+    longest sample.
 
     Args:
         lengths: Lengths of all samples in tokens: a sequence or vector of whole numbers of at least
             1, the same on every rank. The copy takes 1 to 8 bytes per sample.
         comm: Communicator whose ranks train together; by default, all ranks.
         tokens: Largest number of tokens in a batch of all ranks, without padding. Batches have 5 to
-            10 percent fewer, because they are even. In most of them, the number of samples is also
-            divisible by a power of two, and thus by many numbers of ranks.
-        longest: Number of tokens that longer samples count as, because you cut them to this length.
-            By default, all tokens count.
+            10 percent fewer tokens, because they have similar sizes. In most batches, the number of
+            samples is also divisible by a power of two, and thus by many numbers of ranks.
+        longest: Length to which you cut longer samples; only this many of their tokens count. By
+            default, all tokens count.
         seed: Seed of the order, from 0 to 2**31 - 1. The order is the same with any version of
             NumPy.
         shuffle: If true, each epoch has a new order. If false, samples are sorted by length only
             within windows of the given order, and all epochs are the same.
-        window: Approximate number of batches in a window, within which samples are sorted by
-            length. A window has at least 4096 samples. A larger window makes less padding, but the
+        window: Approximate number of batches in a window. Samples are sorted by length within
+            windows, which have at least 4096 samples. Larger windows need less padding, but the
             same samples are more often in the same batch.
 
     Raises:
-        ConfigError: A length is not such a number, a sample is longer than `tokens`, a setting is
-            wrong, or ranks differ in lengths or settings.
+        ConfigError: A length is not a whole number of at least 1, a sample is longer than `tokens`,
+            a setting is wrong, or ranks differ in lengths or settings.
 
-    The first batch of an epoch plans the epoch. This takes about 0.1 s per million samples. Lengths
-    and order take up to 20 bytes per sample during planning, and half of it afterwards.
+    The epoch is planned before its first batch, which takes about 0.1 s per million samples.
+    Lengths and order need up to 20 bytes per sample during planning, and half of it afterwards.
 
     Collective: yes; iterations and methods are not. Blocking: yes.
 
@@ -119,13 +116,13 @@ class TokenBatches:
                                        longest, whole_number(rank + "window", window, 1))
             self._seed = whole_number(rank + "seed", seed, 0, (1 << 31) - 1)
             self._shuffle = truth(rank + "shuffle", shuffle)
-            self._lengths = _checked(lengths, comm.rank)
+            self._lengths = _checked_lengths(lengths, comm.rank)
             _refuse_longer_than(self._budget, self._lengths, comm.rank)
             same.update(vars(self._budget), seed=self._seed, shuffle=self._shuffle,
                         samples=len(self._lengths), lengths=self._lengths.astype(np.int64))
         self._digest = f"{digest([self._lengths]):016x}"
         self._iteration: _Iteration | None = None
-        self._begin(0)
+        self._begin_epoch(0)
 
     @property
     def epoch(self) -> int:
@@ -136,8 +133,8 @@ class TokenBatches:
         """Begin an epoch at its first batch, unless it is the current one.
 
         Iterations proceed to the next epoch automatically. Call this only for another order of
-        epochs; some frameworks also call it. The current epoch, for example a resumed one, keeps
-        its position.
+        epochs; some frameworks also call it. If `epoch` is the current epoch, for example after
+        resuming, its position does not change.
 
         Args:
             epoch: Number of the epoch.
@@ -146,70 +143,70 @@ class TokenBatches:
             ConfigError: The epoch is not a whole number from 0.
         """
         epoch = whole_number("epoch", epoch, 0)
-        self._leave_behind()
+        self._end_complete_iteration()
         if epoch != self._epoch:
             self._iteration = None
-            self._begin(epoch)
+            self._begin_epoch(epoch)
 
-    def _leave_behind(self) -> None:
+    def _end_complete_iteration(self) -> None:
         """Proceed to the next epoch if all batches of the iteration were drawn.
 
-        Code that counts batches, such as Lightning, never asks for the end.
+        Code that counts batches, such as Lightning, does not run the iteration to its end.
         """
-        now = self._current()
-        if now is not None and now.drawn == len(now):
-            self._begin(now.epoch + 1)
+        iteration = self._current_iteration()
+        if iteration is not None and iteration.drawn == len(iteration):
+            self._begin_epoch(iteration.epoch + 1)
 
-    def _current(self) -> _Iteration | None:
+    def _current_iteration(self) -> _Iteration | None:
         """Return the last iteration, unless the epoch has changed since."""
-        now = self._iteration
-        return now if now is not None and now.epoch == self._epoch else None
+        iteration = self._iteration
+        return iteration if iteration is not None and iteration.epoch == self._epoch else None
 
-    def _begin(self, epoch: int, history: list[list[Any]] | None = None,
-               planned: EpochPlan | None = None) -> None:
+    def _begin_epoch(self, epoch: int, history: list[list[Any]] | None = None,
+                     planned: EpochPlan | None = None) -> None:
         """Set the epoch of the next iteration.
 
         Args:
             epoch: Number of the epoch.
-            history: Completed samples of the epoch: budgets, and the number of samples with each.
+            history: Budgets that were used in the epoch, each with its number of completed samples.
                 The last budget is this object's.
-            planned: Result of `_plan_of` for this history, if it is known.
+            planned: Result of `_plan_of` for this history, if known.
         """
         self._epoch = epoch
         self._history = history or [[*astuple(self._budget), 0]]
         self._plan = planned
-        self._wasted: tuple[float, float] | None = None
+        self._waste: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches in the current iteration, or in the next if there is none.
 
         The number may vary slightly between epochs.
         """
-        now = self._current()
-        return len(self._next() if now is None else now)
+        iteration = self._current_iteration()
+        return len(self._next_iteration() if iteration is None else iteration)
 
     @property
     def batch_size(self) -> NoReturn:
-        """Always raises ConfigError, because callers would divide batches among ranks once more.
+        """Always raises ConfigError, because callers would divide batches among ranks again.
 
-        Accelerate's `prepare` would give each rank some of its batches, and lose the others.
+        Accelerate's `prepare` would give each rank some of its batches, and lose the rest.
         """
         raise ConfigError(
             f"rank {self._comm.rank}: TokenBatches has no batch_size: batches differ in it, and "
             f"are this rank's share already; leave the loader out of Accelerate's prepare()")
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._leave_behind()
-        now = self._iteration = self._next()
-        for index in range(now.first, len(now.plan)):
-            # Counted before the caller has used the batch; callers that are behind pass `seen`.
-            now.drawn += 1
-            yield now.plan.shares(index, self._comm.size)[self._comm.rank]
-        # set_epoch, load_state_dict or another iteration may have come in between.
-        if self._iteration is now:
-            self._leave_behind()
+        self._end_complete_iteration()
+        iteration = self._iteration = self._next_iteration()
+        for index in range(iteration.first, len(iteration.plan)):
+            # The batch counts before the caller has used it; callers that draw ahead pass `seen`.
+            iteration.drawn += 1
+            yield iteration.plan.shares(index, self._comm.size)[self._comm.rank]
+        # set_epoch, load_state_dict or another iteration may have been called meanwhile.
+        if self._iteration is iteration:
+            self._end_complete_iteration()
 
-    def _next(self) -> _Iteration:
+    def _next_iteration(self) -> _Iteration:
         """Return the next iteration."""
         if self._plan is None:
             self._plan = self._plan_of(self._epoch, self._history)
@@ -219,9 +216,9 @@ class TokenBatches:
         """Plan an epoch with its last budget, without samples completed with earlier budgets.
 
         Raises:
-            ConfigError: No batch begins at a position in the history.
+            ConfigError: A position in the history is not between two batches.
         """
-        # The smallest signed dtype that suffices.
+        # This is the smallest sufficient signed dtype.
         samples: Array = np.arange(
             len(self._lengths), dtype=np.int32 if len(self._lengths) < 1 << 31 else np.int64)
         for number, (tokens, longest, window, done) in enumerate(history):
@@ -239,47 +236,46 @@ class TokenBatches:
 
     @property
     def padding(self) -> float:
-        """Share of padding in this epoch, if each rank pads samples to its longest in each batch.
+        """Share of padding in this epoch if each rank pads each batch to its longest sample.
 
-        The share is a fraction from 0 to 1 of all tokens with padding, over all batches and ranks.
-        The first access computes it, in a few seconds per million samples.
+        The share is a fraction from 0 to 1 of all tokens including padding, over all batches and
+        ranks. The first access computes it, in a few seconds per million samples.
         """
-        return self._waste()[0]
+        return self._padding_and_imbalance()[0]
 
     @property
     def imbalance(self) -> float:
-        """Relative excess of the heaviest rank of a batch over the mean of ranks, in this epoch.
+        """Relative excess of the rank with the most tokens over the mean of all ranks.
 
-        The average over all batches is weighted by their tokens. The first access computes it, like
-        `padding`.
+        This is an average over all batches of the epoch, weighted by their tokens. The first access
+        computes it, like `padding`.
         """
-        return self._waste()[1]
+        return self._padding_and_imbalance()[1]
 
-    def _waste(self) -> tuple[float, float]:
-        if self._wasted is None:
-            self._wasted = self._next().plan.waste(self._comm.size)
-        return self._wasted
+    def _padding_and_imbalance(self) -> tuple[float, float]:
+        if self._waste is None:
+            self._waste = self._next_iteration().plan.waste(self._comm.size)
+        return self._waste
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
         """Return the position in the epoch, the same on every rank; suitable for JSON.
 
         Args:
-            seen: Number of batches trained on since the beginning of the iteration whose first
-                batch was drawn last. By default, all batches that were drawn. Pass it if
-                `mpiring.data.prefetch`, or a DataLoader with workers, draws batches ahead of
-                training.
+            seen: Number of batches trained on since the latest iteration began; by default, all
+                batches that were drawn. Pass it if `mpiring.data.prefetch`, or a DataLoader with
+                workers, draws batches ahead of training.
 
         Raises:
             ConfigError: Fewer batches were drawn.
         """
-        now = self._iteration
+        iteration = self._iteration
         if seen is not None:
             seen = whole_number("seen (batches drawn in this iteration)", seen, 0,
-                                now.drawn if now is not None else 0)
-        if now is None or seen is None and self._current() is None:
+                                iteration.drawn if iteration is not None else 0)
+        if iteration is None or seen is None and self._current_iteration() is None:
             epoch, history = self._epoch, self._history
         else:
-            epoch, history = now.position_after(now.drawn if seen is None else seen)
+            epoch, history = iteration.position_after(iteration.drawn if seen is None else seen)
         return {"epoch": epoch, "history": [list(entry) for entry in history],
                 **self._identity()}
 
@@ -293,11 +289,11 @@ class TokenBatches:
             state: Result of `state_dict`.
 
         Raises:
-            ConfigError: Lengths, the seed or `shuffle` differ, or this is not such a state.
+            ConfigError: Lengths, seed or `shuffle` differ, or `state` is no result of `state_dict`.
         """
-        whose = "of TokenBatches"
-        refuse_other_state(state, ("epoch", "history", *_IDENTITY), whose)
-        identity, saved = self._identity(), {name: state[name] for name in _IDENTITY}
+        whose, identity = "of TokenBatches", self._identity()
+        refuse_other_state(state, ("epoch", "history", *identity), whose)
+        saved = {name: state[name] for name in identity}
         if saved != identity:
             raise ConfigError(
                 f"rank {self._comm.rank}: the state is of batches with "
@@ -309,26 +305,27 @@ class TokenBatches:
             history.append([*astuple(self._budget), 0])
         planned = self._plan_of(epoch, history)
         self._iteration = None
-        self._begin(epoch, history, planned)
+        self._begin_epoch(epoch, history, planned)
 
     def _identity(self) -> dict[str, Any]:
+        """Return the values of a state that identify the samples and their order."""
         return {"lengths": len(self._lengths), "digest": self._digest, "seed": self._seed,
                 "shuffle": self._shuffle}
 
 
 def _history(entries: Any, n: int) -> list[list[Any]]:
-    """Return a state's history without budgets that were not used; raise ConfigError if wrong."""
-    name, history, left = "the state of TokenBatches: history", [], n
+    """Return a state's history without unused budgets; raise ConfigError if it is wrong."""
+    name, history, remaining = "the state of TokenBatches: history", [], n
     if not isinstance(entries, Sequence) or not all(
             isinstance(entry, Sequence) and len(entry) == 4 for entry in entries):
         raise ConfigError(f"{name} is {entries!r:.200}: pass what state_dict() has returned")
     for tokens, longest, window, samples in entries:
-        if done := whole_number(f"{name}: samples", samples, 0, left):
+        if done := whole_number(f"{name}: samples", samples, 0, remaining):
             history.append([
                 whole_number(f"{name}: tokens", tokens, 1),
                 None if longest is None else whole_number(f"{name}: longest", longest, 1),
                 whole_number(f"{name}: window", window, 1), done])
-            left -= done
+            remaining -= done
     return history
 
 
@@ -337,13 +334,13 @@ def _differences(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={x}" for name, x in identity.items() if x != other[name])
 
 
-def _checked(lengths: Any, rank: int) -> Array:
-    """Return a copy of lengths in the smallest dtype that suffices; raise ConfigError if wrong."""
-    if isinstance(lengths, list | tuple):
-        # NumPy would convert True to 1, and all numbers to floats if one is a float.
-        if not all(issubclass(kind, int | np.integer) and kind is not bool
-                   for kind in set(map(type, lengths))):
-            _refuse_first_of(lengths, rank)
+def _checked_lengths(lengths: Any, rank: int) -> Array:
+    """Return a copy of lengths in the smallest sufficient dtype; raise ConfigError if wrong."""
+    # NumPy would convert True to 1, and all numbers to floats if one is a float.
+    if isinstance(lengths, list | tuple) and not all(
+            issubclass(kind, int | np.integer) and kind is not bool
+            for kind in set(map(type, lengths))):
+        _refuse_first_of(lengths, rank)
     try:
         x = np.asarray(lengths)
     except (TypeError, ValueError) as error:
@@ -365,10 +362,10 @@ def _checked(lengths: Any, rank: int) -> Array:
 
 
 def _refuse_first_of(lengths: Sequence[Any], rank: int) -> None:
-    """Raise ConfigError that names the first sample whose length is wrong."""
+    """Raise ConfigError for the first sample whose length is wrong, if there is one."""
     for sample, length in enumerate(lengths):
         if isinstance(length, float) and length.is_integer() and length >= 1:
-            continue    # This one is whole; the dtype is wrong, or another length.
+            continue    # This length is whole; the dtype or another length is wrong.
         whole_number(f"rank {rank}: lengths[{sample}]", length, 1)
 
 

@@ -1,4 +1,4 @@
-"""Training that survives the death of ranks: the others return to the last commit in memory."""
+"""Training that survives the death of ranks: survivors return to the last commit in memory."""
 
 from ..names import publish
 from .recovery import run

@@ -19,7 +19,8 @@ _MAIN = "from mpiring.elastic.joining import main; main()"
 # Options of Python that are followed by a value.
 _WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 
-# The ranks that this process has joined, until `elastic.run` takes them; and whether it has run.
+# The ranks that this process has joined, until `elastic.run` uses them; and whether `elastic.run`
+# was called.
 _joined: "Survivors | None" = None
 _has_run = False
 
@@ -28,10 +29,10 @@ def command(numbers: Sequence[int]) -> list[str]:
     """Return the command of new ranks that run this program.
 
     Args:
-        numbers: Their numbers among all ranks.
+        numbers: Numbers of the new ranks among all ranks.
 
     Raises:
-        ConfigError: The program is neither a file nor a module.
+        ConfigError: This program is neither a file nor a module.
     """
     words = sys.orig_argv[1:]
     options = []
@@ -52,7 +53,7 @@ def main() -> None:
     """Join the ranks that have started this process, and run their program."""
     global _joined
     numbers, *words = sys.argv[1:]
-    # The others may have given up. Nothing else could end a wait within MPI.
+    # The other ranks may have given up. Only a signal can then end a wait within MPI.
     signal.alarm(JOINING_S)
     from ..transport.survivors import join
     _joined = join([int(number) for number in numbers.split(",")])
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def take(*, may_grow: bool) -> "Survivors | None":
-    """Return the ranks that this process has joined, once; None if it is no new rank.
+    """Return the ranks that this new rank has joined; None on other ranks and in later calls.
 
     Args:
         may_grow: If true, this program may start new ranks.

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mpiring")
 
-
 # Seconds between attempts to start new ranks at commits.
-_AGAIN_S = 60
+_RETRY_S = 60
 
 
 def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = None) -> T:
@@ -41,22 +40,22 @@ def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = No
     the ranks of `state.comm`.
 
     With `max_ranks`, new ranks replace dead ones. They run the program from its beginning, receive
-    the commit from the memory of a survivor, and take the numbers of the dead ranks. If there are
+    the commit from the memory of a survivor, and get the numbers of the dead ranks. If there are
     fewer than `max_ranks` ranks at a later commit, new ranks join there, and `train` is also called
     again.
 
-    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise `train` is called once, and the death
-    of a rank ends the job. Exceptions in `train` that no death has caused are raised.
+    This needs Open MPI's `mpirun --with-ft ulfm`. Otherwise, `train` is called once, and the death
+    of a rank ends the job. Exceptions in `train` are raised, unless a death has caused them.
 
     Args:
         train: Function of the state that trains to the end.
         state: State from which training begins.
-        max_ranks: Number of ranks up to which new ones are started, at least `state.comm.size`; by
-            default, none are started. With it, a program may call `run` only once.
+        max_ranks: Number of ranks up to which new ranks are started, at least `state.comm.size`;
+            by default, none are started. A program with `max_ranks` may call `run` only once.
 
     Raises:
-        ConfigError: An attribute of the state cannot be copied; or `max_ranks` is invalid, or the
-            launcher ends the job when a rank dies.
+        ConfigError: An attribute of the state cannot be copied, `max_ranks` is invalid, or it is
+            given although the launcher ends the job when a rank dies.
 
     Collective: yes. Blocking: yes.
     """
@@ -98,10 +97,10 @@ class _Run(Generic[T]):
         self._config, self._max_ranks = state.comm.config, max_ranks
         # All survivors agree on this, including those without a new communicator.
         self._survivors = joined or state.comm.survivors()
-        self._is_new, self._news = joined is not None, ""
+        self._is_new, self._message = joined is not None, ""
         self._grown: Survivors | None = None
-        # Number of commits at the last growth, and the time before which commits start no ranks.
-        self._growth, self._again_s = 0, 0.0
+        # Number of commits at the last growth, and time before which commits do not start ranks.
+        self._growth, self._retry_s = 0, 0.0
         state._grow = self._grow if max_ranks else None
 
     def result(self) -> T:
@@ -109,35 +108,35 @@ class _Run(Generic[T]):
         if self._is_new:
             self._state.comm.abandon(ProcessFailedError(
                 "this rank has joined others; use state.comm instead"))
-            done, result = self._attempt(self._trained_anew)
+            done, result = self._attempt(self._restore_and_train)
         else:
-            done, result = self._attempt(self._trained)
+            done, result = self._attempt(self._train_to_end)
         while not self._survivors.agree(done):
             noticed_s = time.monotonic()
             if self._max_ranks and not self._survivors.agree(True):
-                # Another rank raises an exception. If several call MPI_Abort, mpirun can hang: wait
-                # for the end of that rank, which reports it.
+                # Another rank has raised an exception. mpirun can hang if several ranks call
+                # MPI_Abort, so this rank first waits until that rank ends.
                 self._survivors.agree(True)
                 forks.leave(1)
             self._regroup()
-            done, result = self._attempt(lambda: self._trained_anew(noticed_s))
+            done, result = self._attempt(lambda: self._restore_and_train(noticed_s))
         return result  # type: ignore[return-value]
 
     def _regroup(self) -> None:
-        """Continue with the survivors; replace the others if that is possible."""
+        """Continue with the survivors; replace dead ranks if possible."""
         number, before = self._survivors.comm.rank, self._survivors.size
         if self._grown is None:
             self._survivors = self._survivors.shrunk()
-            # Without a commit since the last time, new ranks might also die.
+            # Without a commit since the last growth, new ranks would probably also die.
             if self._max_ranks and self._survivors.agree(self._commits.count > self._growth):
                 self._start_ranks(number)
-        left, self._survivors = self._survivors, self._grown or self._survivors
-        new, self._grown = self._survivors.size - left.size, None
-        self._news = "" if left.comm.rank else (
-            f"{left.size} of {before} ranks{f' and {new} new ones' * bool(new)} resume")
+        alive, self._survivors = self._survivors, self._grown or self._survivors
+        new, self._grown = self._survivors.size - alive.size, None
+        self._message = "" if alive.comm.rank else (
+            f"{alive.size} of {before} ranks{f' and {new} new ones' * bool(new)} resume")
 
     def _start_ranks(self, number: int) -> None:
-        """Start new ranks if possible; this one gets a number among all."""
+        """Start new ranks if possible; `number` becomes this rank's number among all ranks."""
         survivors = self._survivors
         try:
             with _limit(joining.JOINING_S):
@@ -146,15 +145,15 @@ class _Run(Generic[T]):
         except TransportError as error:
             if survivors.comm.rank == 0:
                 _log.warning("%d ranks continue without new ones: %s", survivors.size, error)
-        self._again_s = time.monotonic() + _AGAIN_S
+        self._retry_s = time.monotonic() + _RETRY_S
 
     def _grow(self) -> None:
-        """Start new ranks at a commit, unless this failed a short time ago.
+        """Start new ranks at a commit, unless the last attempt was a short time ago.
 
         Collective: yes. Blocking: yes.
         """
         comm = self._state.comm
-        if comm.size < self._max_ranks and comm.broadcast_object(time.monotonic() > self._again_s):
+        if comm.size < self._max_ranks and comm.broadcast_object(time.monotonic() > self._retry_s):
             self._start_ranks(comm.rank)
             if self._grown is not None:
                 raise NewRanksJoin
@@ -166,7 +165,7 @@ class _Run(Generic[T]):
         except NewRanksJoin as error:
             traceback.clear_frames(error.__traceback__)
         except Exception as error:
-            # A death is the cause, even if the error has another type by now.
+            # If a rank is lost, its death is the cause, even if the error has another type.
             if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
                 self._end_job()
                 raise
@@ -181,32 +180,32 @@ class _Run(Generic[T]):
         return False, None
 
     def _end_job(self) -> None:
-        """End the other ranks before an exception does, as MPI_Abort ends only a part of them."""
+        """End the other ranks, because MPI_Abort after an exception ends only some of them."""
         if self._max_ranks:
             self._survivors.leave()
             self._state.comm.abandon(ProcessFailedError("another rank has raised an exception"))
             for _ in ("the result", "whether to continue"):
                 self._survivors.agree(False)
 
-    def _trained(self) -> T:
+    def _train_to_end(self) -> T:
         result = self._train(self._state)
-        # A rank that finishes early must wait, to go back if another one dies.
+        # A rank that finishes early must wait, because it must resume if another rank dies.
         _wait_for_all(self._state.comm, "end of training")
         return result
 
-    def _trained_anew(self, noticed_s: float = 0.0) -> T:
+    def _restore_and_train(self, noticed_s: float = 0.0) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
-        # The one that `init` has made includes dead ranks.
+        # The default communicator from `init` includes dead ranks.
         make_default(state.comm)
-        state._go_back(self._commits)
+        state._restore(self._commits)
         self._growth = self._commits.count
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)
-        if self._news:
-            _log.warning("%s from %s; this took %.2f s", self._news, state._place,
+        if self._message:
+            _log.warning("%s from %s; this took %.2f s", self._message, state._resume_point,
                          time.monotonic() - noticed_s)
-        return self._trained()
+        return self._train_to_end()
 
 
 @contextlib.contextmanager
@@ -230,9 +229,9 @@ def _wait_for_all(comm: Communicator, purpose: str) -> None:
 
 
 def _leave(state: State, survivors: "Survivors") -> None:
-    """End this process when all survivors have reached their end.
+    """End this process when all survivors have finished.
 
-    It does not call MPI_Finalize, which can hang after a death.
+    The process does not call MPI_Finalize, which can hang after a death.
     """
     if forks.in_fork:
         return

@@ -1,4 +1,4 @@
-"""Holds the state from which training continues, and its last two commits, in memory."""
+"""Holds the state from which training continues and its last two commits in memory."""
 
 import copy
 from collections.abc import Callable
@@ -16,14 +16,14 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dty
 
 
 class State:
-    """State from which training continues after deaths: every public attribute but `comm`.
+    """State from which training continues after deaths: all public attributes except `comm`.
 
         state = State(mpiring.init(), params=params, rng=generator.bit_generator.state)
         state.loss = 0.0
 
     An attribute is a number, a string, an array (NumPy, CuPy or PyTorch), or a dict, list or tuple
     of these. It may also be an object with `state_dict` and `load_state_dict`, such as a PyTorch
-    module, optimizer or scheduler. Of an object that communicates, keep the state:
+    module, optimizer or scheduler. If an object communicates, store its state instead, as in
     `state.outer = outer.state_dict()`.
 
     Args:
@@ -56,10 +56,10 @@ class State:
         def __getattr__(self, name: str) -> Any: ...
 
     def commit(self) -> None:
-        """Copy all attributes in memory, to return to them if a rank dies later; let ranks join.
+        """Copy all attributes in memory, for a return if a rank dies later; let new ranks join.
 
-        A commit costs a barrier and a copy. It costs nothing if MPI cannot continue without a dead
-        rank. Operations on the arrays must be complete.
+        A commit costs a barrier and a copy. It does nothing if the job cannot survive deaths.
+        Operations on the arrays must be complete.
 
         Raises:
             ConfigError: An attribute cannot be copied.
@@ -79,10 +79,10 @@ class State:
                 if name != "comm" and not name.startswith("_")}
 
     @property
-    def _place(self) -> str:
+    def _resume_point(self) -> str:
         return f"step {self.step}"
 
-    def _go_back(self, commits: "Commits") -> None:
+    def _restore(self, commits: "Commits") -> None:
         """Return to the newest commit that all ranks have; new ranks receive it.
 
         Collective: yes. Blocking: yes.
@@ -97,11 +97,11 @@ class State:
         for name in self._attributes.keys() - committed.keys():
             delattr(self, name)
         for name, value in committed.items():
-            vars(self)[name] = restored(value, vars(self).get(name))
+            vars(self)[name] = restore_value(value, vars(self).get(name))
 
 
 class NewRanksJoin(BaseException):
-    """Ends `train` at a commit. It is no Exception, so that `train` does not handle it."""
+    """Ends `train` at a commit. It is not an Exception, so that `train` does not catch it."""
 
 
 class Commits:
@@ -119,13 +119,14 @@ class Commits:
         """Commit a copy of the attributes, in the memory of the commit before the last one."""
         memory = self._commits.pop(self.count - 2, {})
         self._commits[self.count] = {
-            name: _committed(name, value, memory.get(name)) for name, value in attributes.items()}
+            name: _commit_value(name, value, memory.get(name))
+            for name, value in attributes.items()}
         self.count += 1
 
     def agreed(self, comm: Communicator) -> int:
         """Return the number of the newest commit that all ranks have.
 
-        New ranks, which have none, receive it from the first rank that has it.
+        New ranks, which have no commits, receive this commit from the first rank that has it.
 
         Collective: yes. Blocking: yes.
         """
@@ -163,71 +164,71 @@ class _Saved:
     state: Any
 
 
-def _committed(name: str, value: Any, old: Any) -> Any:
+def _commit_value(name: str, value: Any, old: Any) -> Any:
     try:
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             _refuse_communicating(value)
             memory = old.state if isinstance(old, _Saved) else None
-            return _Saved(value, copied(value.state_dict(), memory))
-        return copied(value, old)
+            return _Saved(value, copy_value(value.state_dict(), memory))
+        return copy_value(value, old)
     except ConfigError as error:
         raise ConfigError(f"attribute {name!r} of the state: {error}") from error
 
 
 def _refuse_communicating(value: Any) -> None:
-    """Raise ConfigError if an object could not be restored without a rank that has died."""
+    """Raise ConfigError if an object has a communicator, which becomes invalid after a death."""
     if any(isinstance(held, Communicator) for held in getattr(value, "__dict__", {}).values()):
-        whose = type(value).__name__
-        raise ConfigError(f"a {whose} communicates, with ranks of which one may die; keep what its "
-                          f"state_dict() returns instead, and make another {whose} in train()")
+        kind = type(value).__name__
+        raise ConfigError(f"a {kind} communicates, with ranks of which one may die; keep what its "
+                          f"state_dict() returns instead, and make another {kind} in train()")
 
 
-def restored(committed: Any, present: Any) -> Any:
+def restore_value(committed: Any, present: Any) -> Any:
     """Return a committed attribute, in the memory of its current value if possible."""
     if not isinstance(committed, _Saved):
-        return copied(committed, present)
+        return copy_value(committed, present)
     # A copy, because an optimizer writes into the state that it loads.
-    committed.owner.load_state_dict(copied(committed.state))
+    committed.owner.load_state_dict(copy_value(committed.state))
     if hasattr(committed.owner, "zero_grad"):
-        # Gradients of a step that did not complete.
+        # These gradients belong to an incomplete step.
         committed.owner.zero_grad()
     return committed.owner
 
 
-def copied(value: Any, memory: Any = None) -> Any:
+def copy_value(value: Any, memory: Any = None) -> Any:
     """Return a copy of an array, a number, a string, or a pytree of these.
 
     Args:
         value: The original.
-        memory: An earlier copy, or the original. If it has the same form, it is overwritten and
-            returned, because fresh memory takes three times as long.
+        memory: Earlier copy, or the original. If it has the same form, it is overwritten and
+            returned, because a copy to new memory takes three times as long.
 
     Raises:
-        ConfigError: It contains another object.
+        ConfigError: The value contains another object.
     """
     if isinstance(value, _VALUES):
         return value
     if isinstance(value, dict):
         target = memory if type(memory) is type(value) else copy.copy(value)
-        items = {key: copied(item, target.get(key) if target is memory else None)
+        items = {key: copy_value(item, target.get(key) if target is memory else None)
                  for key, item in value.items()}
         target.clear()
         target.update(items)
         return target
     if isinstance(value, list | tuple):
-        alike = type(memory) is type(value) and len(memory) == len(value)
-        parts = [copied(item, memory[index] if alike else None)
+        same_form = type(memory) is type(value) and len(memory) == len(value)
+        parts = [copy_value(item, memory[index] if same_form else None)
                  for index, item in enumerate(value)]
         if isinstance(value, tuple):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if not alike:
+        if not same_form:
             return parts
         memory[:] = parts
         return memory
-    return _copied_array(value, memory)
+    return _copy_array(value, memory)
 
 
-def _copied_array(value: Any, memory: Any) -> Any:
+def _copy_array(value: Any, memory: Any) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
         raise ConfigError(
             f"a {type(value).__name__} cannot be copied; expected numbers, texts, arrays, dicts, "
@@ -235,15 +236,10 @@ def _copied_array(value: Any, memory: Any) -> Any:
             f"load_state_dict")
     # Only the data of a tensor that requires gradients may be overwritten.
     plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, memory))
-    if type(target) is type(plain) and _form(target) == _form(plain) and _is_writeable(target):
+    writeable = getattr(getattr(target, "flags", None), "writeable", True)
+    if type(target) is type(plain) and writeable and all(
+            getattr(target, name, None) == getattr(plain, name, None)
+            for name in ("shape", "dtype", "device")):
         target[...] = plain
         return memory
     return plain.clone() if hasattr(plain, "clone") else plain.copy()
-
-
-def _form(array: Any) -> tuple[Any, ...]:
-    return array.shape, array.dtype, getattr(array, "device", None)
-
-
-def _is_writeable(array: Any) -> bool:
-    return bool(getattr(getattr(array, "flags", None), "writeable", True))

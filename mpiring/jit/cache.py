@@ -1,18 +1,19 @@
 """Compiles functions to machine code with numba, saves it, and loads it without numba.
 
-Loading the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB. Of these, 45 MiB are
-llvmlite's files, which a node has once. A check that finds no saved code costs neither.
+Loading the code of `Communicator.prepare` takes 0.1 s and 50 MiB in each process. Of these, 45 MiB
+are llvmlite's files, whose memory the processes of a node share. llvmlite is loaded only if saved
+code is found.
 
-numba's own cache cannot replace this one, because it never finds a function that another function
-has made. It compares pickled closures, in which numba gives random names to compiled functions and
-intrinsics, new ones in each process. Each start would compile again, for 20 s, and add files. Even
+numba's own cache cannot replace this one, because it never finds a function that was made by
+another function. It compares pickled closures, in which compiled functions and intrinsics have
+names that are random in each process. Each start would compile again, for 20 s, and add files. Even
 with a hit, each process would import numba, which takes 0.2 s and 65 MiB before anything is loaded:
 
     python -X importtime -c "import numpy, numba"
 
-A saved file is code that will run. It is used only if it belongs to this user and nobody else may
-write to it. Its checksum must show that it is complete and was made from the same functions, by the
-same versions, for the same processor. Otherwise the code is compiled again.
+A saved file contains code that will be run. It is used only if it belongs to this user and nobody
+else may write to it. A checksum must show that the file is complete and was made from the same
+functions, by the same versions, for the same processor. Otherwise, the code is compiled again.
 """
 
 import contextlib
@@ -43,13 +44,14 @@ _codes: dict[Any, "Code | None"] = {}
 _missing: set[tuple[Make, str, tuple[Any, ...]]] = set()
 _folder: Path | None = None
 _enabled = True
-# Whether this process warns for its job, problems it has warned of, and why it makes no more code.
+# Whether this process warns for its job, the problems of which it has warned, and the reason for
+# which it uses no more code.
 _warns = True
 _warned: set[str] = set()
 _problem = ""
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
                     ("value", "u8"), ("size", "u8")])
-# The largest object file of this package has 60 kB.
+# Limit for the size of a file; the largest object file of this package has 60 kB.
 _MAX_BYTES = 16 << 20
 _DIGEST_LENGTH = 64
 
@@ -69,7 +71,7 @@ class Code:
     """
 
     def __init__(self, signature: str, address: int, owner: Any) -> None:
-        arguments, result = _types(signature)
+        arguments, result = _parse_signature(signature)
         types = [result and _c_type(result), *map(_c_type, arguments)]
         self.call = ctypes.CFUNCTYPE(*types)(address)
         self.call_with_lock = ctypes.PYFUNCTYPE(*types)(address)
@@ -78,12 +80,12 @@ class Code:
 
 
 def configure(folder: Path | None, *, enabled: bool = True, warns: bool = True) -> None:
-    """Set what this process does with machine code from now on.
+    """Set how this process uses machine code from now on.
 
     Args:
-        folder: Folder of saved code; None for none.
+        folder: Folder of saved code; None to save none.
         enabled: If false, use no machine code.
-        warns: If true, log problems as warnings; for one process of a job.
+        warns: If true, log problems as warnings; true in one process of a job.
     """
     global _folder, _enabled, _warns
     _folder, _enabled, _warns = folder, enabled, warns
@@ -91,17 +93,20 @@ def configure(folder: Path | None, *, enabled: bool = True, warns: bool = True) 
 
 def code(label: str, make: Make, signature: str, *arguments: Any,
          compiles: bool = True) -> Code | None:
-    """Return machine code, loaded or made by the first thread that needs it; None without numba.
+    """Return machine code; the first thread that needs it loads or compiles it.
 
     Args:
         label: Description for the log, in the plural.
-        make: Function of the module `intrinsics` and of `arguments` that returns the function to
-            compile, of pointers and numbers, in numba's subset of Python.
+        make: Function of the module `intrinsics` and of `arguments`. It returns the function to
+            compile, which is a function of pointers and numbers in numba's subset of Python.
         signature: Types of the function's arguments, separated by spaces, then "-> int64" if it
             returns a value. An example is "float32* int8* intp".
         arguments: Functions, dtypes, numbers and strings for `make`.
-        compiles: If false, return None for code that is neither made nor saved; later calls do
+        compiles: If false, return None for code that is neither loaded nor saved; later calls do
             not search for it again.
+
+    Returns:
+        The code; None if it cannot be loaded or compiled, for example without numba.
     """
     if not _enabled:
         return None
@@ -109,7 +114,7 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
     if key not in _codes and (compiles or key not in _missing):
         with _compiling:
             if key not in _codes:
-                loaded = _loaded_or_made(label, *key, compiles)
+                loaded = _load_or_compile(label, *key, compiles)
                 if loaded is not None:
                     _codes[key] = Code(signature, *loaded)
                 elif compiles:
@@ -120,25 +125,27 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
 
 
 def load_missing() -> None:
-    """Load code that was missing and is saved now; calls do without it until it is loaded."""
+    """Load code that was missing in earlier calls and has been saved since then."""
     for key in tuple(_missing):
         with _compiling:
-            if key not in _codes and (loaded := _loaded_or_made("", *key, False)):
+            if key not in _codes and (loaded := _load_or_compile("", *key, False)):
                 _codes[key] = Code(key[1], *loaded)
 
 
-def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
-                    compiles: bool) -> _Loaded | None:
+def _load_or_compile(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
+                     compiles: bool) -> _Loaded | None:
     """Load or compile code if possible; NumPy gives the same results without it."""
     global _problem
     if _problem:
         return None
     try:
-        about = _about(make, signature, arguments)
-        loaded = _read(about) if about else None
-        return loaded or (_made(label, make, signature, arguments, about) if compiles else None)
+        identity = _identity(make, signature, arguments)
+        loaded = _load_saved(identity) if identity else None
+        if loaded is None and compiles:
+            loaded = _compile_and_save(label, make, signature, arguments, identity)
+        return loaded
     except (ImportError, OSError, MemoryError, RuntimeError) as error:
-        # numba and llvmlite raise these if memory or file descriptors are short.
+        # numba and llvmlite raise these if memory or file descriptors run out.
         _problem = str(error) or type(error).__name__
         _report("use", "numba is installed, but cannot be used (%s): this job runs without "
                        "compiled code, and is slower. Are memory (ulimit -v) or open files "
@@ -153,19 +160,19 @@ def _report(problem: str, text: str, *values: object) -> None:
     _log.log(level, text, *values)
 
 
-def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
-          about: str) -> _Loaded | None:
+def _compile_and_save(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
+                      identity: str) -> _Loaded | None:
     """Compile a function, and save the code if it can be loaded without numba."""
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
-        # numba also raises it if NumPy is newer than it supports.
+        # numba also raises ImportError if it does not support this version of NumPy.
         _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
     _log.info("compiling %s, which takes about a second", label)
     try:
         function = make(importlib.import_module(".intrinsics", __package__), *arguments)
-        compiled = _compiled(numba, function, signature)
+        compiled = _compile(numba, function, signature)
     except numba.errors.NumbaError as error:
         _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
@@ -174,31 +181,31 @@ def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
         *_processor(llvm), opt=3, jit=True)
     image = machine.emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
     try:
-        loaded = _loaded(llvm, image, symbol)
+        loaded = _load(llvm, image, symbol)
     except ValueError as error:
         _log.debug("code of %s is not saved: %s", label, error)
         return compiled.address, compiled
-    if about:
-        _save(about, _processor(llvm), symbol, image)
+    if identity:
+        _save(identity, _processor(llvm), symbol, image)
     return loaded
 
 
-def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
+def _compile(numba: Any, function: Callable[..., Any], signature: str) -> Any:
     """Compile a function of pointers and numbers with numba."""
     def kind(name: str) -> Any:
         if name.endswith("*"):
             return numba.types.CPointer(kind(name[:-1]))
         return numba.from_dtype(np.dtype(name))
 
-    arguments, result = _types(signature)
+    arguments, result = _parse_signature(signature)
     returned = numba.types.void if result is None else kind(result)
-    # Once it is inlined into what ctypes calls, the compiler sees that it never raises. Otherwise
-    # the code would need numba for that.
+    # When the function is inlined into the function that ctypes calls, the compiler sees that it
+    # never raises. Otherwise, the code would need numba to raise.
     return numba.cfunc(returned(*map(kind, arguments)), error_model="numpy",
                        forceinline=True)(function)
 
 
-def _types(signature: str) -> tuple[list[str], str | None]:
+def _parse_signature(signature: str) -> tuple[list[str], str | None]:
     arguments, _, result = signature.partition("->")
     return arguments.split(), result.strip() or None
 
@@ -207,11 +214,12 @@ def _c_type(name: str) -> Any:
     return ctypes.c_void_p if name.endswith("*") else np.ctypeslib.as_ctypes_type(name)
 
 
-def _loaded(llvm: Any, image: bytes, symbol: str) -> _Loaded:
+def _load(llvm: Any, image: bytes, symbol: str) -> _Loaded:
     """Load an object file, and find a function in it.
 
     Raises:
-        ValueError: The file needs a symbol that this process lacks; LLVM would end the process.
+        ValueError: The file is not usable. If it needs a symbol that this process lacks, LLVM would
+            end the process.
     """
     sections = {section.name(): section.data()
                 for section in llvm.object_file.ObjectFileRef.from_data(image).sections()}
@@ -233,33 +241,33 @@ def _loaded(llvm: Any, image: bytes, symbol: str) -> _Loaded:
     return address, engine
 
 
-def _save(about: str, processor: Sequence[str], symbol: str, image: bytes) -> None:
+def _save(identity: str, processor: Sequence[str], symbol: str, image: bytes) -> None:
     """Save an object file for later processes."""
     body = symbol.encode() + b"\n" + image
     try:
-        save(_file(about, _digest(*processor)), _checksum(about, processor, body) + body)
+        save(_file(identity, _digest(*processor)), _checksum(identity, processor, body) + body)
     except OSError as error:
         _report("save", "compiled code cannot be saved, and so is compiled at every start, for "
                         "some seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be "
                         "written to, or to nothing", error)
 
 
-def _read(about: str) -> _Loaded | None:
+def _load_saved(identity: str) -> _Loaded | None:
     """Return saved code; None if there is none, or if the file fails the checks."""
-    files = _file(about, "*")
+    files = _file(identity, "*")
     if not any(files.parent.glob(files.name)):
         # Without a file, there is no need to load LLVM.
         return None
     llvm = _llvm()
     processor = _processor(llvm)
-    file = _file(about, _digest(*processor))
+    file = _file(identity, _digest(*processor))
     try:
         content = read(file, _MAX_BYTES, private=True)
         body = content[_DIGEST_LENGTH:]
-        if content[:_DIGEST_LENGTH] != _checksum(about, processor, body):
+        if content[:_DIGEST_LENGTH] != _checksum(identity, processor, body):
             raise ValueError("it is damaged, or of something else")
         symbol, _, image = body.partition(b"\n")
-        return _loaded(llvm, image, symbol.decode())
+        return _load(llvm, image, symbol.decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -267,12 +275,12 @@ def _read(about: str) -> _Loaded | None:
         return None
 
 
-def _file(about: str, processor: str) -> Path:
-    return (_folder or Path()) / f"code-{about[:24]}-{processor[:24]}.bin"
+def _file(identity: str, processor: str) -> Path:
+    return (_folder or Path()) / f"code-{identity[:24]}-{processor[:24]}.bin"
 
 
-def _checksum(about: str, processor: Sequence[str], body: bytes) -> bytes:
-    return _digest(about, *processor, body.hex()).encode()
+def _checksum(identity: str, processor: Sequence[str], body: bytes) -> bytes:
+    return _digest(identity, *processor, body.hex()).encode()
 
 
 def _digest(*texts: str) -> str:
@@ -282,7 +290,7 @@ def _digest(*texts: str) -> str:
 def _llvm() -> Any:
     llvm = importlib.import_module("llvmlite.binding")
     with contextlib.suppress(RuntimeError):
-        # Later versions initialize by themselves, and raise.
+        # Later versions are initialized automatically, and raise.
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -290,15 +298,15 @@ def _llvm() -> Any:
 
 
 def _processor(llvm: Any) -> tuple[str, str]:
-    """Return the name and the features of this processor, which machine code depends on."""
+    """Return the name and the features of this processor, on which machine code depends."""
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
-def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
-    """Return a digest of everything else that the code depends on; "" if nothing is saved."""
+def _identity(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
+    """Return a digest of everything else on which the code depends; "" if nothing is saved."""
     if _folder is None:
         return ""
-    # It takes as long to import as a quarter of this package.
+    # Importing this takes a quarter of the time of importing this package.
     from importlib.metadata import version
     try:
         versions = [version(name) for name in ("numba", "llvmlite")]
@@ -306,34 +314,34 @@ def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
         return ""
     sources = [Path(__file__).with_name(name).read_text() for name in ("intrinsics.py", "cache.py")]
     return _digest(*versions, platform.python_version(), *sources,
-                   *_described((make, signature, arguments)))
+                   *_description((make, signature, arguments)))
 
 
-def _described(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
-    """Yield lines that are equal for values and functions that do the same.
+def _description(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
+    """Yield lines that are equal for equal values and for functions that do the same.
 
     Args:
-        value: Function, or a value that it depends on.
-        names: Global names of the function that the value belongs to.
+        value: Function, or value on which a function depends.
+        names: Global names of that function.
 
     Raises:
         TypeError: The value's behavior is unknown.
     """
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        yield from _described((value.__code__, value.__defaults__, *cells), value.__globals__)
+        yield from _description((value.__code__, value.__defaults__, *cells), value.__globals__)
     elif isinstance(value, CodeType):
         yield f"{value.co_code.hex()} {value.co_names} {value.co_varnames} {value.co_freevars}"
         for instruction in dis.get_instructions(value):
             if instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
-                yield from _described(names[instruction.argval])
-        yield from _described(value.co_consts, names)
+                yield from _description(names[instruction.argval])
+        yield from _description(value.co_consts, names)
     elif isinstance(value, tuple):
         yield f"{len(value)} values"
         for part in value:
-            yield from _described(part, names)
+            yield from _description(part, names)
     elif isinstance(value, ModuleType) and value.__name__ in ("numpy", "math"):
-        # Attributes of these modules do what their names say.
+        # The names of the attributes of these modules determine their behavior.
         yield value.__name__
     elif isinstance(value, (type, BuiltinFunctionType, np.ufunc)):
         yield f"{getattr(value, '__module__', 'numpy')}.{value.__name__}"

@@ -1,8 +1,8 @@
-"""Copies around the caches: stores that do not first load what they overwrite, compiled by numba.
+"""Copies around the caches, compiled by numba: stores that do not load the cache line first.
 
-An ordinary store loads its cache line, and writes it back later, which doubles the traffic. Data
-stored around the caches is in no cache afterwards, so this pays only for data that would not stay
-there anyway.
+An ordinary store loads its cache line and writes it back later, which doubles the traffic. Data
+stored around the caches is in no cache afterwards, so this is worthwhile only for data that would
+not stay in a cache anyway.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import numpy as np
 from ..memory.arrays import Array, data_address
 from . import cache
 
-# A block is read once, and stored to all while it is in the level-1 cache. Measured.
+# Bytes of a block, which is stored to all outputs while it is in the level-1 cache. Measured.
 _BLOCK_BYTES = 16 << 10
 
 
@@ -38,14 +38,19 @@ def code(*, compiles: bool = False) -> cache.Code | None:
     """Return the code of `stream`; None if there is none.
 
     Args:
-        compiles: If true, compile it if necessary, for a second; otherwise use saved code only.
+        compiles: If true, compile the code if necessary, which takes a second; if false, use only
+            saved code.
     """
     return cache.code("long copies", _stream, "int64 int64 int64 int64 -> int64",
                       compiles=compiles)
 
 
 def _stream(intrinsics: Any) -> Callable[..., Any]:
-    """Return the function to compile, of addresses of x and of the other addresses."""
+    """Return the function to compile.
+
+    Its arguments are the address and the number of bytes of x, the address of the outputs'
+    addresses, and the number of outputs.
+    """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     inlined, copy_bytes, line_bytes = (
         intrinsics.inlined, intrinsics.copy_bytes, intrinsics.LINE_BYTES)

@@ -1,6 +1,6 @@
-"""LLVM operations that compiled functions need and numba does not name.
+"""LLVM operations that compiled functions need and numba does not provide.
 
-Only `cache` imports this module, when it compiles, because it imports numba. Addresses are int64.
+This module imports numba, so `cache` imports it only to compile. Addresses are int64.
 """
 
 import platform
@@ -18,7 +18,7 @@ _WORD = ir.IntType(64)
 # Number of bytes of a cache line.
 LINE_BYTES = 64
 
-# C's functions, which every process has.
+# Functions of the C library, which every process has.
 give_way = types.ExternalFunction("sched_yield", types.int32())
 clock_gettime = types.ExternalFunction(
     "clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
@@ -43,7 +43,7 @@ def pointer_to(dtype: "np.dtype[Any]") -> Any:
 
 @numba.extending.intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """Load a word; operations of this thread that follow are not done before."""
+    """Load a word; later memory operations of this thread are not moved before the load."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "acquire", 8)
     return types.int64(types.int64), generate
@@ -51,7 +51,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 @numba.extending.intrinsic
 def store_release(typing: Any, address: Any, value: Any) -> Any:
-    """Store a word; operations of this thread that precede are done before."""
+    """Store a word; earlier memory operations of this thread are not moved after the store."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.store_atomic(
             values[1], builder.inttoptr(values[0], _WORD.as_pointer()), "release", 8)
@@ -107,7 +107,7 @@ def copy_bytes(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 @numba.extending.intrinsic
 def stream_line(typing: Any, target: Any, source: Any) -> Any:
-    """Copy LINE_BYTES bytes to an address that is a multiple of them, around the caches."""
+    """Copy a cache line to an aligned address, around the caches."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         half = ir.VectorType(_WORD, LINE_BYTES // 16)
         kind = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -122,7 +122,7 @@ def stream_line(typing: Any, target: Any, source: Any) -> Any:
 
 @numba.extending.intrinsic
 def end_stream(typing: Any) -> Any:
-    """Make copies around the caches visible before what this thread stores next."""
+    """Make copies around the caches visible before later stores of this thread."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         if platform.machine() == "x86_64":
             _call(builder, "llvm.x86.sse.sfence", ir.FunctionType(ir.VoidType(), []), [])
@@ -154,7 +154,8 @@ def _narrow_bfloat(x: Any) -> Any:
     return np.uint16(rounded if x == x else quiet_nan)
 
 
-# Two bfloat16 numbers in a word of 32 bits, which takes two thirds of the time of one by one.
+# Functions for two bfloat16 numbers in a 32-bit word, which take two thirds of the time of two
+# conversions.
 
 @inlined
 def first_bfloat(word: Any) -> Any:
@@ -188,7 +189,7 @@ def _rounded(x: Any) -> Any:
 
 @numba.extending.intrinsic
 def _widen_half(typing: Any, bits: Any) -> Any:
-    """Convert by the processor's instruction."""
+    """Convert with the processor's instruction."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _refuse_without_instructions(context)
         return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
@@ -203,7 +204,7 @@ def _narrow_half(typing: Any, x: Any) -> Any:
 
 
 def _refuse_without_instructions(context: Any) -> None:
-    """Raise if LLVM would call a function of a library that may be missing."""
+    """Raise if LLVM would call a library function, which may be missing."""
     target, _, features = context.codegen().magic_tuple()
     if target.startswith("x86") and "+f16c" not in features.split(","):
         raise numba.errors.UnsupportedError("the processor does not convert float16 (F16C)")

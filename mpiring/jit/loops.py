@@ -15,7 +15,7 @@ from . import cache
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
-# Number of elements summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
+# Number of elements summed at a time, so that the sums (4 bytes each) stay in the level-1 cache.
 _BLOCK = 4096
 
 
@@ -26,7 +26,20 @@ def combiner(name: str) -> Combine16 | None:
         name: Name of the dtype, "float16" or "bfloat16".
     """
     code = cache.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
-    return None if code is None else _caller(code.call)
+    if code is None:
+        return None
+    function = code.call
+
+    def combine(op: Callable[..., Any], sources: Sequence[Array], divisor: float,
+                out: Array) -> None:
+        p = len(sources)
+        addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
+        block = thread_scratch.acquire()
+        function(addresses, p, out.size, op is np.multiply, divisor, block.address,
+                 out.ctypes.data)
+        thread_scratch.release(block)
+
+    return combine
 
 
 def loop(
@@ -34,8 +47,8 @@ def loop(
 ) -> Callable[..., None] | None:
     """Return a compiled loop over vectors; None if numba is missing or cannot compile it.
 
-    The loop accepts NumPy vectors, or None, as pointers. It checks neither dtypes, nor lengths, nor
-    contiguity. Other threads run meanwhile. Division by zero gives Inf or NaN without a warning.
+    The loop accepts NumPy vectors, or None, as pointers. It does not check dtypes, lengths or
+    contiguity. It runs without Python's lock. Division by zero gives Inf or NaN without a warning.
     LLVM does not vectorize an inner loop over vectors that may overlap.
 
     Args:
@@ -43,13 +56,13 @@ def loop(
         function: Function of pointers and numbers, in numba's subset of Python.
         signature: Types of its arguments, separated by spaces, like "float32* int8* intp".
     """
-    return _of_vectors(cache.code(label, _alone, signature, function))
+    return _of_vectors(cache.code(label, _identity, signature, function))
 
 
 def loop_16(
     label: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
 ) -> Callable[..., None] | None:
-    """Return a compiled loop, like `loop`, of a function that converts 16-bit numbers.
+    """Return a compiled loop, like `loop`, that converts 16-bit numbers.
 
     Args:
         label, signature: Arguments of `loop`.
@@ -60,7 +73,7 @@ def loop_16(
     return _of_vectors(cache.code(label, _with_conversions, signature, make, name))
 
 
-def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
+def _identity(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
@@ -103,22 +116,9 @@ def _combine_loop(widen: Any, narrow: Any) -> Callable[..., None]:
             if divisor != 1:
                 for i in range(length):
                     total[i] /= divisor
-            # Store last, since `out` may be one of the sources. No loop has two vectors that may
-            # overlap, because LLVM would not vectorize it.
+            # This comes last, because `out` may be one of the sources. No loop has two vectors that
+            # may overlap, because LLVM would not vectorize it.
             for i in range(length):
                 out[start + i] = narrow(total[i])
-
-    return combine
-
-
-def _caller(function: Any) -> Combine16:
-    def combine(op: Callable[..., Any], sources: Sequence[Array], divisor: float,
-                out: Array) -> None:
-        p = len(sources)
-        addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
-        block = thread_scratch.acquire()
-        function(addresses, p, out.size, op is np.multiply, divisor, block.address,
-                 out.ctypes.data)
-        thread_scratch.release(block)
 
     return combine

@@ -13,20 +13,20 @@ from . import cache
 DTYPES = ("float32", "float64")
 # Dtypes by character, because asking NumPy for a name takes 2 µs.
 _NAMES = {np.dtype(name).char: name for name in DTYPES}
-# Number of elements added at a time: with those of four vectors they stay in the level-1 cache.
+# Number of elements added at a time: the sums and blocks of four vectors fit in the level-1 cache.
 _BLOCK = 1024
 
 
 def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
-    """Add vectors, divide, and store; return False, without a result, if there is no code for it.
+    """Add vectors, divide, and store the result; return False if there is no code for this.
 
-    The result has the bits of NumPy's sum from left to right, except for payloads of NaN.
+    The result is bitwise identical to NumPy's sum from left to right, except for payloads of NaN.
 
     Args:
-        sources: Two or more contiguous vectors of one length, of a dtype of DTYPES.
+        sources: Two or more contiguous vectors of the same length and a dtype of DTYPES.
         divisor: Divisor of the sum; 1 for none.
-        outs: Vectors for the result. They may be among the sources, but must not overlap them
-            otherwise, nor each other.
+        outs: Vectors for the result. They may be among the sources, but must not otherwise overlap
+            with the sources or with each other.
     """
     x = outs[0]
     machine_code = code(_NAMES[x.dtype.char])
@@ -51,7 +51,8 @@ def code(name: str, *, compiles: bool = False) -> cache.Code | None:
 
     Args:
         name: Name of a dtype of DTYPES.
-        compiles: If true, compile it if necessary, for a second; otherwise use saved code only.
+        compiles: If true, compile the code if necessary, which takes a second; if false, use only
+            saved code.
     """
     return cache.code(f"long sums of {name}", _add,
                       "int64 int64 int64 float64 int64 int64 int64 -> int64", name,
@@ -59,7 +60,7 @@ def code(name: str, *, compiles: bool = False) -> cache.Code | None:
 
 
 def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
-    """Return the function to compile, which adds p vectors, and stores into q.
+    """Return the function to compile, which adds p vectors and stores the result in q vectors.
 
     Its arguments are the address of the sources' addresses, p, n, the divisor, the address of
     scratch memory, the address of the results' addresses, and q.
@@ -85,13 +86,13 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
             if opaque(divides):
                 for i in range(length):
                     total[i] /= number(divisor)
-            # Store last, since a result may be one of the sources.
+            # This comes last, because a result may be one of the sources.
             for s in range(q):
                 out = pointer(outs[s])
                 for i in range(length):
                     out[start + i] = total[i]
 
-    # Without a function between ctypes and the loops, two vectors take a third longer. Measured.
+    # Without this function between ctypes and the loops, two vectors take a third longer. Measured.
     def run(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
         add_up(sources, p, n, divisor, total, outs, q)
         return 0
@@ -100,7 +101,7 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
 
 
 def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
-    """Return two functions: the sum of two numbers, and the mean given also a divisor.
+    """Return two functions: the sum of two numbers, and their sum divided by a divisor.
 
     Args:
         inlined: Decorator, see intrinsics.
@@ -112,11 +113,11 @@ def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
 
 
 def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) -> Any:
-    """Return a function for compiled code that adds two vectors, and stores into both.
+    """Return a function for compiled code that adds two vectors, and stores the result in both.
 
-    Its arguments are their addresses, their length, and the divisor. A line that is loaded and
-    stored at once moves between the caches of two cores once. In blocks it takes twice the time,
-    up to some MiB.
+    Its arguments are their addresses, their length, and the divisor. A cache line that is loaded
+    and stored immediately moves between the caches of two cores only once. Work in blocks would
+    take twice the time for vectors of up to several MiB.
 
     Args:
         inlined: Decorator, see intrinsics.
@@ -145,9 +146,9 @@ def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
     """Return a function for compiled code that adds p vectors, at least two, in their order.
 
     Its arguments are a pointer to words, the index of the first word with a vector's address, and
-    p. Then follow the offset in bytes from these addresses to the numbers, their count, a pointer
-    to the result, and a divisor for `finish`. It reads several vectors at a time, which keeps more
-    loads in flight.
+    p. Then follow the offset in bytes from these addresses to the numbers, the count of numbers, a
+    pointer to the result, and a divisor for `finish`. The function reads several vectors at a time,
+    which keeps more loads in flight.
 
     Args:
         inlined: Decorator, see intrinsics.

@@ -1,9 +1,9 @@
 """Calls, and the comparison of ranks' calls before any rank uses another rank's data.
 
 The ranks of a node compare their calls in shared memory. Between nodes, the lowest rank of each
-node sends a short header to that of the next node before its first message, and compares the header
-from the previous node. If all neighbors agree, all ranks agree. A rank that disagrees raises before
-it has sent anything on, so no wrong result can spread.
+node sends a short header to the lowest rank of the next node before its first message. It compares
+the header that it receives from the previous node. If all neighbors agree, all ranks agree. A rank
+that disagrees raises before it forwards anything, so no wrong result can spread.
 """
 
 import functools
@@ -25,11 +25,11 @@ from ..names import OP_ALIASES
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
 from .algorithms import NAMES
 
-# Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ones on bool only: on
-# numbers MPI's results are 0 and 1.
-_OF_MPI = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
-           "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
-_LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
+# Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ops only on bool; on
+# numbers, MPI returns 0 and 1.
+_MPI_OPS = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
+            "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
+_MPI_LOGICAL_OPS = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 
 _REMEDY = ("every rank must call the same collectives in the same order with equal shape, dtype, "
            "op and root")
@@ -43,7 +43,8 @@ class Call:
         kind: Kind of the call: "allreduce", "broadcast", …
         detail: Everything that must agree: op, root, shape, dtype, algorithm.
         label: Names of bucket and parameters, if any.
-        nbytes: Number of bytes of the array, for the record; 0 if unknown. It need not agree.
+        nbytes: Number of bytes of the array, for the record; 0 if unknown. It may differ between
+            ranks.
         remedy: Advice to a user whose ranks have made different calls of this kind.
     """
 
@@ -73,54 +74,55 @@ class Call:
 
 
 def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and memory of an array as a text.
+    """Return dtype, shape, order and memory of an array as a string.
 
     Args:
         x: The array.
         vector: Memory of the array, see gpu.arrays.vector_of.
     """
-    return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_more(x, vector)}"
+    return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_order_and_memory(x, vector)}"
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
-    """Return the name of an op, which may have another name or be an mpi4py op like `MPI.SUM`.
+    """Return mpiring's name of an op, which may be an alias or an mpi4py op like `MPI.SUM`.
 
     Args:
-        op: Name, or op of mpi4py.
+        op: Name, alias, or op of mpi4py.
         dtype: Dtype of the vectors.
 
     Raises:
-        ConfigError: It is neither a string nor an op with a name in mpiring.
+        ConfigError: The op is neither a string nor an mpi4py op with a name in mpiring.
     """
     if isinstance(op, str):
         return OP_ALIASES.get(op, op)
     # A program with such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
-        for mpi_name, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
+        for mpi_name, name in (_MPI_OPS | _MPI_LOGICAL_OPS).items():
             if op == getattr(mpi, mpi_name):
-                if mpi_name in _OF_MPI or dtype.kind == "b":
+                if mpi_name in _MPI_OPS or dtype.kind == "b":
                     return name
                 raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it supports only "
                                   f"bool; combine x != 0 with op={name!r}")
     raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
-                      f"MPI.{', MPI.'.join(_OF_MPI)}")
+                      f"MPI.{', MPI.'.join(_MPI_OPS)}")
 
 
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     """Return the call of an allreduce."""
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm={algorithm!r}: expected one of {', '.join(NAMES)}")
-    return _allreduce_call(op, vector.dtype, _shape(x, vector), _more(x, vector), algorithm)
+    return _allreduce_call(
+        op, vector.dtype, _shape(x, vector), _order_and_memory(x, vector), algorithm)
 
 
 # Cached, because a program makes the same few calls many times.
 @functools.lru_cache(maxsize=4096)
 def _allreduce_call(
-    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], more: str, algorithm: str,
+    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order_and_memory: str, algorithm: str,
 ) -> Call:
-    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{more}, algorithm {algorithm}",
-                nbytes=dtype.itemsize * math.prod(shape))
+    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{order_and_memory}, algorithm "
+                f"{algorithm}", nbytes=dtype.itemsize * math.prod(shape))
 
 
 def part_of(x: Any, vector: Any, chunk: Any) -> Any:
@@ -147,7 +149,7 @@ def _shape(x: Any, vector: Any) -> tuple[int, ...]:
     return tuple((x if hasattr(x, "shape") else vector).shape)
 
 
-def _more(x: Any, vector: Any) -> str:
+def _order_and_memory(x: Any, vector: Any) -> str:
     order = " in Fortran order" if x is not vector and _is_fortran(x) else ""
     return order + " on a GPU" if isinstance(vector, DeviceVector) else order
 
@@ -173,7 +175,8 @@ def agreed(
             it may be the node's first barrier.
 
     Raises:
-        BufferMismatchError: Another rank made a different call; names both ranks and both calls.
+        BufferMismatchError: Another rank made a different call; the message names both ranks and
+            both calls.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -183,8 +186,8 @@ def agreed(
     if neighbors is not None:
         before, after = neighbors
         other_header = np.empty(HEADER_BYTES, np.uint8)
-        arriving = net().irecv(other_header, before)
-        leaving = net().isend(np.frombuffer(header, np.uint8), after)
+        receive = net().irecv(other_header, before)
+        send = net().isend(np.frombuffer(header, np.uint8), after)
     try:
         first = next(schedule)
     except StopIteration as stop:
@@ -199,10 +202,10 @@ def agreed(
         if not node.agrees():
             refuse_others(call, node)
     if neighbors is not None:
-        yield (arriving,)
+        yield (receive,)
         if bytes(other_header) != header:
             _refuse(net().rank, call, before, bytes(other_header))
-        first = (leaving, *first)
+        first = (send, *first)
     if first:
         yield first
     result = yield from schedule

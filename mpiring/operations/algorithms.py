@@ -21,7 +21,7 @@ from .model import Model
 _log = logging.getLogger("mpiring")
 
 
-# A tuple, because its hash takes the least time.
+# A tuple, because tuples are hashed fastest.
 class Case(NamedTuple):
     """The properties of an allreduce that determine its algorithm.
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
         nbytes, dtype: Length and dtype of each rank's vector.
         op: Name of the op, see Reduction.
         ranks: Number of ranks.
-        nodes: Number of memories that they share.
+        nodes: Number of memories that the ranks share.
         tuning: Lengths and counts.
         gpu: Description of the GPU that holds the vector; "" for host memory.
     """
@@ -43,11 +43,11 @@ class Case(NamedTuple):
     gpu: str = ""
 
 
-# Function of the operation, its vector, the op's name, and its implementation. Call it when the
-# operation is made, not from inside a running schedule.
+# Function of the operation, its vector, the op's name, and the op's implementation. Call it when
+# the operation is created, not from inside a running schedule.
 Allreduce = Callable[[Operation, Array, str, Combine], Schedule[None]]
-# Function of the operation, its vector, the bounds of the ranks' slices, the op's name, and its
-# implementation.
+# Function of the operation, its vector, the bounds of the ranks' slices, the op's name, and the
+# op's implementation.
 ReduceScatter = Callable[[Operation, Array, Sequence[int], str, Combine], Schedule[None]]
 # Function of the operation, its vector, and the bounds of the ranks' slices.
 Allgather = Callable[[Operation, Array, Sequence[int]], Schedule[None]]
@@ -57,9 +57,9 @@ class Halves(NamedTuple):
     """The two halves of an allreduce, between which each rank has its own slice.
 
     Attributes:
-        reduce_scatter, allgather: Functions that build their schedules.
+        reduce_scatter, allgather: Functions that build the schedules of the halves.
         short: Halves that replace these for few bytes.
-        is_short: Function that tells whether a case has few bytes.
+        is_short: Function that returns whether a case has few bytes.
     """
 
     reduce_scatter: ReduceScatter
@@ -75,14 +75,15 @@ class Algorithm:
     Attributes:
         name: Name for users and reports.
         allreduce: Function that builds the schedule of an allreduce, in place.
-        halves: Its two halves; None if it cannot be halved.
+        halves: The two halves of the allreduce; None if it cannot be halved.
         refusal: Function that returns why a case is impossible; "" if it is possible.
-        is_measured: Function that tells whether it is worth measuring, given the number of nodes.
-        keeps_float32: If true, it adds 16-bit numbers in float32, and rounds at most once on each
-            level.
+        is_measured: Function that returns whether the algorithm is worth measuring, given the
+            number of nodes.
+        keeps_float32: If true, 16-bit numbers are added in float32, and rounded at most once on
+            each level.
         on_gpus: Function that replaces `allreduce` on GPUs.
         short: Algorithm that replaces this one for few bytes.
-        is_short: Function that tells whether a case has few bytes.
+        is_short: Function that returns whether a case has few bytes.
     """
 
     name: str
@@ -198,13 +199,13 @@ def _is_short_on_node(case: Case) -> bool:
 
 
 def _is_short_for_many(case: Case) -> bool:
-    """Return whether many nodes of one rank need log2 p messages, not p - 1, for a few bytes."""
+    """Return whether many nodes combine few bytes: log2 p messages are then faster than p - 1."""
     return (case.nodes > case.tuning.direct_nodes and case.nbytes <= case.tuning.short_bytes
             # See shared.is_short.
             and case.dtype.char not in "gG")
 
 
-# For few bytes between many nodes; not if the user asks for "direct", whose sums are in rank order.
+# For few bytes between many nodes. It does not replace "direct", whose sums are in rank order.
 DOUBLING = Algorithm(
     "doubling", _doubling, Halves(_doubling_reduce_scatter, _allgather), keeps_float32=True)
 # For few bytes on a node.
@@ -255,7 +256,7 @@ def candidates(ranks: int, nodes: int,
 
     Args:
         ranks, nodes, gpu: Properties of a case, see Case.
-        dtypes: Dtypes of the vectors to be averaged or added; 16 bits are added in float32.
+        dtypes: Dtypes of the vectors to average or add; 16-bit numbers are added in float32.
     """
     cases = [Case(0, dtype, "mean", ranks, nodes, Tuning(), gpu) for dtype in dtypes]
     return tuple(

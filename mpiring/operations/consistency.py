@@ -30,29 +30,29 @@ class Ranks(Protocol):
 @contextmanager
 def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigError,
                 remedy: str = "pass the same on every rank") -> Iterator[dict[str, Any]]:
-    """Compare values across ranks that the block writes into a dict; raise errors on all ranks.
+    """Check that the block writes equal values into a dict on all ranks; raise errors on all ranks.
 
         with same_on_all(comm, "LocalSGD") as same:
             same["every"] = self.every = whole_number("every", every, 1)
 
-    An exception in the block of one rank is raised on that rank, and its text ends the call on all
-    other ranks. No rank therefore changes anything before all ranks have passed the block.
+    If the block raises an exception on one rank, all other ranks raise an error with its text. No
+    rank therefore changes anything before all ranks have passed the block.
 
     Args:
         comm: Communicator of the ranks.
-        call: Name of the call; ranks that have made a different call are also refused.
+        call: Name of the call; a rank that makes a different call also causes an error.
         error: Type of the error to raise if values differ.
         remedy: End of its message.
 
     Yields:
         A dict for values by name: numbers, strings, arrays, tensors, and mappings and lists of
-        them. `Sliced` tensors are compared by shape and dtype, other objects by type.
+        these. `Sliced` tensors are compared by shape and dtype, other objects by type.
 
     Raises:
         MpiringError: The error of the lowest rank that has failed; or `error`, which names the
             first difference, both ranks and both values.
 
-    Collective: yes, but not in the block. Blocking: yes.
+    Collective: yes, except for the block. Blocking: yes.
     """
     values: dict[str, Any] = {}
     failure: Exception | None = None
@@ -65,7 +65,7 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
     try:
         _compare(comm, call, error, failure, flat, remedy)
     finally:
-        # The traceback refers to this frame; a cycle would keep the user's objects alive.
+        # The traceback refers to this frame. A reference cycle would keep the user's objects alive.
         failure = None
 
 
@@ -77,7 +77,7 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
     try:
         if failure is not None and not isinstance(failure, MpiringError):
             raise failure
-        # Each rank raises its own failure; other ranks raise that of the lowest rank.
+        # A rank that has failed raises its own failure; other ranks raise the lowest rank's.
         for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
             if sent is not None:
                 kind, text = sent
@@ -102,13 +102,13 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
 
 def _difference(path: str, value: Any, on_rank_0: Any, texts: Mapping[str, str],
                 expected: Mapping[str, str]) -> str:
-    """Return a value of this rank and that of rank 0; for arrays, the first different elements."""
+    """Return a value on this rank and on rank 0; for arrays, the first different elements."""
     if isinstance(value, np.ndarray) and isinstance(on_rank_0, np.ndarray) and (
             value.size and (value.shape, value.dtype) == (on_rank_0.shape, on_rank_0.dtype)):
         bits, others = (bytes_of(x).reshape(value.size, -1) for x in (value, on_rank_0))
         index = int((bits != others).any(1).argmax())
-        where = ", ".join(map(str, np.unravel_index(index, value.shape)))
-        return (f"{path}[{where}]={value.reshape(-1)[index]}, but on rank 0 it is "
+        position = ", ".join(map(str, np.unravel_index(index, value.shape)))
+        return (f"{path}[{position}]={value.reshape(-1)[index]}, but on rank 0 it is "
                 f"{on_rank_0.reshape(-1)[index]}")
     return (f"{path}={texts.get(path, 'nothing')}, but on rank 0 it is "
             f"{expected.get(path, 'nothing')}")
@@ -141,7 +141,7 @@ def _on_host(x: Any) -> Any:
 
 
 def text_of(x: Any) -> str:
-    """Return a text for a value; texts are equal on two ranks if the values are.
+    """Return a string for a value; strings are equal on two ranks if the values are equal.
 
     Types of numbers do not matter; arrays are represented by shape, dtype and a digest.
     """

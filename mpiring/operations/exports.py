@@ -1,8 +1,8 @@
 """GPU memory that the ranks of a node have opened to each other.
 
-A rank must not free memory that another rank has open. Therefore, whenever a window is made, each
-rank names the windows that it no longer uses. All ranks close a window that none of them uses, and
-then free it.
+A rank must not free memory that another rank has open. Therefore, whenever a window is created,
+each rank names the windows that it no longer uses. All ranks close the windows that no rank uses,
+and then free them.
 """
 
 import functools
@@ -20,8 +20,8 @@ from ..gpu.device import Device, DeviceVector
 from ..transport.base import Node, Schedule
 from .windows import Windows
 
-# Number of windows that can be closed each time; a barrier carries this many numbers.
-_MOST = 8
+# Number of windows that can be closed at a time: a barrier carries this many numbers.
+_MAX_CLOSED = 8
 
 _log = logging.getLogger("mpiring")
 
@@ -35,7 +35,7 @@ def _log_problem(rank: int, device: str, problem: str) -> None:
 
 @dataclass(eq=False)
 class _Root:
-    """Common owner of all vectors in one window; when it dies, the rank gives the window up.
+    """Common owner of all vectors in one window; when it is freed, the rank gives up the window.
 
     Attributes:
         memory: Memory of this rank, for users that outlive the communicator.
@@ -53,7 +53,7 @@ class Exports:
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
-        # Open windows, per rank of the node: in use, or given up by this rank only.
+        # Segments of open windows, by number. This rank no longer uses the windows in _given_up.
         self._segments: dict[int, Sequence[DeviceVector]] = {}
         self._given_up: list[int] = []
 
@@ -62,7 +62,7 @@ class Exports:
         """Return a vector in memory that is open to the node's other ranks, if possible.
 
         Args:
-            node: Node of the operation, for work on `device`.
+            node: Node of the operation, whose barriers wait for queued work on `device`.
             device: GPU of this rank.
             shape: Shape whose product is the vector's length.
             dtype: Dtype of the elements.
@@ -70,11 +70,11 @@ class Exports:
 
         Collective: within the node. Blocking: no (a schedule).
         """
-        yield from self._free(node)
+        yield from self._free_windows(node)
         dtype = np.dtype(dtype)
         n = math.prod(shape)
         memory = device.allocate(n * dtype.itemsize)
-        segments = yield from self._opened(node, device, memory)
+        segments = yield from self._open(node, device, memory)
         if segments is None:
             return memory.view(dtype)
         root = _Root(memory)
@@ -83,10 +83,10 @@ class Exports:
         weakref.finalize(root, self._given_up.append, number).atexit = False
         return DeviceVector(device, memory.address, n, dtype, root)
 
-    def _opened(self, node: Node, device: Device,
-                memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
-        """Open all ranks' memory; return None on all ranks if one of them fails."""
-        problem, handle, opened = "", (0,) * _MOST, []
+    def _open(self, node: Node, device: Device,
+              memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
+        """Open the memory of all ranks; return None on all ranks if one of them fails."""
+        problem, handle, opened = "", (0,) * _MAX_CLOSED, []
         try:
             handle = device.gpu.export(memory)
         except OSError as error:
@@ -106,13 +106,13 @@ class Exports:
         if all(ok for ok, in answers):
             return opened
         self._close(opened, node.rank)
-        # After this barrier no rank has the memory open, so that it can be freed.
+        # After this barrier, no rank has the memory open, so it can be freed.
         yield (node.barrier(),)
         return None
 
-    def _free(self, node: Node) -> Schedule[None]:
+    def _free_windows(self, node: Node) -> Schedule[None]:
         """Close the windows that all ranks of the node have given up; free this rank's segments."""
-        offered = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
+        offered = (*self._given_up[:_MAX_CLOSED], *(-1 for _ in range(_MAX_CLOSED)))[:_MAX_CLOSED]
         offers = yield from node.share(*offered)
         common = set(offers[0]).intersection(*offers[1:]) - {-1}
         for number in common:

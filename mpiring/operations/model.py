@@ -1,8 +1,8 @@
 """Model of the time of each algorithm on this cluster, from a few measured times.
 
 The model is simple. Between two measured sizes, an algorithm's time is on the line between them in
-a plot with logarithmic axes. Beyond the largest size it grows as between the last two; below the
-smallest it is constant.
+a plot with logarithmic axes. Beyond the largest size, it grows as between the last two sizes; below
+the smallest size, it is constant.
 """
 
 import bisect
@@ -16,13 +16,13 @@ from ..files import parsed
 
 # A bucket is long enough if latency is at most this share of its time.
 _LATENCY_SHARE = 0.1
-# Beyond the measured sizes, the algorithm that sends the fewest bytes is used, unless another one
-# promises to be clearly faster. Small differences are noise, and MPI may change its algorithm.
-# (MPICH between 4 hosts was as fast as a ring at 2 MiB, and took twice its time at 16 MiB.)
+# Beyond the measured sizes, the algorithm that sends the fewest bytes is used, unless the model
+# predicts that another one is clearly faster. Small differences are noise, and MPI may change its
+# algorithm. (MPICH between 4 hosts was as fast as a ring at 2 MiB, and half as fast at 16 MiB.)
 _UNMEASURED = 1.25
-# Beyond this many times the largest measured size, only the number of bytes counts. (A link of 100
-# Mbit/s left time to measure 64 KiB only. From there, the curves promised that MPI's call is the
-# fastest for buckets of 1 MiB, and a step took 1.1 times as long as with rings.)
+# Beyond this many times the largest measured size, only the number of bytes counts. (On a link of
+# 100 Mbit/s, there was time to measure only up to 64 KiB. For buckets of 1 MiB, the curves then
+# predicted that MPI's call is the fastest, but a step took 1.1 times as long as with rings.)
 _FAR = 4
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
 # Depth of the JSON text: an object of lists of pairs.
@@ -53,16 +53,16 @@ class Curve(NamedTuple):
 
     @property
     def latency_s(self) -> float:
-        """Number of seconds of the shortest allreduce."""
+        """Time of the shortest allreduce, in seconds."""
         return self.points[0][1]
 
     @property
     def s_per_byte(self) -> float:
-        """Number of seconds of each further byte of a long allreduce."""
+        """Time for each additional byte of a long allreduce, in seconds."""
         (low, low_s), (high, high_s) = (self.points * 2)[-2:]
         if high <= low:
             return high_s / high
-        # A measured time may fall where it should rise.
+        # Because of noise, the longer allreduce may have the shorter time.
         return max((high_s - low_s) / (high - low), 0.1 * high_s / high)
 
 
@@ -99,7 +99,7 @@ class Model:
 
     @property
     def bucket_bytes(self) -> int:
-        """Length of the shortest bucket with a small share of latency, between 1 and 25 MiB."""
+        """Length of the shortest bucket with a small latency share, between 1 and 25 MiB."""
         shortest = min(
             (curve.latency_s / curve.s_per_byte / _LATENCY_SHARE for _, curve in self.curves),
             default=_LARGEST_BUCKET)
@@ -107,15 +107,15 @@ class Model:
         return min(max(power, _SMALLEST_BUCKET), _LARGEST_BUCKET)
 
     def to_json(self) -> str:
-        """Return a text from which `from_json` makes an equal model."""
+        """Return a string from which `from_json` makes an equal model."""
         return json.dumps({name: curve.points for name, curve in self.curves})
 
     @classmethod
     def from_json(cls, text: str) -> "Model":
-        """Return the model that a text contains.
+        """Return the model that a string contains.
 
         Raises:
-            ValueError: It contains no model.
+            ValueError: The string contains no model.
         """
         try:
             curves: Mapping[str, Any] = parsed(text.encode(), _LEVELS)

@@ -26,11 +26,11 @@ from ..transport.layout import AREAS, LATE, POLL, PUBLISH
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
-from .operation import Collectives
+from .operation import Collectives, nothing, returning
 from .windows import Windows, mapped
 
-# Each copy costs about ten microseconds of Python and CUDA, and nothing overlaps the first and the
-# last copy. A turn is the part of its slot that a rank fills for the other ranks at a time.
+# Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
+# the last copy. A turn is the part of a slot that its rank fills at a time.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
@@ -62,7 +62,7 @@ class GpuContext(NamedTuple):
 
 
 class DeviceCombine(Reduction):
-    """A Reduction of vectors on a GPU, which queues its work.
+    """A Reduction of vectors on a GPU, with queued work.
 
     Args:
         op, dtype, size: Arguments of Reduction.
@@ -213,15 +213,10 @@ class DeviceCollectives(Collectives):
         """Return a schedule that allocates a GPU vector, shared with the node if possible."""
         device, dtype = self._context.device, np.dtype(dtype)
         if self.node.size == 1:
-            vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
-            return _returned(vector)
+            return returning(
+                device.allocate(math.prod(shape) * dtype.itemsize).view(dtype), nothing())
         return self._context.exports.empty(
             self.node, device, shape, dtype, self.next_window())
-
-
-def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
-    yield ()
-    return x
 
 
 def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
@@ -237,10 +232,10 @@ def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Ev
     on_gpu = DeviceCollectives(collectives, context)
     schedule = build(on_gpu)
     collectives.algorithm = on_gpu.algorithm
-    return _between(ready, schedule, context.device)
+    return _with_events(ready, schedule, context.device)
 
 
-def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
+def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
     if ready:
         yield ready
     result = yield from schedule
@@ -254,21 +249,21 @@ class GpuOperations:
     Args:
         windows: Table in which collectives find shared memory.
         run: Function that runs an operation.
-        config: Settings; `gpu_aware` tells whether MPI accepts GPU pointers.
+        config: Settings, which include whether MPI accepts GPU pointers (`gpu_aware`).
     """
 
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
         self._run, self._config = run, config
         self._exports = Exports(windows)
-        self._known: dict[int, GpuContext] = {}
+        self._contexts: dict[int, GpuContext] = {}
 
-    def where(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` if the vector is in host memory; if it is on a GPU, see `on`."""
+    def for_vector(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` if the vector is in host memory; if it is on a GPU, see `for_device`."""
         if not isinstance(vector, DeviceVector):
             return build
-        return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
+        return self.for_device(vector.device, (vector.ready,) if vector.ready else (), build)
 
-    def on(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
+    def for_device(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
         """Return a function that builds the same schedule for vectors on a GPU.
 
         Args:
@@ -278,33 +273,33 @@ class GpuOperations:
 
         Collective: yes, in the first call for each GPU. Blocking: yes, in that call.
         """
-        context = self._of(device)
+        context = self._context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build)
 
-    def _of(self, device: Device) -> GpuContext:
+    def _context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""
-        context = self._known.get(id(device))
+        context = self._contexts.get(id(device))
         if context is None:
             # The context keeps the device alive, so that no other device gets its id. All ranks
             # must use the same package, because the schedules differ.
-            way = "CuPy" if device.gpu.programmable else "PyTorch alone"
-            context = self._known[id(device)] = self._run(
-                Call("prepare", f"GPU number {len(self._known)} for operations with {way}"),
-                lambda collectives: self._prepared(collectives, device))
+            package = "CuPy" if device.gpu.programmable else "PyTorch alone"
+            context = self._contexts[id(device)] = self._run(
+                Call("prepare", f"GPU number {len(self._contexts)} for operations with {package}"),
+                lambda collectives: self._prepare(collectives, device))
         return context
 
-    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+    def _prepare(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
         segments = yield from self._segments(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
                 from ..launch.gpu_aware import takes_pointers
-                # The first call takes as long as the start of a job.
+                # The first call may try it in a new job, which takes as long as a job's start.
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(),
                     device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
-        # All pieces that a rank stages at once for the other ranks of its node fit into one turn.
+        # All pieces that a rank stages at a time for the other ranks of its node fit into one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
         return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
 

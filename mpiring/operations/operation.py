@@ -38,7 +38,7 @@ class Collectives:
     Attributes:
         rank, size: Number of this rank, and number of ranks.
         node: Ranks of this node in this operation; `Alone` if this rank is alone on its node.
-        resources, sequence: As given.
+        resources, sequence: The arguments of the same names.
         windows: Arrays in node-shared memory.
         tuning: Lengths and counts that decide between variants of algorithms.
         preferred: Algorithm that "auto" stands for, if it supports the case.
@@ -93,7 +93,7 @@ class Collectives:
         return range(self.node.rank, self.slices, self.node.size)
 
     @property
-    def _whole(self) -> Node | None:
+    def _one_node(self) -> Node | None:
         """The ranks of the node, if all ranks are on it and there are several."""
         return self.node if self.node.size == self.size > 1 else None
 
@@ -108,7 +108,7 @@ class Collectives:
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return the reduction for vectors in host memory; see Reduction."""
-        # If the network is the bottleneck, loading compiled code does not pay.
+        # If the network is the bottleneck, loading compiled code is not worthwhile.
         return reduction(op, dtype, size, compiled=self.node.size > 1)
 
     # Combining
@@ -130,7 +130,7 @@ class Collectives:
         combine = self.combiner(op, x.dtype, self.size)
         row = self.algorithm_of(x, op, algorithm)
         self.algorithm = row.name
-        return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
+        return nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
     def algorithm_of(self, x: Array, op: str, algorithm: str = "auto") -> Algorithm:
         """Return the algorithm that `allreduce` uses.
@@ -140,10 +140,11 @@ class Collectives:
 
         Raises the same errors as `allreduce`.
         """
-        return self._chosen(choose, x, op, algorithm)
+        return self._cached_choice(choose, x, op, algorithm)
 
-    def _chosen(self, choose: Callable[..., T], x: Array, op: str, requested: str = "auto") -> T:
-        # A program makes the same few calls again and again.
+    def _cached_choice(self, choose: Callable[..., T], x: Array, op: str,
+                       requested: str = "auto") -> T:
+        # Programs make the same few calls many times.
         chosen = self.resources.chosen
         key = choose, x.nbytes, x.dtype, op, requested, self.preferred, self.gpu
         choice: T | None = chosen.get(key)
@@ -183,11 +184,11 @@ class Collectives:
         Raises:
             ConfigError: The op does not support the dtype.
         """
-        combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal(x)
-        halves = self._chosen(choose_halves, x, op)
-        schedule = (_nothing() if self.size == 1 else
+        combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal_bounds(x)
+        halves = self._cached_choice(choose_halves, x, op)
+        schedule = (nothing() if self.size == 1 else
                     halves.reduce_scatter(self, x, bounds, op, combine))
-        return _returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
+        return returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
         """Return the schedule that copies every rank's slice of the vector `x` to all ranks.
@@ -196,9 +197,9 @@ class Collectives:
             x: Vector of shape (n,).
             bounds: Offsets of the slices, as in `reduce_scatter`.
         """
-        bounds = bounds or self._equal(x)
-        halves = self._chosen(choose_halves, x, "sum")
-        return _nothing() if self.size == 1 else halves.allgather(self, x, bounds)
+        bounds = bounds or self._equal_bounds(x)
+        halves = self._cached_choice(choose_halves, x, "sum")
+        return nothing() if self.size == 1 else halves.allgather(self, x, bounds)
 
     def allgather_once(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that sends every rank's slice of `x` to all nodes.
@@ -213,13 +214,13 @@ class Collectives:
             bounds: Offsets of the slices, as in `reduce_scatter`. If one slice is all of `x`, this
                 is a broadcast.
         """
-        # Other ranks of this node may read the old values until they get here.
+        # Other ranks of this node may read the old values until they reach this barrier.
         yield (self.node.barrier(),)
         if len(self.nodes) > 1:
             yield from hierarchical.by_rings(
                 self, x, bounds, [hierarchical.InOneArray()] * self.tuning.in_flight)
 
-    def _equal(self, x: Array) -> list[int]:
+    def _equal_bounds(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)
 
     def reduce_scatter_chunks(
@@ -240,8 +241,8 @@ class Collectives:
 
     def _combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         """Return the schedule that sends chunks directly to the ranks that combine them."""
-        if self._whole is not None:
-            yield from node_copies.reduce_scatter(self._whole, chunks, combine)
+        if self._one_node is not None:
+            yield from node_copies.reduce_scatter(self._one_node, chunks, combine)
             return
         n, direct_bytes = self.size * max(map(len, chunks)), self.tuning.direct_bytes
         size = direct.inbox_size(n, self.size, chunks[0].itemsize, direct_bytes)
@@ -259,7 +260,7 @@ class Collectives:
         """
         resources, nodes = self.resources, len(self.nodes)
         turn = resources.turns.join(self.sequence)
-        # A lower bound, because MPI does not report how many bytes it sends to other nodes.
+        # This is a lower bound, because MPI does not report how many bytes it sends to other nodes.
         nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
@@ -280,7 +281,7 @@ class Collectives:
             ConfigError: The op does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
-        if self._whole is not None and self.fits_slots(x):
+        if self._one_node is not None and self.fits_slots(x):
             return shared.eager(self, x, op, combine, root)
         return self.confirmed(self._reduce(x, root, combine))
 
@@ -297,7 +298,7 @@ class Collectives:
             return self.algorithm_of(x, op) is EAGER
         if kind in ("reduce_scatter", "allgather"):
             # As in `reduce_scatter` and `allgather`.
-            return self._chosen(choose_halves, x, op or "sum") is EAGER_HALVES
+            return self._cached_choice(choose_halves, x, op or "sum") is EAGER_HALVES
         return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
 
     def fits_slots(self, x: Array) -> bool:
@@ -330,8 +331,9 @@ class Collectives:
             x: Floating vector of shape (n,). On all ranks it is overwritten by the slices that
                 `exchange` has written.
             bounds: Offsets of the `slices` slices, from 0 to n.
-            exchange: Function that receives the ranks that have a slice, the slice, and its number.
-                It returns a schedule that makes the slice bitwise identical on all nodes.
+            exchange: Function of the channel between the ranks that have a slice, the slice, and
+                its number. It returns a schedule that makes the slice bitwise identical on all
+                nodes.
 
         Returns:
             True if all exchanges on this node have returned True.
@@ -363,8 +365,8 @@ class Collectives:
             chunks: Vectors in any memory, one per rank, of lengths that all ranks agree on. All
                 vectors except this rank's are overwritten.
         """
-        if self._whole is not None:
-            return node_copies.allgather(self._whole, chunks)
+        if self._one_node is not None:
+            return node_copies.allgather(self._one_node, chunks)
         if not self.gpu and doubling.gathers(self, sum(chunk.nbytes for chunk in chunks)):
             return self._allgather_short(chunks)
         return ring.allgather(
@@ -423,16 +425,19 @@ class Collectives:
 
     def _exchange(self, sends: Mapping[int, Array], receives: Mapping[int, Array],
                   rows: int) -> Schedule[None]:
-        if self._whole is not None:
-            return node_copies.exchange(self._whole, sends, receives, rows)
+        if self._one_node is not None:
+            return node_copies.exchange(self._one_node, sends, receives, rows)
         return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks exchange data with ranks that are not their neighbors."""
+        """Run a schedule in which ranks exchange data with ranks other than their neighbors.
+
+        It ends after all ranks have confirmed that they made the same call.
+        """
         yield from schedule
         if len(self.nodes) > 1:
-            # Between nodes a rank has compared only the call of its left neighbor. A rank whose
-            # call differs does not arrive here.
+            # Between nodes, a rank has compared only the call of its left neighbor. A rank whose
+            # call differs does not reach this barrier.
             yield from chain.barrier(self.net)
 
     def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
@@ -448,10 +453,10 @@ class Collectives:
 
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies the vector `x` of rank `root` to all ranks."""
-        if self._whole is not None:
+        if self._one_node is not None:
             if x.nbytes <= self.tuning.moved_bytes:
                 return shared.eager_broadcast(self, x, root)
-            return node_copies.broadcast(self._whole, x, root)
+            return node_copies.broadcast(self._one_node, x, root)
         if len(self.nodes) > self.tuning.direct_nodes and x.nbytes <= self.tuning.short_bytes:
             return self.confirmed(doubling.broadcast(self.net, x, root))
         return chain.broadcast(
@@ -470,13 +475,13 @@ class Collectives:
         """Return the schedule that ends after all ranks have started it."""
         if len(self.nodes) > 1:
             yield from chain.barrier(self.net)
-        # The lowest rank of a node arrives here only if it agrees with the other nodes.
+        # The lowest rank of a node reaches this barrier only if it agrees with the other nodes.
         yield (self.node.barrier(),)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
         """Return the schedule that returns an array, in node-shared memory if available."""
         if self.node.size == 1:
-            return _returning(np.empty(shape, dtype), _nothing())
+            return returning(np.empty(shape, dtype), nothing())
         return self.windows.empty(self.node, shape, dtype, self.next_window())
 
     def node_array(self, n: int, dtype: DTypeLike) -> Schedule[Array]:
@@ -515,10 +520,12 @@ def _slices(bounds: Sequence[int]) -> list[slice]:
     return [slice(*pair) for pair in zip(bounds, bounds[1:])]
 
 
-def _nothing() -> Schedule[None]:
+def nothing() -> Schedule[None]:
+    """Return a schedule without work."""
     yield ()
 
 
-def _returning(x: Array, schedule: Schedule[None]) -> Schedule[Array]:
+def returning(x: T, schedule: Schedule[None]) -> Schedule[T]:
+    """Return a schedule that runs another schedule and then returns `x`."""
     yield from schedule
     return x

@@ -19,7 +19,7 @@ from ..transport.layout import NOWHERE
 
 _log = logging.getLogger("mpiring")
 
-# A bucket needs only one entry, but a program may pass ever new parts of an array.
+# A bucket needs only one entry, but a program may pass another part of an array in each call.
 _MAX_SLICES = 64
 
 
@@ -51,7 +51,7 @@ def mapped(node: NodeGroup, nbytes: int, *,
         private_in_forks: Argument of `window.segments`.
 
     Returns:
-        The segments; None on all ranks if any rank cannot have them, which logs why.
+        The segments; None on all ranks if a rank cannot map them, which logs the reason.
 
     Collective: within the node. Blocking: no (a schedule).
     """
@@ -63,10 +63,10 @@ def mapped(node: NodeGroup, nbytes: int, *,
 
 
 def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, str]]:
-    """Return `nbytes` bytes of zeros that exist once in the node's memory, the same for all ranks.
+    """Return `nbytes` bytes of zeros that exist once per node and that all its ranks share.
 
     Returns:
-        The memory, or None on all ranks if any rank cannot have it; and this rank's problem.
+        The memory, or None on all ranks if a rank cannot map it; and this rank's problem.
 
     Collective: within the node. Blocking: no (a schedule).
     """
@@ -75,7 +75,7 @@ def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, st
 
 def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int], T],
             ) -> Schedule[tuple[T | None, str]]:
-    """Map a new file in all ranks of a node; return how `layout` cuts it, and this rank's problem.
+    """Map a new file on all ranks of a node; return `layout`'s result, and this rank's problem.
 
     Args:
         node: Ranks of the node.
@@ -132,7 +132,7 @@ class Windows:
     """The node-shared arrays of one communicator, on one rank."""
 
     def __init__(self) -> None:
-        # By the id of the array whose death ends the window.
+        # Windows by the id of their root.
         self._windows: dict[int, _Window] = {}
 
     def empty(
@@ -140,7 +140,7 @@ class Windows:
     ) -> Schedule[Array]:
         """Return an array in memory that is shared within the node, if possible.
 
-        Its content is undefined: shared memory begins as zeros, other memory does not.
+        Its content is undefined: shared memory is initially zero, private memory is not.
 
         Args:
             node: Node of the operation.
@@ -154,13 +154,13 @@ class Windows:
         segments = yield from mapped(node, math.prod(shape) * dtype.itemsize)
         if segments is None:
             return np.empty(shape, dtype)
-        # A slice would not do: NumPy would base views on the segment, not on the root.
+        # A slice is no root, because the `base` of its views would be the segment.
         root = np.frombuffer(segments[node.rank].data, np.uint8)
         self.add(root, number, segments, node.rank)
         return root.view(dtype).reshape(shape)
 
     def add(self, root: object, number: int, segments: Sequence[Array], rank: int) -> None:
-        """Add a window, until its root dies.
+        """Add a window, which ends when its root is freed.
 
         Args:
             root: Object that is the `base` of all arrays in this rank's segment.
@@ -204,7 +204,7 @@ class Windows:
         Returns:
             The slices; None unless all vectors are in one window.
         """
-        window = self._common(positions, x)
+        window = self._common_window(positions, x)
         if window is None:
             return None
         key = x.nbytes, x.dtype, *positions
@@ -226,10 +226,10 @@ class Windows:
         Returns:
             The vectors; None unless all of them are in one window.
         """
-        window = self._common(positions, x)
+        window = self._common_window(positions, x)
         return None if window is None else window.vectors(positions, x)
 
-    def _common(self, positions: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
+    def _common_window(self, positions: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
         number = positions[0][0]
         for position in positions:
             if position[0] != number or number < 0:

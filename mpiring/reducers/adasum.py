@@ -27,7 +27,7 @@ class Adasum:
     mean over ranks.
 
     The number of ranks p is arbitrary. Let p' be the largest power of two up to p. Each rank
-    r ≥ p' first sends its gradients to rank r - p', which combines the pair. It receives the
+    r ≥ p' first sends its gradients to rank r - p', which combines the pair, and receives the
     result at the end.
 
     Elements and dot products are computed in float64, and results of each combination are rounded
@@ -54,7 +54,7 @@ class Adasum:
         Raises:
             ConfigError: The bucket's dtype is not floating.
         """
-        # The padding of a tensor that became NaN is also NaN.
+        # If a tensor has become NaN, its padding is also NaN.
         bucket.clear_padding()
         sizes = [tensor.padded_size for tensor in bucket.plan.tensors]
         yield from adasum(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
@@ -63,15 +63,15 @@ class Adasum:
 def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Return the schedule that replaces the vector `x` by its Adasum over ranks.
 
-    Recursive halving with distance doubling: after level k, a rank has a 2^-k-th of the combination
-    of 2^k ranks. An allgather follows. A rank sends 2(p'-1)/p' of `x`; for p', see `Adasum`. Ranks
-    from p' on send all of `x` to a partner, which returns all of the result.
+    Recursive halving with distance doubling: after level k, a rank has 1/2^k of the combination of
+    2^k ranks. An allgather follows. Each rank sends 2(p'-1)/p' of `x`; for p', see `Adasum`. Each
+    rank r ≥ p' sends all of `x` to a partner, which returns the complete result.
 
     Args:
         collectives: Collectives of the operation.
         x: Shape (n,), contiguous, floating, in host memory. Overwritten by the same bits on all
-            ranks. A tensor becomes NaN or Inf if it was not finite on some rank.
-        bounds: Offsets of its tensors, from 0 to n, ascending; the same on all ranks.
+            ranks. A tensor becomes NaN or Inf if it was not finite on any rank.
+        bounds: Offsets of the tensors in `x`, from 0 to n, ascending; the same on all ranks.
 
     Raises:
         ConfigError: `x` is not floating.
@@ -89,7 +89,7 @@ def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedul
 def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     net = collectives.net
     p, r = net.size, net.rank
-    # The docstring calls it p'.
+    # This is p' in the docstring.
     paired = 1 << p.bit_length() - 1
     if r >= paired:
         yield (net.isend(x, r - paired),)
@@ -112,7 +112,7 @@ def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedu
             yield net.irecv(received, other), net.isend(give, other)
             start, stop = (start, middle) if r < other else (middle, stop)
             pair = _Pair(*((keep, received) if r < other else (received, keep)), start, bounds)
-            dots = yield from _summed(net, pair.dots(), d)
+            dots = yield from _sum_dots(net, pair.dots(), d)
             pair.combine(dots, keep)
             gathers.append((other, keep, give))
             d *= 2
@@ -122,8 +122,8 @@ def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedu
         yield (net.isend(x, extra),)
 
 
-def _summed(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
-    """Sum the dot products over the 2d ranks with parts of a pair; the same bits on all of them."""
+def _sum_dots(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
+    """Sum the dot products over the 2d ranks that have parts of a pair, bitwise identically."""
     distance = 1
     while distance <= d:
         other, received = net.rank ^ distance, np.empty_like(dots)
@@ -135,7 +135,7 @@ def _summed(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The same part of two vectors that are combined.
+    """Corresponding parts of two vectors to combine.
 
     Attributes:
         a, b: The parts.
@@ -157,9 +157,14 @@ class _Pair:
         return dots
 
     def combine(self, dots: Dots, out: Array) -> None:
-        """Store the combination in `out`, which may be `a` or `b`, given the total dot products."""
+        """Store the combination in `out`, which may be `a` or `b`.
+
+        Args:
+            dots: Dot products of the complete vectors.
+            out: Memory for the combination of these parts.
+        """
         with np.errstate(all="ignore"):
-            # The factor of zeros may have any finite value.
+            # If the norm is 0, any finite factor gives the same result.
             factors = np.where(dots[1:] == 0, 1, 1 - dots[0] / (2 * dots[1:]))
             for tensor, block, a, b in self._blocks():
                 a *= factors[0, tensor]

@@ -1,4 +1,4 @@
-"""The base of Reducers that compress: messages between nodes only, and state per slice."""
+"""The base of Reducers that compress messages between nodes and have state for each slice."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ from ..sharding.state import BucketState, BucketStates, SliceState, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import CACHE_LINE_BYTES, Array, dtype_name
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
 
@@ -27,8 +27,6 @@ Between = Callable[["SliceExchange", Wide, Wide | None], Schedule[bool]]
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 2
-# Bytes of a cache line.
-_LINE_BYTES = 64
 
 
 @dataclass
@@ -36,8 +34,8 @@ class Cost:
     """Cost of compression on this rank.
 
     Attributes:
-        encode_s, decode_s: Seconds of computation before and after messages. On a GPU, seconds to
-            queue it.
+        encode_s, decode_s: Seconds of computation before and after messages; on a GPU, seconds to
+            queue the computation.
         wire_s: Seconds of waiting for messages, added up over the buckets in flight.
     """
 
@@ -57,7 +55,7 @@ class SliceExchange:
     Attributes:
         net: Channel between the ranks that have the slice, one rank per node.
         state: This rank's state of the slice.
-        borrow: Lends scratch memory, given the number of elements and their dtype.
+        borrow: Function that lends scratch memory, given the number of elements and their dtype.
         step: Number of steps that were applied.
         position: Indices of the bucket, of the slice and of its parts. They are the same on all
             nodes and differ between parts, so that each part has different random numbers.
@@ -83,7 +81,8 @@ class SliceExchange:
     @contextmanager
     def borrow_bytes(self, sizes: Sequence[int]) -> Iterator[list[Array]]:
         """Lend vectors of these sizes, each aligned to a cache line."""
-        ends = list(itertools.accumulate(-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes))
+        ends = list(itertools.accumulate(
+            -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES for size in sizes))
         with self.borrow(ends[-1], np.uint8) as memory:
             yield [memory[start:start + size] for start, size in zip([0, *ends], sizes)]
 
@@ -115,10 +114,10 @@ class Compressor(ABC):
     One object serves one model.
 
     Attributes:
-        feeds_back: If true, the next gradients get the parts that were not sent.
+        feeds_back: If true, parts that were not sent are added to the next gradients.
         on_gpus: If true, gradients on a GPU are compressed there, and the state is on the GPU. If
-            false, both are in host memory.
-        whole_tensors: If true, buckets are cut into slices between tensors only.
+            false, gradients are compressed in host memory, which also holds the state.
+        whole_tensors: If true, buckets are cut into slices only between tensors.
         cost: Cost since the last call of `take_cost`.
     """
 
@@ -146,11 +145,11 @@ class Compressor(ABC):
 
         Returns:
             Whether the contributions of all nodes were finite. If false, the result is not finite
-            either. On a GPU always true, because checking would synchronize with the GPU.
+            either. Always true on a GPU, because a check would synchronize with the GPU.
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed, the same on all ranks; otherwise, the mean is plain.
+        """Return whether a step is compressed, the same on all ranks; if not, the mean is plain.
 
         Args:
             nodes: Number of nodes.
@@ -212,7 +211,7 @@ class Compressor(ABC):
         return finite
 
     def serve(self, user: object) -> None:
-        """Start to serve a model.
+        """Start serving a model.
 
         Args:
             user: Object that uses the Reducer for the model.
@@ -241,7 +240,7 @@ class Compressor(ABC):
 
     @property
     def loaded_order(self) -> Sequence[str] | None:
-        """Order of gradients in a loaded state that was not applied yet; None without one."""
+        """Order of gradients in a loaded state that was not applied yet; None if there is none."""
         return None if self._loaded is None else list(self._loaded["order"])
 
     def attach_buckets(self, collectives: Collectives, buckets: Sequence[Bucket],
@@ -322,8 +321,9 @@ class Compressor(ABC):
             state: The state of this rank.
 
         Raises:
-            ConfigError: This is no such state, or it is of a Reducer with other settings. The next
-                step raises it if the state is of another rank or number of ranks or nodes.
+            ConfigError: `state` does not come from `state_dict` of a Reducer with these settings.
+                If it comes from another rank, or from another number of ranks or nodes, the next
+                step raises ConfigError.
         """
         refuse_other_state(state, ("edition", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
@@ -337,19 +337,18 @@ class Compressor(ABC):
         self._loaded = state
 
     def _refuse_other_ranks(self, state: Mapping[str, Any]) -> None:
-        rank, size, nodes = self._world
-        saved_rank, saved_size, saved_nodes = (
-            state["rank"], state["size"], tuple(map(tuple, state["nodes"])))
-        if (saved_rank, saved_size, saved_nodes) != (rank, size, nodes):
+        saved = state["rank"], state["size"], tuple(map(tuple, state["nodes"]))
+        if saved != self._world:
+            rank, size, nodes = self._world
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
-                f"rank {saved_rank} of {saved_size} on {len(saved_nodes)} node(s). The "
+                f"rank {saved[0]} of {saved[1]} on {len(saved[2])} node(s). The "
                 f"residuals of a rank cannot be redistributed; resume on the same ranks and nodes, "
                 f"or start with a new Reducer, which loses only the residuals")
 
     def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
         reduced = {name for bucket in buckets for name in bucket.views}
-        # The order also has tensors that were frozen when the state was saved.
+        # The order also includes tensors that were frozen when the state was saved.
         saved = {name for name in state["order"] if name in state["tensors"]}
         if reduced != saved:
             raise ConfigError(
@@ -389,14 +388,14 @@ def with_feedback(
 
 
 class ErrorFeedback(Compressor):
-    """Adds the parts of gradients that another Reducer did not send to the next gradients.
+    """Adds to the next gradients the parts that another Reducer did not send.
 
     Over time, the sum of all means is the sum of all gradients, except for one residual. The state
     takes twice the memory of this rank's slices of the gradients (float32): one half is needed to
     discard steps that are not applied.
 
     Args:
-        reducer: A Compressor such as Cast or Int8. A Compressor that already feeds back its errors
+        reducer: Compressor, such as Cast or Int8. A Compressor that already feeds back its errors
             is used unchanged.
 
     Raises:

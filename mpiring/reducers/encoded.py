@@ -29,7 +29,7 @@ class Encoding(Compressor):
         self._codec = codec
 
     def prepare(self, device: Device | None) -> None:
-        """Encode and decode one number, which compiles the code now."""
+        """Encode and decode one number, so that the code is compiled now."""
         x = vectors.zeros(1, np.float32, device)
         codec = self._codec
         payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
@@ -46,14 +46,14 @@ class Encoding(Compressor):
 class Cast(Encoding):
     """Rounds messages to 16 bits; sums are computed in float32 and rounded once.
 
-    This halves the bytes. In float16, a contribution or mean beyond 65504 becomes Inf: scale the
-    loss. bfloat16 has the range of float32, with three decimal digits less.
+    This halves the bytes. With float16, a contribution or mean beyond 65504 becomes Inf, so scale
+    the loss. bfloat16 has the range of float32, but only 8 significant bits.
 
     Args:
         dtype: Either "float16" or "bfloat16".
 
     Raises:
-        ConfigError: The dtype is another one.
+        ConfigError: The dtype is not supported.
 
     Source: Micikevicius et al., ICLR 2018.
     """
@@ -100,18 +100,19 @@ class Int8(Encoding):
 class OneBit(Encoding):
     """Sends the sign of each element and the mean magnitude of each block, with error feedback.
 
-    Messages have a thirty-second of the bytes, plus an eighth of that for the magnitudes. The first
-    steps are not compressed, because gradients are then large and change direction.
+    Signs take 1/32 of the bytes of the gradients; with the default block, magnitudes add an eighth
+    to that. The first steps are not compressed, because gradients are then large and change
+    direction.
 
     Args:
         block: Number of elements that share a magnitude; a multiple of 32.
-        warmup_steps: Number of first steps, which are plain means.
+        warmup_steps: Number of initial steps, which use plain means.
 
     Raises:
         ConfigError: A number is out of range.
 
     Sources: Seide et al., Interspeech 2014. Tang et al., ICML 2021 (1-bit Adam), for the two phases
-    and the warm-up. 1-bit Adam sends the momentum; this sends gradients, for any optimizer.
+    and the warm-up. 1-bit Adam sends the momentum; OneBit sends gradients, for any optimizer.
     """
 
     feeds_back = True

@@ -1,4 +1,4 @@
-"""PowerSGD: sends matrices as products of two thin ones, by a step of power iteration."""
+"""PowerSGD: sends matrices as products of two thin matrices, from one step of power iteration."""
 
 import itertools
 import math
@@ -28,17 +28,17 @@ Doubles = NDArray[np.float64]
 class PowerSGD(Compressor):
     """Approximates each n by m gradient matrix M by a product P Qᵀ of rank r, with error feedback.
 
-    Messages have r (n + m) numbers instead of n m. Q starts from the result of the last step, so
-    that over the steps it turns to the important directions. Tensors with more than two dimensions
-    are matrices of shape (first, all others). Vectors, and matrices with too small a saving, are
-    sent uncompressed.
+    Messages have r (n + m) numbers instead of n m. Q starts from the result of the previous step,
+    so it converges to the important directions. Tensors with more than two dimensions are matrices
+    of shape (first, all others). Vectors, and matrices for which the saving is too small, are sent
+    uncompressed.
 
     One rank of each node compresses a given tensor. All nodes get the same bits if they have the
     same processors and libraries, because each node multiplies P and Q itself.
 
     Args:
-        rank: Rank r of the approximation, from 1.
-        start_step: Number of first steps, which are plain means. With 0, Q restarts once, when
+        rank: Rank r of the approximation, at least 1.
+        start_step: Number of initial steps, which use plain means. With 0, Q restarts once, when
             buckets are rebuilt after the first step.
         min_compression: Smallest ratio of uncompressed to compressed size for which a matrix is
             compressed.
@@ -61,8 +61,8 @@ class PowerSGD(Compressor):
             "min_compression", min_compression, lambda x: x > 0, "a factor above 0")
         if reducer is not None and (not isinstance(reducer, Compressor) or reducer.feeds_back):
             raise ConfigError(
-                f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
-                f"or Int8()")
+                f"PowerSGD(reducer={reducer!r}): expected a Compressor without state, such as "
+                f"Cast() or Int8()")
         self.rank, self.seed = whole_number("rank", rank, 1), whole_number("seed", seed, 0)
         self.start_step = whole_number("start_step", start_step, 0)
         self.reducer = reducer
@@ -95,21 +95,22 @@ class PowerSGD(Compressor):
                         for part in ranges if self._rank_of(part)]
             others = [part for part in ranges if not self._rank_of(part)]
             # 1. P ← M Q, and its mean.
-            first = _packed([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
-                             *(x[part.start:part.stop] for part in others)])
+            first = _pack([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
+                           *(x[part.start:part.stop] for part in others)])
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
-            shapes = [*(matrix.p_shape for matrix in matrices), *((part.size,) for part in others)]
-            means, losses = _unpacked(first, shapes), _unpacked(first_lost, shapes)
+            shapes = [*((len(matrix.q), len(matrix.m)) for matrix in matrices),
+                      *((part.size,) for part in others)]
+            means, losses = _unpack(first, shapes), _unpack(first_lost, shapes)
             # 2. P ← orthonormal columns.
             ps = [orthogonal(p) for p in means[:len(matrices)]]
             # 3. Q ← Mᵀ P, and its mean.
-            second = _packed([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
+            second = _pack([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
         yield from self._average(exchange, second)
         with exchange.decoding():
-            # 4. M ← P Qᵀ. The residual is the difference, and Q the start of the next step.
-            qs = _unpacked(second, [matrix.q.shape for matrix in matrices])
+            # 4. M ← P Qᵀ. The residual is the difference, and the next step starts from Q.
+            qs = _unpack(second, [matrix.q.shape for matrix in matrices])
             for matrix, p, q in zip(matrices, ps, qs):
                 _replace(matrix, p, q, residual)
                 self._start_from(exchange, matrix.part.name, q)
@@ -119,7 +120,7 @@ class PowerSGD(Compressor):
         return finite
 
     def _average(self, exchange: SliceExchange, x: Wide) -> Schedule[Wide]:
-        """Average a vector; return the loss of this rank's contribution."""
+        """Average a vector; return the part of this rank's contribution that was lost."""
         lost = np.zeros_like(x)
         if self.reducer is None:
             yield from two_phase.average_dense(exchange, x)
@@ -151,7 +152,7 @@ class PowerSGD(Compressor):
         start[...] = q
         empty = ~q.any(axis=1)
         if empty.any():
-            # Without a restart, an empty direction would remain empty.
+            # Without a restart, a zero direction would remain zero.
             start[empty] = self._random(f"{tensor} {exchange.step}", *q.shape)[empty]
 
 
@@ -163,13 +164,9 @@ class _Matrix:
     m: Wide
     q: Wide
 
-    @property
-    def p_shape(self) -> tuple[int, int]:
-        return self.q.shape[0], self.m.shape[0]
-
 
 def _product(a: Wide, b: Wide) -> Wide:
-    """Return a matrix product; overflow and similar events raise neither warnings nor errors."""
+    """Return a matrix product; floating-point errors raise neither warnings nor exceptions."""
     out = np.empty((a.shape[0], b.shape[1]), np.float32)
     quietly(np.matmul, a, b, out)
     return out
@@ -188,10 +185,10 @@ def _replace(matrix: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
 
 
 def orthogonal(p: Wide) -> Wide:
-    """Return orthonormal rows that span those of `p`, by Gram and Schmidt, in float64.
+    """Orthonormalize the rows of `p` by the Gram-Schmidt process in float64; return a copy.
 
     Args:
-        p: Shape (r, n). Rows that depend on those before become zeros.
+        p: Shape (r, n). A row that depends linearly on earlier rows becomes zeros.
     """
     rows: Doubles = p.astype(np.float64)
     with np.errstate(all="ignore"):
@@ -200,16 +197,16 @@ def orthogonal(p: Wide) -> Wide:
             for other in rows[:i]:
                 row -= (row * other).sum() * other
             norm = float(np.sqrt((row * row).sum()))
-            # A shorter row is only rounding error, the same on all nodes.
+            # A shorter row is only a rounding error, the same on all nodes.
             row[...] = row / norm if not norm <= 1e-6 * before else 0
     return rows.astype(np.float32)
 
 
-def _packed(arrays: Sequence[NDArray[Any]]) -> Wide:
+def _pack(arrays: Sequence[NDArray[Any]]) -> Wide:
     return np.concatenate([np.empty(0, np.float32), *(x.reshape(-1) for x in arrays)])
 
 
-def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
+def _unpack(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
     """Return consecutive parts of `x` as views of these shapes."""
     ends = list(itertools.accumulate(map(math.prod, shapes)))
     return [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, shapes)]

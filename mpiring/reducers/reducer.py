@@ -14,22 +14,23 @@ from .compressor import Compressor
 class Reducer(Protocol):
     """Replaces a bucket by its mean over ranks.
 
-    If its attribute `on_gpus` is False, mpiring copies gradients on a GPU to host memory for it,
-    and copies their means back.
+    If its attribute `on_gpus` is False, mpiring copies gradients from a GPU to host memory before
+    it calls `reduce`, and copies their means back.
 
-    A Reducer with state from step to step derives from `compressor.Compressor`. A Reducer may also
-    have a method `scatter`, which gives each rank only its slice at lower cost; see `scatter_of`.
+    A Reducer that keeps state between steps derives from `compressor.Compressor`. A Reducer may
+    also have a method `scatter`, which gives each rank only its slice at lower cost; see
+    `scatter_of`.
     """
 
     def __repr__(self) -> str:
-        """Return its name with its settings, which ranks compare."""
+        """Return the name and the settings of the Reducer, which ranks compare."""
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces `bucket.flat` by its mean over ranks.
 
-        mpiring calls it once per bucket and step, in the same order on all ranks. The result must
-        have the same bits on all ranks. It must be finite only if the contributions of all ranks
-        are finite.
+        mpiring calls this method once per bucket and step, in the same order on all ranks. The
+        result must have the same bits on all ranks. It may be finite only if the contributions of
+        all ranks are finite.
 
         Args:
             collectives: Collectives of the operation, among all ranks.
@@ -74,17 +75,16 @@ def reducers_of(names: Iterable[str], spec: ReducerSpec) -> dict[str, Reducer]:
         names: Names of all gradients.
         spec: A Reducer for all gradients, None for plain means, or a mapping by name or file
             pattern (`*`, `?`, `[a-c]`). An exact name takes precedence; otherwise, the first
-            pattern that matches applies. Gradients without a match have plain means.
+            pattern that matches applies. Gradients without a match get plain means.
 
     Raises:
         ConfigError: A value is not a Reducer, or a pattern matches no name.
     """
     names, plain = list(names), Mean()
-    if spec is None:
-        return dict.fromkeys(names, plain)
     if not isinstance(spec, Mapping):
-        _refuse_other_than_reducers(spec)
-        return dict.fromkeys(names, spec)
+        reducer = plain if spec is None else spec
+        _refuse_other_than_reducers(reducer)
+        return dict.fromkeys(names, reducer)
     known = set(names)
     for pattern, reducer in spec.items():
         _refuse_other_than_reducers(reducer)
@@ -112,7 +112,7 @@ def _refuse_other_than_reducers(reducer: object) -> None:
 
 
 def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
-    """Return the Reducers that compress, each once, in their order."""
+    """Return the Reducers that compress, each of them once, in the given order."""
     different = {id(reducer): reducer for reducer in reducers}
     return [reducer for reducer in different.values() if isinstance(reducer, Compressor)]
 
@@ -136,9 +136,9 @@ def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket,
 def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
     """Return the schedule that leaves the mean in this rank's slice of `bucket.flat`.
 
-    This rank's slice is number `rank` of `bucket.bounds(size)`. Its mean is that of `reduce`, but
-    terms may be added in another order. The other slices are undefined afterwards. The schedule
-    uses `reducer.scatter`, or `reducer.reduce` if there is no such method.
+    This rank's slice is number `rank` of `bucket.bounds(size)`. Its mean is the same as with
+    `reduce`, but terms may be added in another order. The other slices are undefined afterwards.
+    The schedule uses `reducer.scatter`, or `reducer.reduce` if there is no such method.
 
     Raises:
         ConfigError: The method returns no schedule.

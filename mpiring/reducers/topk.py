@@ -1,6 +1,7 @@
 """Sends the largest thousandth of the gradients between nodes: Deep Gradient Compression."""
 
 import math
+
 import numpy as np
 
 from ..arguments import number, whole_number
@@ -25,16 +26,17 @@ class TopK(Compressor):
     Elements that are sent lose their momentum. Without `momentum`, plain gradients are accumulated,
     for any optimizer.
 
-    The state takes twice the memory of this rank's slices of the gradients (float32), or four times
-    with `momentum`. One rank of each node compresses a given tensor.
+    The state takes twice the memory of this rank's slices of the gradients (float32); with
+    `momentum`, four times. One rank of each node compresses a given tensor.
 
     Args:
-        density: Share of each tensor that is sent, above 0 and up to 1; at least one element.
+        density: Share of each tensor that is sent, above 0 and up to 1. At least one element of
+            each tensor is sent.
         momentum: Momentum factor, from 0 to below 1.
         clip_norm: Largest norm of each tensor's gradient, times the square root of the number of
             nodes. Larger gradients are scaled down before they are accumulated. None for no limit.
-        warmup_steps: Number of steps of the warm-up. It has five equal stages, which send 25, 6.25,
-            1.56 and 0.4 %, then `density`. The paper's warm-up takes five epochs.
+        warmup_steps: Number of steps of the warm-up. Its five equal stages send 25, 6.25, 1.56 and
+            0.4 %, then `density`. The paper's warm-up takes five epochs.
 
     Raises:
         ConfigError: A number is out of range.
@@ -87,7 +89,7 @@ class TopK(Compressor):
             # 1. Clip. Then u ← m u + gradient, v ← v + u.
             gathered = self._gather(exchange, x)
         if exchange.net.size == 1:
-            # On one node nothing is sent, and no momentum is lost.
+            # On one node, nothing is sent, and the momentum remains.
             x[...] = gathered
             gathered[...] = 0
             return is_finite(x)
@@ -96,10 +98,12 @@ class TopK(Compressor):
             indices, finite = self._select(exchange, gathered)
             values = gathered[indices]
             if not finite:
-                # This tells the other nodes.
+                # The other nodes detect this NaN.
                 values[:1] = np.nan
-            # 3. v, u ← 0 for the elements that are sent.
-            self._forget(exchange, gathered, indices)
+            # 3. v, u ← 0 for the elements that are sent (momentum factor masking).
+            gathered[indices] = 0
+            if self.momentum:
+                exchange.state.next("momentum")[indices] = 0
         # 4. Exchange the selected elements.
         p, k, n = exchange.net.size, indices.size, x.size
         if p * largest.packed_size(k, n) >= 2 * x.nbytes:
@@ -123,13 +127,12 @@ class TopK(Compressor):
                 quietly(_clip, x[part.start:part.stop], limit)
         addend = x
         if self.momentum:
-            addend = state.vector("momentum")
-            addend, before = state.next("momentum"), addend
-            quietly(np.multiply, before, np.float32(self.momentum), addend)
+            momentum, addend = state.vector("momentum"), state.next("momentum")
+            quietly(np.multiply, momentum, np.float32(self.momentum), addend)
             quietly(np.add, addend, x, addend)
-        before = state.vector("residual")
+        residual = state.vector("residual")
         gathered: Wide = state.next("residual")
-        quietly(np.add, before, addend, gathered)
+        quietly(np.add, residual, addend, gathered)
         return gathered
 
     def _select(self, exchange: SliceExchange, gathered: Wide) -> tuple[Array, bool]:
@@ -139,17 +142,11 @@ class TopK(Compressor):
         for i, part in enumerate(exchange.state.ranges):
             # At least one number, at most all.
             k = min(part.size, max(1, math.ceil(part.size * density)))
-            indices, is_finite_here = largest.select_largest(
+            indices, part_finite = largest.select_largest(
                 gathered[part.start:part.stop], k, exchange.key(i))
             parts.append(indices + part.start)
-            finite &= is_finite_here
+            finite &= part_finite
         return np.concatenate(parts), finite
-
-    def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
-        """Set sent elements and their momentum to zero (momentum factor masking)."""
-        gathered[indices] = 0
-        if self.momentum:
-            exchange.state.next("momentum")[indices] = 0
 
 
 def _average_sparse(

@@ -1,4 +1,4 @@
-"""Averages vectors between nodes, either encoded or dense; each rank adds up one chunk in float32.
+"""Averages vectors between nodes, encoded or unencoded; each rank adds up one chunk in float32.
 
 For any number of ranks, an encoded number is rounded twice: by the rank that contributes it, and
 by the rank that adds up its chunk. A rank does not encode its contribution to its own chunk.
@@ -16,9 +16,9 @@ from ..transport.base import Request, Schedule, together
 from .codecs.base import Codec
 from .compressor import SliceExchange
 
-# Number of strips in flight, each in a separate lane.
+# Number of strips in flight, each on a separate lane.
 _IN_FLIGHT = 3
-# Lengths of messages: long enough to hide latency, and short enough that MPI sends in both
+# Lengths of messages: long enough to hide latency, and short enough for MPI to send in both
 # directions at once.
 _LONGEST_BYTES, _SHORTEST_BYTES = 256 << 10, 16 << 10
 _IN_ALL_BYTES = 4 << 20

@@ -1,4 +1,4 @@
-"""Checkpoints, and stopping in time, for trainings whose jobs and machines may fail."""
+"""Checkpoints and timely stops for training on jobs and machines that may fail."""
 
 from ..names import publish
 from ..sharding.sliced import Sliced, whole

@@ -1,4 +1,4 @@
-"""Saves the state of a training in the background, and loads the newest complete checkpoint."""
+"""Saves the state of a training run in the background, and loads the newest complete checkpoint."""
 
 import collections
 import os
@@ -32,31 +32,31 @@ class _Writing:
     """A checkpoint that is being written.
 
     Attributes:
-        step: Step of the training.
+        step: Training step.
         folder: Folder in which its files appear.
-        given_up: Set to publish it no more.
+        canceled: Set if the checkpoint must not be published.
         files: Done when this rank's files are written.
-        published: On rank 0; done when the checkpoint is the newest.
+        published: Done when the checkpoint is published; None except on rank 0.
     """
 
     step: int
     folder: Path
-    given_up: threading.Event
+    canceled: threading.Event
     files: "Future[None]"
     published: "Future[None] | None" = None
 
 
 class Checkpoints:
-    """Checkpoints of a training in a folder, written in the background.
+    """Checkpoints of a training run in a folder, written in the background.
 
         with Checkpoints("run1", comm, keep=3) as checkpoints:
             saved = checkpoints.load()                    # None if there is none
             ...
                 checkpoints.save(step, replicated={"params": params}, own={"random": ...})
 
-    `save` copies the state in memory and returns; a thread writes it. A checkpoint counts once the
-    files of all ranks are complete and on the disk. Hashes are compared when it is read. A damaged
-    checkpoint is refused with the reason, and the one before is loaded.
+    `save` copies the state in memory and returns; a thread writes it. A checkpoint is complete once
+    the files of all ranks are on the disk. `load` verifies their hashes. If a checkpoint is
+    damaged, `load` logs the reason and loads the previous checkpoint.
 
     State is a pytree of dicts, lists and tuples with arrays, numbers, strings, True, False, None.
     Nothing is pickled. Files are safetensors, with a manifest in JSON.
@@ -65,16 +65,16 @@ class Checkpoints:
         folder: Folder on a file system that all ranks share; created if it is missing. With None,
             `load` finds no checkpoint, and `save` does nothing.
         comm: Communicator whose ranks train together; by default, all ranks.
-        keep: Number of the newest checkpoints that stay, from 1.
-        seed: Seed of the training; a checkpoint of another seed is refused.
+        keep: Number of checkpoints to keep, at least 1; older checkpoints are deleted.
+        seed: Seed of the training run; a checkpoint with another seed is refused.
 
     Attributes:
-        save_s: Seconds from the last call of `save` until this rank's part of it was complete, on
-            rank 0 the whole; 0 before the first.
+        save_s: Seconds from the last call of `save` until this rank's files were written; on rank
+            0, until the checkpoint was published. 0 before the first call.
 
     Raises:
-        CheckpointError: Another job writes into the folder, or not all ranks can.
-        ConfigError: The ranks' arguments differ, or are wrong.
+        CheckpointError: Another job writes to the folder, or a rank cannot write to it.
+        ConfigError: An argument is wrong, or the ranks' arguments differ.
 
     Collective: yes. Blocking: yes.
     """
@@ -91,7 +91,7 @@ class Checkpoints:
             seed = same["seed"] = None if seed is None else whole_number("seed", seed)
         self._comm, self._keep, self._seed = comm, keep, seed
         self._copies: dict[str, Copy] = collections.defaultdict(Copy)
-        # To hash, to write and to publish. The process does not end before they are done.
+        # Threads that hash, write and publish. The process does not end before they are done.
         self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
         self._refused: set[str] = set()
         self._writing: _Writing | None = None
@@ -105,25 +105,24 @@ class Checkpoints:
 
     def save(self, step: int, *, replicated: Any = None, own: Any = None,
              sharded: Any = None) -> None:
-        """Copy the state, and begin to write it; return while it is being written.
+        """Copy the state and start to write it in the background.
 
-        Waits for the checkpoint before, if that is not written yet.
+        If the previous checkpoint is not written yet, wait for it.
 
         Args:
-            step: Step of the training, from 0.
-            replicated: State that is equal on all ranks; rank 0's is written.
-            own: State of this rank, such as Reducers' residuals and the state of random numbers;
+            step: Training step, from 0.
+            replicated: State that is equal on all ranks; rank 0 writes it.
+            own: State of this rank, such as residuals of Reducers and states of random generators;
                 None if there is none.
             sharded: State that is cut into slices, such as an optimizer's. It is a pytree that is
                 equal on all ranks, except for its `Sliced` leaves, which hold the pieces of this
-                rank. Each rank writes its own pieces, and rank 0 the rest.
+                rank. Each rank writes its own pieces, and rank 0 writes the rest.
 
         Raises:
             ConfigError: The state holds something that cannot be saved, `sharded` differs between
-                ranks, or a range in it is saved by none or by two; says what and where. On all
-                ranks.
-            CheckpointError: The checkpoint before could not be written; says why. On all ranks.
-            ClosedError: After `close`.
+                ranks, or a range in it is saved by no rank or by two. Raised on all ranks.
+            CheckpointError: The previous checkpoint could not be written. Raised on all ranks.
+            ClosedError: `close` was called before.
 
         Collective: yes. Blocking: until the state is copied.
         """
@@ -137,37 +136,37 @@ class Checkpoints:
         for name, outlined in plan.outlines.items():
             self._copies[name].take(outlined)
         self._count += 1
-        written = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
+        staging = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
         digests = {
             name: self._threads.submit(self._copies[name].digest, fast=plan.fast)
             for name in plan.outlines}
-        files = self._threads.submit(self._write, written, digests, began)
-        given_up = threading.Event()
+        files = self._threads.submit(self._write, staging, digests, began)
+        canceled = threading.Event()
         published = None if self._comm.rank else self._threads.submit(
-            self._publish, written, given_up, files, plan, began)
-        self._writing = _Writing(plan.step, written, given_up, files, published)
+            self._publish, staging, canceled, files, plan, began)
+        self._writing = _Writing(plan.step, staging, canceled, files, published)
 
-    def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
+    def _write(self, staging: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
         try:
-            # A rank without files does not make the folder: rank 0 may have renamed it already.
+            # A rank without files does not create the folder: rank 0 may already have renamed it.
             if digests:
-                written.mkdir(exist_ok=True)
+                staging.mkdir(exist_ok=True)
             for name, digest in digests.items():
-                self._copies[name].write(written, name, digest)
+                self._copies[name].write(staging, name, digest)
         except OSError as exc:
-            leave_note(written, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
+            leave_note(staging, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
             raise
         self.save_s = time.monotonic() - began
 
-    def _publish(self, written: Path, given_up: threading.Event, files: "Future[None]",
+    def _publish(self, staging: Path, canceled: threading.Event, files: "Future[None]",
                  plan: SavePlan, began: float) -> None:
-        """Make the files of all ranks a checkpoint; in the background of rank 0."""
+        """Wait for the files of all ranks, and publish the checkpoint; in the background."""
         files.result()
-        folder = written.parent
-        names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
-        publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
+        folder = staging.parent
+        names = await_files(staging, plan.names, self._comm.config.stall_timeout_s, canceled)
+        publish(folder, staging, names, {"step": plan.step, "size": self._comm.size,
                                          "seed": self._seed, "slices": plan.slices})
         delete_old(folder, self._keep, self._refused)
         self.save_s = time.monotonic() - began
@@ -176,8 +175,8 @@ class Checkpoints:
         """Return when the last `save` is complete.
 
         Raises:
-            CheckpointError: It failed; says why. On all ranks. Earlier checkpoints are untouched,
-                and another `save` may follow.
+            CheckpointError: The last `save` failed. Raised on all ranks. Earlier checkpoints are
+                unchanged, and `save` may be called again.
 
         Collective: yes. Blocking: yes.
         """
@@ -188,7 +187,7 @@ class Checkpoints:
                                                label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
         if problem:
-            writing.given_up.set()
+            writing.canceled.set()
         late_problem = self._problem_of(writing.published)
         problem = self._comm.broadcast_object(problem or late_problem, root=0)
         if problem:
@@ -198,7 +197,7 @@ class Checkpoints:
                                   f"{problem}. Those before are untouched")
 
     def _problem_of(self, future: "Future[None] | None") -> str:
-        """Wait for a thread; return what went wrong in it, or ""."""
+        """Wait for a task; return the text of its error, or ""."""
         error = None if future is None else future.exception()
         if isinstance(error, OSError):
             return f"{rank_and_host(self._comm)}: {error}"
@@ -210,11 +209,11 @@ class Checkpoints:
         """Return the newest complete checkpoint; the same on all ranks.
 
         Returns:
-            None if the folder holds no checkpoint. If the number of ranks was another, `own` is
-            None, and rank 0 logs the reason; `sharded` fits any number.
+            None if the folder holds no checkpoint. If another number of ranks saved the checkpoint,
+            `own` is None, and rank 0 logs the reason; `sharded` fits any number of ranks.
 
         Raises:
-            CheckpointError: There are checkpoints, but none can be used; says why.
+            CheckpointError: There are checkpoints, but none can be used.
 
         Collective: yes. Blocking: yes.
         """
@@ -226,7 +225,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until the last checkpoint is written, and let other jobs use the folder.
 
-        Raises: as `wait`.
+        Raises the same errors as `wait`.
 
         Collective: yes. Blocking: yes.
         """
@@ -238,7 +237,7 @@ class Checkpoints:
     def _release(self) -> None:
         self._closed = True
         if self._writing is not None:
-            self._writing.given_up.set()
+            self._writing.canceled.set()
         self._threads.shutdown(wait=self._writing is None)
         if self._lock is not None:
             self._lock.release()
@@ -247,7 +246,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an exception the other ranks do not close.
+        # After an exception, the other ranks may not call `close`.
         if error is None:
             self.close()
         else:
@@ -257,7 +256,8 @@ class Checkpoints:
 def random_state() -> dict[str, Any]:
     """Return the state of `random` and `numpy.random`, as a pytree for a checkpoint.
 
-    Each rank has its own state. A Generator has another one, `generator.bit_generator.state`.
+    Each rank has its own state. The state does not include `numpy.random.Generator` objects; save
+    their `generator.bit_generator.state` separately.
 
     Collective: no.
     """
@@ -265,7 +265,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Continue with the random numbers that followed `random_state`.
+    """Restore the state of `random` and `numpy.random`.
 
     Args:
         state: Result of `random_state`.

@@ -1,10 +1,10 @@
-"""Writes and reads a file of a checkpoint: a tree's arrays, in the format of safetensors.
+"""Writes and reads a file of a checkpoint: a tree's arrays, in the safetensors format.
 
-The format is a header in JSON and the elements, one array after the other. The package of that
-name is not used. It writes only to a path, without a hash and without syncing the disk. It maps
-files without a check, so it would replace no more than the 30 lines of the header. It lacks
-complex128, and its functions for arrays of any dtype differ between versions (0.7 takes bytes, 0.8
-pointers).
+The format is a header in JSON, followed by the elements of one array after the other. The
+safetensors package is not used, because it would replace only the 30 lines for the header. It
+writes only to a path, without a hash and without syncing the disk, and maps files without a check.
+It lacks complex128, and its functions for arrays of any dtype differ between versions (0.7 accepts
+bytes, 0.8 pointers).
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -28,22 +28,22 @@ from ..files import parsed, regular, replacing
 from ..memory.digest import xxh3
 from .tree import Bytes, Outline
 
-# First byte, and the one after the last, of an array; by its name.
+# Offsets of the first byte of each array and of the byte after its last, by name.
 Layout = Mapping[str, tuple[int, int]]
 SUFFIX = ".safetensors"
-# The key of the tree in the header.
+# Key of the tree in the header.
 _TREE = "mpiring"
-# Bytes of a system call, during which Python's lock is free.
+# Number of bytes per system call.
 _PIECE_BYTES = 8 << 20
 _HASH_DIGITS = 32
-# In the name of a file, the beginning of a hash by XXH3; others are SHA-256.
+# Prefix of an XXH3 hash in the name of a file; a hash without a prefix is SHA-256.
 XXH3 = "xxh3-"
-# Lists and objects that enclose each other in the header: the tree in it is a string.
+# Depth of the JSON header, in which the tree is a string.
 _LEVELS = 3
 
 
 class Copy:
-    """A copy of a tree, in memory that later copies use again."""
+    """A copy of a tree, in memory that later copies reuse."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -60,17 +60,18 @@ class Copy:
         _fill(self._memory, outline, bounds)
 
     def write(self, folder: Path, name: str, digest: "Future[str]") -> str:
-        """Write the copy to a file with a hash of its content in its name; return the name.
+        """Write the copy to a file whose name includes a hash of its content; return the name.
 
         The file gets this name once it is complete and on the disk.
 
         Args:
             folder: Folder to write to.
             name: Name of the file, without the hash.
-            digest: Result of `digest`, from another thread.
+            digest: Future of the result of `digest`.
 
         Raises:
-            OSError: Such as a full disk. The part that was written is deleted.
+            OSError: The file cannot be written, for example because the disk is full. The
+                incomplete file is deleted.
         """
         data = self._memory[:self._nbytes].data
         with replacing(folder / name, synced=True, links=False) as new:
@@ -80,7 +81,7 @@ class Copy:
         return new.name
 
     def digest(self, *, fast: bool) -> str:
-        """Return a hash of the content of the file: XXH3 if fast, else SHA-256."""
+        """Return a hash of the file's content: XXH3 if `fast`, otherwise SHA-256."""
         content = _hash(fast=fast)
         content.update(self._header)
         content.update(self._memory[:self._nbytes].data)
@@ -100,13 +101,13 @@ def write_plain(path: Path, outline: Outline) -> None:
     """Write a tree to a file of this name, without a copy in memory and without a hash.
 
     Raises:
-        OSError: Such as a full disk. The part that was written is deleted.
+        OSError: As for `Copy.write`.
     """
     header, bounds = _file_layout(outline)
     end = len(header) + max((stop for _, stop in bounds.values()), default=0)
     with replacing(path, synced=True) as new:
         _write_all(new.file.fileno(), memoryview(header))
-        # A disk that is full shows now, not as a signal while memory is written to.
+        # This raises if the disk is full; otherwise, a write to the memory would raise a signal.
         os.posix_fallocate(new.file.fileno(), 0, end)
         memory = np.memmap(new.file, np.uint8, "r+")
         _fill(memory[len(header):], outline, bounds)
@@ -114,10 +115,11 @@ def write_plain(path: Path, outline: Outline) -> None:
 
 
 def _file_layout(outline: Outline) -> tuple[bytes, Layout]:
-    """Return the header of a tree's file, and where the arrays follow it."""
+    """Return the header of a tree's file, and the offsets of its arrays after the header."""
     header: dict[str, Any] = {"__metadata__": {_TREE: outline.text}}
     end, bounds = 0, {}
-    # Long elements first: so all are aligned, without gaps, which the format forbids.
+    # In descending order of element size, all arrays are aligned without gaps, which the format
+    # forbids.
     for name, leaf in sorted(outline.leaves.items(), key=lambda item: -item[1].itemsize):
         dtype, shape = leaf.stored
         start, end = end, end + leaf.nbytes
@@ -165,31 +167,31 @@ def read(path: Path, nbytes: int) -> Content:
         nbytes: Length of the file.
 
     Raises:
-        CheckpointError: It differs from what was written; says how.
+        CheckpointError: The content is not the one that was written.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         content = source.content()
         source.refuse_other_digest()
     return content
 
 
 def verify(path: Path, nbytes: int) -> Layout:
-    """Read a file without keeping it, and check it; return where it has its arrays.
+    """Read a file without keeping its content, and check it; return the offsets of its arrays.
 
     Args, Raises: as for `read`.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         _, layout = source.header()
         source.refuse_other_digest()
     return layout
 
 
 def map_file(path: Path, nbytes: int) -> Bytes:
-    """Map a file into memory, read-only; nothing is read or checked but its length.
+    """Map a file into memory, read-only; only its length is checked.
 
     Args, Raises: as for `read`.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         memory: Bytes = np.memmap(source.file, np.uint8, "r")
     return memory
 
@@ -198,49 +200,49 @@ def tree_text(path: Path, nbytes: int | None) -> str:
     """Return the text of the tree in a file, without reading its arrays.
 
     Args:
-        path: Name of the file.
-        nbytes: Its length; None for any.
+        path: Path of the file.
+        nbytes: Length of the file; None for any length.
 
     Raises:
-        CheckpointError: It cannot be read, or it is damaged.
+        CheckpointError: The file cannot be read, or it is damaged.
     """
-    with _opened(path, nbytes) as source:
+    with _open_source(path, nbytes) as source:
         return source.header()[0]
 
 
 def read_plain(path: Path) -> Content:
-    """Read a file of `write_plain`.
+    """Read a file that `write_plain` has written.
 
     Raises:
-        CheckpointError: It is not such a file.
+        CheckpointError: `write_plain` has not written this file.
     """
-    with _opened(path) as source:
+    with _open_source(path) as source:
         return source.content()
 
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise CheckpointError if a file of this name cannot be read in the block; says why."""
+    """Raise CheckpointError with the reason if the block cannot read a file of this name."""
     try:
         yield
     except FileNotFoundError as exc:
         raise CheckpointError(f"{name} is missing") from exc
-    # The length of a file is no reason to end a job: there may be a hole in it.
+    # A sparse file may be longer than the memory; this must not end the job.
     except (OSError, MemoryError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise CheckpointError(f"{name} cannot be read: {reason}") from exc
 
 
 @contextlib.contextmanager
-def _opened(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
+def _open_source(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
     """Open a file.
 
     Args:
         path: Path of the file.
-        nbytes: Length of the file; None for any.
+        nbytes: Length of the file; None for any length.
 
     Raises:
-        CheckpointError: It cannot be read, or has another length.
+        CheckpointError: The file cannot be read, or has another length.
     """
     with reading(path.name), open(path, "rb", opener=regular) as file:
         length = os.fstat(file.fileno()).st_size
@@ -256,30 +258,30 @@ class _Source:
 
     Args:
         file: The file, open at its beginning.
-        path: Name of the file.
-        length: Number of its bytes.
-        damaged: The error that is raised if the content is not as it was written.
+        path: Path of the file.
+        length: Number of bytes of the file.
+        damaged: Error to raise if the content is not the one that was written.
     """
 
     def __init__(self, file: io.BufferedReader, path: Path, length: int,
                  damaged: CheckpointError) -> None:
-        self.file, self._path, self._left, self._damaged = file, path, length, damaged
+        self.file, self._path, self._remaining, self._damaged = file, path, length, damaged
         self._digest = _hash(fast=has_fast_hash(path.name))
 
     def take(self, size: int) -> Bytes:
         """Return the next bytes."""
-        # Checked, since the hash is not verified yet: a flipped bit must not allocate all memory.
-        if not 0 <= size <= self._left:
+        # The hash is not verified yet: a flipped bit must not cause a huge allocation.
+        if not 0 <= size <= self._remaining:
             raise self._damaged
         data = np.empty(size, np.uint8)
         if self.file.readinto(data.data) != size:
             raise self._damaged
         self._digest.update(data.data)
-        self._left -= size
+        self._remaining -= size
         return data
 
     def header(self) -> tuple[str, dict[str, tuple[int, int]]]:
-        """Read the header; return the tree, and where the file has its arrays."""
+        """Read the header; return the tree, and the offsets of the arrays in the file."""
         length = int.from_bytes(self.take(8).tobytes(), "little")
         origin = end = 8 + length
         layout = {}
@@ -295,20 +297,20 @@ class _Source:
                 layout[name], end = (start, stop), stop
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise self._damaged from exc
-        if end - origin != self._left:
+        if end - origin != self._remaining:
             raise self._damaged
         return text, layout
 
     def content(self) -> Content:
-        """Read all."""
+        """Read the complete file."""
         text, layout = self.header()
         return Content(text, {name: self.take(stop - start)
                               for name, (start, stop) in layout.items()})
 
     def refuse_other_digest(self) -> None:
-        """Read the rest; raise CheckpointError if the content is not what the file's name says."""
-        while self._left:
-            self.take(min(self._left, _PIECE_BYTES))
+        """Read the rest; raise CheckpointError if its hash is not the one in the file's name."""
+        while self._remaining:
+            self.take(min(self._remaining, _PIECE_BYTES))
         expected = self._path.name.split(".")[-2].removeprefix(XXH3)
         if self._digest.hexdigest()[:_HASH_DIGITS] != expected:
             raise self._damaged

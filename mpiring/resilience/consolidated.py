@@ -1,4 +1,4 @@
-"""One file with whole arrays, made of a checkpoint whose state is cut into slices; without MPI."""
+"""Converts a checkpoint with sliced state to one file with complete arrays, without MPI."""
 
 import copy
 import os
@@ -24,28 +24,28 @@ class _OneRank:
         return [obj]
 
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
-        """Return it."""
+        """Return the object."""
         return obj
 
     def broadcast(self, x: Any, *, root: int) -> Any:
-        """Return it."""
+        """Return the array."""
         return x
 
 
 def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
-    """Write a checkpoint to one file, which `load_file` reads; return it.
+    """Write a checkpoint to one file for `load_file`; return the checkpoint.
 
-    The file is in the format of safetensors. Its arrays are named `replicated/...` and
-    `sharded/...`, after the keys that lead to them. Each rank's own state is left out. Memory for
-    the sharded state is not needed.
+    The file has the safetensors format. The names of its arrays are their paths in the state, such
+    as `replicated/...` and `sharded/...`. The ranks' own states are left out. The sharded state is
+    never in memory as a whole.
 
     Args:
         folder: Folder of checkpoints; a job may be writing to it.
         out: File to write.
-        step: Step of the checkpoint; None for the newest that is complete.
+        step: Step of the checkpoint; None for the newest complete checkpoint.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or the file cannot be written; says why.
+        CheckpointError: There is no such checkpoint, or the file cannot be written.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
@@ -64,17 +64,17 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
 
 
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a file of `python -m mpiring checkpoint consolidate`.
+    """Return the content of a file from `python -m mpiring checkpoint consolidate`.
 
     Args:
         file: Path of the file.
 
     Returns:
-        `step`, `size` (the number of ranks that saved it), `replicated` and `sharded`, as they
-        were saved, but with whole arrays instead of `Sliced` leaves.
+        `step`, `size` (the number of ranks that saved the checkpoint), `replicated` and `sharded`
+        as they were saved, but with complete arrays instead of `Sliced` leaves.
 
     Raises:
-        CheckpointError: The file was not written by this command.
+        CheckpointError: This command has not written the file.
 
     Collective: no.
     """
@@ -82,9 +82,11 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the content of a file, with arrays of these kinds; joined ones are of the first."""
+    """Return the content of a file, with arrays of these kinds.
+
+    Tensors that were cut into slices become arrays of the first kind.
+    """
     content = read_plain(Path(path("file", file)))
-    # Tensors that were cut into slices.
     whole_kind = copy.copy(kinds[0])
     whole_kind.name = SlicedTensors.name
     tree = rebuild(content.text, content.data, [*kinds, whole_kind])

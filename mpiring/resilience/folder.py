@@ -1,4 +1,4 @@
-"""A folder of checkpoints: how they appear in it, which is the newest, and which job may write."""
+"""A folder of checkpoints: publishes, finds and deletes them, and locks the folder for one job."""
 
 import fcntl
 import logging
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 _POINTER = "latest"
 _LOCK = "lock"
-# A checkpoint: its number in this folder, which grows, and its step.
+# Name of a checkpoint: its ascending number in this folder, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
-# How long a change may take to appear on other nodes, as over NFS.
+# Time after which a change must be visible on other nodes, for example over NFS.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
-# Prefixes: of a checkpoint that is being deleted, and of the files by which ranks find out whether
-# they share the folder.
+# Prefixes of a checkpoint that is being deleted, and of files that show whether ranks share the
+# folder.
 DELETING, MARK = ".deleting-", ".mark-"
-# Lengths of the longest texts of a pointer and a lock that are read.
+# Maximum lengths to read from the pointer and the lock.
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
-# Pauses between two looks; each is half as long again as the last.
+# Pauses between two checks; each is 1.5 times as long as the previous one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE, _NOTE_BYTES = ".failed", 1 << 16
 
 
-def _complete(folder: Path) -> list[str]:
+def _checkpoint_names(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, the newest first."""
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
     return sorted(names, key=_number, reverse=True)
@@ -61,11 +61,12 @@ def step_of(name: str) -> int:
 def candidates(folder: Path) -> tuple[list[str], str]:
     """Return the checkpoints that a job may resume from, the newest first.
 
+    Checkpoints that are newer than the pointer were not finished when their job ended.
+
     Returns:
-        Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
-        pointer were not finished when their job ended.
+        Names of the checkpoints, and the problem with the pointer or "".
     """
-    names = _complete(folder)
+    names = _checkpoint_names(folder)
     try:
         latest = read(folder / _POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
@@ -77,28 +78,28 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     return names, f"{_POINTER} names {latest!r:.80}, which is not there"
 
 
-def leave_note(written: Path, rank: int, problem: str) -> None:
-    """Leave a note for rank 0, which would wait for this rank's file in vain."""
+def leave_note(staging: Path, rank: int, problem: str) -> None:
+    """Tell rank 0, by a file, why this rank's file will not appear."""
     try:
-        with replacing(written / f"{own_name(rank)}{_NOTE}", links=False) as new:
+        with replacing(staging / f"{own_name(rank)}{_NOTE}", links=False) as new:
             new.file.write(problem.encode())
     except OSError:
-        # Rank 0 learns it in the next `wait`.
+        # The next `wait` tells rank 0.
         return
 
 
-def await_files(written: Path, names: Collection[str], timeout_s: float,
-                given_up: threading.Event) -> list[str]:
-    """Return the names of the files of all ranks when all have appeared.
+def await_files(staging: Path, names: Collection[str], timeout_s: float,
+                canceled: threading.Event) -> list[str]:
+    """Wait until the files of all ranks have appeared, and return their names.
 
-    The name of a file shows that it is complete. So a checkpoint is published without a message:
-    before the ranks communicate again, and with no thread but the training's in MPI.
+    The name of a file shows that the file is complete. Rank 0 can therefore publish a checkpoint
+    without messages: it need not wait for the ranks' next call, and the thread does not use MPI.
 
     Args:
-        written: Folder in which the files appear.
+        staging: Folder in which the files appear.
         names: Names of the files, without their hashes.
-        timeout_s: Seconds without a new file after which to give up; 0 waits for ever.
-        given_up: Set by another thread to give up at once.
+        timeout_s: Seconds to wait for the next file; 0 waits forever.
+        canceled: Event that another thread sets to end the wait at once.
 
     Raises:
         CheckpointError: A rank has failed, or its file has not appeared.
@@ -106,10 +107,10 @@ def await_files(written: Path, names: Collection[str], timeout_s: float,
     """
     pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
     while True:
-        present = [path.name for path in written.iterdir()]
+        present = [path.name for path in staging.iterdir()]
         for name in present:
             if name.endswith(_NOTE):
-                note = read(written / name, _NOTE_BYTES)
+                note = read(staging / name, _NOTE_BYTES)
                 raise CheckpointError(note.decode(errors="replace"))
         files = [name for name in present if name.endswith(SUFFIX)]
         missing = {*names}.difference(map(name_of, files))
@@ -119,47 +120,42 @@ def await_files(written: Path, names: Collection[str], timeout_s: float,
             pause_s, seen, moved_s = _FIRST_PAUSE_S, len(files), time.monotonic()
         if timeout_s and time.monotonic() - moved_s > timeout_s:
             raise CheckpointError(f"no file of {', '.join(sorted(missing)[:5])} appeared in "
-                                  f"{written} within {timeout_s:g} s")
-        if given_up.wait(pause_s):
+                                  f"{staging} within {timeout_s:g} s")
+        if canceled.wait(pause_s):
             raise CheckpointError("it was given up")
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
-def publish(folder: Path, written: Path, files: Collection[str],
+def publish(folder: Path, staging: Path, files: Collection[str],
             facts: Mapping[str, Any]) -> None:
-    """Make a checkpoint with complete files the newest.
+    """Turn complete files into the newest checkpoint.
 
     Args:
         folder: Folder of checkpoints.
-        written: Folder in it that has the files; renamed.
+        staging: Subfolder that has the files; it is renamed.
         files: Names of the files.
-        facts: Facts of the manifest; `step` is one.
+        facts: Entries of the manifest, including `step`.
 
     Raises:
         CheckpointError: The manifest would be too long.
-        OSError: It is not published, and the one before is still the newest.
+        OSError: Publication failed; the previous checkpoint is still the newest.
     """
+    # Another version of these packages can change the bits of a training run.
+    packages = [name for name in ("mpiring", "mpi4py", "numpy", "torch") if name in sys.modules]
     manifest = {
         "format": FORMAT, "version": version_of(files), **facts,
-        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
-        "files": {name: (written / name).stat().st_size for name in sorted(files)}}
-    with replacing(written / MANIFEST, synced=True, links=False) as new:
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "versions": {"python": sys.version.split()[0],
+                     **{name: str(sys.modules[name].__version__) for name in packages}},
+        "files": {name: (staging / name).stat().st_size for name in sorted(files)}}
+    with replacing(staging / MANIFEST, synced=True, links=False) as new:
         new.file.write(sealed(manifest).encode())
-    number = max(map(_number, _complete(folder)), default=0) + 1
+    number = max(map(_number, _checkpoint_names(folder)), default=0) + 1
     name = f"{number:06d}-step-{facts['step']}"
-    os.rename(written, folder / name)
+    os.rename(staging, folder / name)
     sync_folder(folder)
     with replacing(folder / _POINTER, synced=True) as new:
         new.file.write(f"{name}\n".encode())
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions of packages that can change the bits of a training."""
-    versions = {"python": sys.version.split()[0]}
-    for name in ("mpiring", "mpi4py", "numpy", "torch"):
-        if name in sys.modules:
-            versions[name] = str(sys.modules[name].__version__)
-    return versions
 
 
 def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
@@ -167,24 +163,24 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
 
     Args:
         folder: Folder of checkpoints.
-        keep: Number of the newest that stay.
-        refused: Names of checkpoints that cannot be used, which do not count.
+        keep: Number of checkpoints to keep.
+        refused: Names of checkpoints that cannot be used; they do not count.
     """
-    names = _complete(folder)
-    good = [name for name in names if name not in refused]
-    if len(good) > keep:
-        for name in names[names.index(good[keep - 1]) + 1:]:
+    names = _checkpoint_names(folder)
+    usable = [name for name in names if name not in refused]
+    if len(usable) > keep:
+        for name in names[names.index(usable[keep - 1]) + 1:]:
             remove(folder / name)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, its name first; log a warning if that fails."""
-    doomed = path
+    """Rename and delete a checkpoint; log a warning if that fails."""
+    renamed = path
     try:
         if not path.name.startswith("."):
-            doomed = path.with_name(f"{DELETING}{path.name}")
-            os.rename(path, doomed)
-        shutil.rmtree(doomed)
+            renamed = path.with_name(f"{DELETING}{path.name}")
+            os.rename(path, renamed)
+        shutil.rmtree(renamed)
     except NotADirectoryError:
         path.unlink(missing_ok=True)
     except FileNotFoundError:
@@ -193,35 +189,29 @@ def remove(path: Path) -> None:
         _log.warning("%s cannot be deleted: %s", path, exc.strerror or exc)
 
 
-def sweep(folder: Path) -> None:
-    """Delete what earlier jobs have left unfinished."""
-    for entry in list(folder.iterdir()):
-        if entry.name.startswith((UNFINISHED, DELETING, MARK)):
-            remove(entry)
-
-
 class Lock:
-    """Keeps other jobs from writing into a folder, for as long as this process lives.
+    """Keeps other jobs from writing to a folder as long as this process lives.
 
     Args:
         folder: Folder of checkpoints.
 
     Attributes:
-        held: Whether the file system has locks.
+        held: False if the file system has no locks.
+        release: Function that lets other jobs write.
 
     Raises:
-        CheckpointError: Another job writes there; says which.
+        CheckpointError: Another job, which the message names, writes to the folder.
         OSError: The folder cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
-        self._close = weakref.finalize(self, self._file.close)
+        self.release = weakref.finalize(self, self._file.close)
         self.held = True
         try:
-            # A job that has just ended may hold it for a moment longer.
-            _patiently(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
-                       BlockingIOError)
+            # A job that has just ended may still hold the lock for a moment.
+            _retry(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                   BlockingIOError)
         except BlockingIOError as error:
             self._file.seek(0)
             holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
@@ -234,15 +224,11 @@ class Lock:
             _log.warning(
                 "%s is on a file system without locks (%s): see to it that no second job writes "
                 "its checkpoints there", folder, error.strerror or error)
-        # With a second name, it may be a file that another user wants to be emptied.
+        # A hard link may be a trap: another user may want this process to truncate the file.
         if self.held and os.fstat(self._file.fileno()).st_nlink == 1:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._file.flush()
-
-    def release(self) -> None:
-        """Let other jobs write."""
-        self._close()
 
 
 def rank_and_host(comm: Ranks) -> str:
@@ -254,7 +240,7 @@ def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on all ranks.
 
     Raises:
-        CheckpointError: It failed; on all ranks.
+        CheckpointError: The function has raised CheckpointError or OSError; on all ranks.
     """
     result, problem = None, ""
     if comm.rank == 0:
@@ -271,13 +257,15 @@ def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
 
 def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type[MpiringError],
                  place: str) -> list[T]:
-    """Call a function on each rank, and return the results of all ranks on each.
+    """Call a function on each rank, and return the results of all ranks on each rank.
 
     Args:
+        comm: Communicator of the ranks.
         label: Name of the call, for messages.
-        error: Class of the error that is raised on all ranks, with the text of the lowest rank
-            that raised it.
-        place: This rank, in that text.
+        function: Function to call.
+        error: Class of errors to raise on all ranks, with the text from the lowest rank that has
+            failed.
+        place: Description of this rank in that text.
     """
     result, problem = None, ""
     try:
@@ -292,14 +280,14 @@ def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type
 
 
 def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
-    """Make a folder of checkpoints where it is missing, and lock it against other jobs.
+    """Create a folder of checkpoints if it is missing, and lock it against other jobs.
 
     Returns:
-        A text that is unique to this job; and, on rank 0, the lock.
+        A token that is unique to this job, and the lock (None except on rank 0).
 
     Raises:
-        CheckpointError: Another job uses the folder, it cannot be written to, or a rank has
-            another folder of this name.
+        CheckpointError: Another job uses the folder, a rank cannot write to it, or the folder of a
+            rank is another one of the same name.
 
     Collective: yes. Blocking: yes.
     """
@@ -311,7 +299,10 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
             folder.mkdir(parents=True, exist_ok=True)
             lock = Lock(folder)
             if lock.held:
-                sweep(folder)
+                # Earlier jobs may have left unfinished checkpoints and other files behind.
+                for entry in list(folder.iterdir()):
+                    if entry.name.startswith((UNFINISHED, DELETING, MARK)):
+                        remove(entry)
         except (OSError, CheckpointError) as exc:
             raise CheckpointError(f"{rank_and_host(comm)}: {exc}") from exc
         return secrets.token_hex(4)
@@ -327,16 +318,16 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
-    """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
+    """Create a file in the folder on each rank, and check on rank 0 that all files are there."""
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
     ranks = comm.allgather_object((rank_and_host(comm), _touch(marks[comm.rank])))
 
-    def look() -> None:
+    def check() -> None:
         names = {entry.name for entry in folder.iterdir()}
         for mark, (name, _) in zip(marks, ranks):
             if mark.name not in names:
                 raise CheckpointError(
-                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must lie "
+                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must be "
                     f"on a file system that all nodes share")
 
     try:
@@ -345,28 +336,28 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
                 raise CheckpointError(
                     f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
                     f"checkpoints must be on a file system that all nodes share")
-        on_rank_0(comm, lambda: _patiently(look, CheckpointError))
+        on_rank_0(comm, lambda: _retry(check, CheckpointError))
     finally:
         marks[comm.rank].unlink(missing_ok=True)
 
 
 def _touch(mark: Path) -> str:
-    """Make an empty file; return why that failed, or ""."""
+    """Create an empty file; return the reason for a failure, or ""."""
     try:
-        # Rank 0 may have made the folder just now.
-        _patiently(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
+        # If rank 0 has just created the folder, it may not be visible yet.
+        _retry(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
     except OSError as exc:
         return exc.strerror or str(exc)
     return ""
 
 
-def _patiently(attempt: Callable[[], T], late: type[Exception]) -> T:
-    """Repeat an attempt that fails so, for as long as changes take to appear on all nodes."""
+def _retry(attempt: Callable[[], T], error: type[Exception]) -> T:
+    """Repeat an attempt while it raises this error, for PATIENCE_S seconds."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
             return attempt()
-        except late:
+        except error:
             if time.monotonic() > end:
                 raise
         time.sleep(PAUSE_S)

@@ -1,10 +1,10 @@
-"""Writes and reads the manifest of a checkpoint: its files and facts, with a hash of itself."""
+"""Writes and reads the manifest of a checkpoint: files, facts, and a hash of the manifest."""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ from ..sharding.sliced import Range
 from .checkpoint_file import has_fast_hash, name_of, reading
 
 FORMAT = "mpiring checkpoint"
-# Since 2 there is sharded state; 3 has hashes by XXH3, and is written only with these.
+# Version 2 added sharded state. Version 3 is written only if file names have XXH3 hashes.
 _OLDEST, _NEWEST = 1, 3
 MANIFEST = "manifest.json"
-# Of a tensor: dtype, shape, and the rank that has saved a range, by a text of the range.
+# Entry of a tensor: its dtype, its shape, and the rank that saved each range.
 Entry = dict[str, Any]
-# Names of files, without their hashes. The first has the state of all ranks, the second the tree of
-# sharded state with all that is equal on all ranks.
+# Names of files, without their hashes. The first file has the replicated state. The second has the
+# tree of the sharded state, with all values that are equal on all ranks.
 REPLICATED, SHARDED = "replicated", "sharded"
-# 3 million ranges of slices, which is a thousand tensors on each of 3,000 ranks.
+# Enough for 3 million ranges: a thousand tensors on each of 3,000 ranks.
 _MAX_BYTES, _LEVELS = 128 << 20, 5
 _FILE = re.compile(
     r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.(xxh3-)?[0-9a-f]{32}\.safetensors")
@@ -40,7 +40,7 @@ def slices_name(rank: int) -> str:
 
 
 def range_text(ends: Range) -> str:
-    """Return a range as it is written in names and in the manifest."""
+    """Return a range as a string, for names and the manifest."""
     return f"{ends[0]}:{ends[1]}"
 
 
@@ -50,15 +50,15 @@ def piece_name(tensor: str, ends: Range) -> str:
 
 
 def version_of(files: Iterable[str]) -> int:
-    """Return the version of a manifest with files of these names: the oldest that can have them."""
+    """Return the oldest version of the manifest that allows files of these names."""
     return 3 if any(map(has_fast_hash, files)) else 2
 
 
 def sealed(manifest: Mapping[str, Any]) -> str:
-    """Return JSON of a manifest, with a hash of itself.
+    """Return the JSON of a manifest, with a hash of the manifest.
 
     Raises:
-        CheckpointError: It is longer than what is read.
+        CheckpointError: The JSON is too long for `read_manifest`.
     """
     text = json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
     if len(text) > _MAX_BYTES:
@@ -76,7 +76,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It differs from what was written, or is not mpiring's; says why.
+        CheckpointError: mpiring has not written the manifest, or its content has changed.
     """
     with reading(MANIFEST):
         text = read(checkpoint / MANIFEST, _MAX_BYTES)
@@ -102,7 +102,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: Mapping[str, Any]) -> str:
-    """Return which fact of a manifest is none, or "": its hash proves no origin."""
+    """Return what is wrong with the facts of a manifest, or "".
+
+    The hash does not prove that mpiring has written them.
+    """
     def is_number(x: Any, least: int, end: float = math.inf) -> bool:
         return type(x) is int and least <= x < end
 
@@ -130,7 +133,7 @@ def _malformed(manifest: Mapping[str, Any]) -> str:
 
 
 def _missing(manifest: Mapping[str, Any]) -> str:
-    """Return which elements of sharded state, or files with them, the manifest lacks; or ""."""
+    """Return which elements of the sharded state, or which files, the manifest lacks; or ""."""
     files, ranks = {name_of(file) for file in manifest["files"]}, set[int]()
     for name, entry in (manifest.get("slices") or {}).items():
         problem = gap(name, owned_ranges(entry), math.prod(entry["shape"]))
@@ -142,23 +145,19 @@ def _missing(manifest: Mapping[str, Any]) -> str:
 
 
 def gap(name: str, owned: Iterable[tuple[Range, int]], size: int) -> str:
-    """Return which elements of a tensor no rank has saved, or two have; or ""."""
+    """Return which elements of a tensor were saved by no rank or by two ranks; or ""."""
     end, before = 0, 0
     for (start, stop), rank in sorted(owned):
         if start < end:
-            return _twice(name, start, min(end, stop), [before, rank])
+            return (f"elements {start} to {min(end, stop) - 1} of {name} in sharded are saved by "
+                    f"rank {before} and by rank {rank}; let each rank save its own slice")
         if start > end:
-            return _nowhere(name, end, start)
+            return _not_saved(name, end, start)
         end, before = stop, rank
-    return _nowhere(name, end, size) if end != size else ""
+    return _not_saved(name, end, size) if end != size else ""
 
 
-def _twice(name: str, start: int, stop: int, ranks: Sequence[int]) -> str:
-    return (f"elements {start} to {stop - 1} of {name} in sharded are saved by rank {ranks[0]} and "
-            f"by rank {ranks[1]}; let each rank save its own slice")
-
-
-def _nowhere(name: str, start: int, stop: int) -> str:
+def _not_saved(name: str, start: int, stop: int) -> str:
     return (f"elements {start} to {stop - 1} of {name} in sharded are saved by no rank; let each "
             f"rank save its own slice, and save on all ranks")
 

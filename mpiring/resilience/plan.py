@@ -1,4 +1,4 @@
-"""Agrees on what each rank writes of a checkpoint, before anything is copied."""
+"""Determines the files that each rank writes for a checkpoint, before the state is copied."""
 
 import collections
 import hashlib
@@ -18,20 +18,20 @@ from .manifest import (REPLICATED, SHARDED, Entry, gap, own_name, piece_name, ra
                        slices_name)
 from .tree import STORED_KINDS, Arrays, Kind, Leaf, Outline, SlicedTensors, outline, rebuild
 
-# Number of a tensor, start and stop.
+# Index of a tensor, and start and stop of a range of it.
 OwnRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The files that this rank writes of a checkpoint.
+    """The files that this rank writes for a checkpoint.
 
     Attributes:
-        step: Step of the training.
+        step: Training step.
         outlines: Outlines by the names of the files, without their hashes.
-        names: Names of the files of all ranks.
-        slices: Ranges of each tensor, with the ranks that save them; None without such state.
-        fast: Whether files are hashed by XXH3, which all ranks need.
+        names: Names of the files of all ranks, without their hashes.
+        slices: Ranges of each tensor, with the ranks that save them; None without sharded state.
+        fast: True to hash files with XXH3, if all ranks have it.
     """
 
     step: int
@@ -43,11 +43,11 @@ class SavePlan:
 
 def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any, own: Any,
           sharded: Any) -> SavePlan:
-    """Return the files that this rank is to write; see Checkpoints.save.
+    """Return the files that this rank must write; see Checkpoints.save.
 
     Raises:
-        ConfigError: The state of a rank cannot be saved, or does not fit that of the others; on
-            all ranks.
+        ConfigError: The state of a rank cannot be saved, or the ranks' states do not fit together.
+            Raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -55,12 +55,12 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     slices: dict[str, Sliced] = {}
 
     def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str, bool]:
-        # JSON has no integers of NumPy.
+        # JSON does not support NumPy integers.
         number = int(whole_number("step", step, 0))
-        elsewhere = (*kinds, SlicedTensors(refused=True))
-        outlines[REPLICATED] = outline(replicated, elsewhere, "replicated")
+        unsliced_kinds = (*kinds, SlicedTensors(refused=True))
+        outlines[REPLICATED] = outline(replicated, unsliced_kinds, "replicated")
         if own is not None:
-            outlines[own_name(comm.rank)] = outline(own, elsewhere, "own")
+            outlines[own_name(comm.rank)] = outline(own, unsliced_kinds, "own")
         digest = ""
         if sharded is not None:
             tree = outline(sharded, (*kinds, SlicedTensors()), "sharded")
@@ -91,42 +91,41 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
                         outlines: Mapping[str, Outline]) -> None:
-    """Raise ConfigError if the trees of sharded state differ; says where."""
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return
-    text = outlines[SHARDED].text if SHARDED in outlines else ""
-    first, second = (comm.broadcast_object(text, root=rank) for rank in (0, other))
-    raise ConfigError(
-        f"{_difference(first, second, other)}; sharded must be equal on all ranks, but for the "
-        f"pieces in its Sliced leaves")
+    """Raise ConfigError with the first difference if the trees of the sharded state differ."""
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            text = outlines[SHARDED].text if SHARDED in outlines else ""
+            first, second = (comm.broadcast_object(text, root=root) for root in (0, rank))
+            raise ConfigError(
+                f"{_difference(first, second, rank)}; sharded must be equal on all ranks, but for "
+                f"the pieces in its Sliced leaves")
 
 
 def _difference(first: str, second: str, rank: int) -> str:
-    """Say where two trees differ."""
+    """Return the first difference of the trees of rank 0 and of another rank."""
     if not first or not second:
         return (f"rank {0 if first else rank} saves sharded state, but rank "
                 f"{rank if first else 0} does not")
-    ones, others = _described(first), _described(second)
-    for path in {**ones, **others}:
-        if ones.get(path) != others.get(path):
-            return (f"sharded{path} is {ones.get(path, 'missing')} on rank 0, but "
-                    f"{others.get(path, 'missing')} on rank {rank}")
+    leaves_0, leaves_rank = _leaf_texts(first), _leaf_texts(second)
+    for path in {**leaves_0, **leaves_rank}:
+        if leaves_0.get(path) != leaves_rank.get(path):
+            return (f"sharded{path} is {leaves_0.get(path, 'missing')} on rank 0, but "
+                    f"{leaves_rank.get(path, 'missing')} on rank {rank}")
     return f"sharded has other dicts and lists on rank 0 than on rank {rank}"
 
 
-def _described(text: str) -> dict[str, str]:
-    """Return the leaves of a tree, as texts."""
+def _leaf_texts(text: str) -> dict[str, str]:
+    """Return a description of each leaf of a tree, by path."""
     tree = rebuild(text, collections.defaultdict(lambda: None), STORED_KINDS)
     return {"".join(f"[{key!r}]" for key in path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
 
 
 def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) -> dict[str, Entry]:
-    """Return, for the manifest, which rank saves which ranges.
+    """Return the entries of the manifest: the ranges of each tensor, and the ranks that save them.
 
     Args:
-        slices: This rank's.
-        ranks: The ranges of each rank.
+        slices: Sliced tensors of this rank, by name.
+        ranks: Ranges that each rank saves.
 
     Raises:
         ConfigError: A range is saved by no rank, or by two.
@@ -135,10 +134,11 @@ def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) 
     for rank, ranges in enumerate(ranks):
         for number, start, stop in ranges:
             owned[number].append(((start, stop), rank))
-    for (name, tensor), its_ranges in zip(slices.items(), owned):
-        problem = gap(name, its_ranges, tensor.size)
+    entries = {}
+    for (name, tensor), owned_by in zip(slices.items(), owned):
+        problem = gap(name, owned_by, tensor.size)
         if problem:
             raise ConfigError(problem)
-    return {name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape),
-                   "ranks": {range_text(ends): rank for ends, rank in its_ranges}}
-            for (name, tensor), its_ranges in zip(slices.items(), owned)}
+        entries[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape),
+                         "ranks": {range_text(ends): rank for ends, rank in owned_by}}
+    return entries

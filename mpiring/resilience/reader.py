@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint that all ranks can resume from, and reads it on all of them."""
+"""Finds the newest checkpoint from which all ranks can resume, and reads it on all ranks."""
 
 import logging
 from collections import ChainMap
@@ -32,13 +32,13 @@ class Saved:
 
     Attributes:
         name: Name of its folder.
-        step: Step of the training.
+        step: Training step.
         size: Number of ranks that saved it.
         replicated: State of all ranks, saved by rank 0.
-        own: State of this rank; None if it saved none, or if the number of ranks was another.
+        own: State of this rank; None if it saved none, or if the number of ranks was different.
         sharded: State that was cut into slices, for any number of ranks; None if there is none.
-            Its `Sliced` leaves have the pieces of all ranks, mapped into memory read-only. Pieces
-            that nobody reads cost nothing. Read those that you need (by `load_state_dict` or
+            Its `Sliced` leaves have the pieces of all ranks, mapped into memory read-only. A piece
+            costs nothing until it is read. Read the pieces that you need (by `load_state_dict` or
             `whole`) before the next `save`, which may delete the files.
     """
 
@@ -51,7 +51,7 @@ class Saved:
 
 
 class Readers(Ranks, Protocol):
-    """The part of a Communicator that reads a checkpoint."""
+    """The part of a Communicator that Reader needs."""
 
     @property
     def size(self) -> int:
@@ -68,8 +68,8 @@ class Reader:
         folder: Folder of checkpoints.
         comm: The ranks.
         kinds: Kinds of arrays that states may hold.
-        seed: Seed of the training; None accepts any.
-        refused: Set to which the names of checkpoints that cannot be used are added.
+        seed: Seed of the training run; None accepts any seed.
+        refused: Set of names of checkpoints that cannot be used; `newest` adds to it.
     """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
@@ -81,13 +81,13 @@ class Reader:
         """Return the newest complete checkpoint, or None if there is none; see Checkpoints.
 
         Args:
-            step: Step of the checkpoint; None for any.
+            step: Step of the checkpoint; None for any step.
 
         Collective: yes. Blocking: yes.
         """
         names, remark = on_rank_0(self._comm, lambda: candidates(self._folder))
         if remark:
-            self._warn(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
+            self._warn(f"{self._folder}: {remark}; the newest checkpoint is used instead")
         problems = []
         for name in (name for name in names if step in (None, step_of(name))):
             try:
@@ -106,14 +106,14 @@ class Reader:
         """Read a checkpoint.
 
         Raises:
-            CheckpointError: A rank cannot use it; the same on all ranks.
+            CheckpointError: A rank cannot use the checkpoint; the same error on all ranks.
         """
         path = self._folder / name
         manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
         if any(map(has_fast_hash, manifest["files"])):
-            # Not a reason to take an older checkpoint: this one may be good.
+            # Without XXH3, no older checkpoint is tried, because this one may be good.
             with same_on_all(self._comm, f"load of {name}"):
                 xxh3()
         files = {name_of(file): (path / file, nbytes)
@@ -124,24 +124,24 @@ class Reader:
         wanted = [own_file] if same_size else []
         if self._comm.rank == 0:
             wanted += [REPLICATED, SHARDED]
-        contents, pieces = self._opened(
+        contents, pieces = self._read_files(
             {name: files[name] for name in wanted if name in files}, slices or {}, files)
         if not same_size and any(name.startswith("rank-") for name in files):
             self._warn(
                 f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
                 f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
-        replicated = self._shared(contents.get(REPLICATED))
-        sharded = None if slices is None else self._shared(contents.get(SHARDED))
-        # Each rank has another `own`.
+        replicated = self._broadcast(contents.get(REPLICATED))
+        sharded = None if slices is None else self._broadcast(contents.get(SHARDED))
+        # Only some ranks may fail, because each rank has a different `own`.
         with same_on_all(self._comm, "load", error=CheckpointError):
-            saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                          self._rebuilt(contents.get(own_file)), self._rebuilt(sharded, pieces))
+            saved = Saved(name, manifest["step"], manifest["size"], self._rebuild(replicated),
+                          self._rebuild(contents.get(own_file)), self._rebuild(sharded, pieces))
         return saved
 
-    def _opened(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
-                files: Mapping[str, File],
-                ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
-        """Read and check the files of a checkpoint; each file with slices is checked by one rank.
+    def _read_files(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
+                    files: Mapping[str, File],
+                    ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
+        """Read and check the files of a checkpoint; one rank checks each file with slices.
 
         Args:
             wanted: Files that this rank reads.
@@ -149,10 +149,10 @@ class Reader:
             files: All files, by name.
 
         Returns:
-            Contents of the files; pieces of slices, which are read when they are used.
+            Contents of the files, and the pieces of all slices, mapped into memory.
 
         Raises:
-            CheckpointError: A rank cannot use a file; the same on all ranks.
+            CheckpointError: A rank cannot use a file; the same error on all ranks.
         """
         by_rank = {rank: files[slices_name(rank)] for rank in sorted(
             {rank for entry in slices.values() for rank in entry["ranks"].values()})}
@@ -169,12 +169,12 @@ class Reader:
                                f"rank {self._comm.rank}")
         return contents, _pieces_of(slices, mapped, dict(ChainMap(*checked)))
 
-    def _rebuilt(self, content: Content | None, pieces: Mapping[str, Any] = {}) -> Any:
+    def _rebuild(self, content: Content | None, pieces: Mapping[str, Any] = {}) -> Any:
         return None if content is None else rebuild(
             content.text, {**content.data, **pieces}, self._kinds)
 
-    def _shared(self, content: Content | None) -> Content:
-        """Return on all ranks what rank 0 has read: the network is faster than a shared disk."""
+    def _broadcast(self, content: Content | None) -> Content:
+        """Broadcast a content that rank 0 has read: the network is faster than a shared disk."""
         outline = None if content is None else (
             content.text, {name: x.size for name, x in content.data.items()})
         text, sizes = self._comm.broadcast_object(outline, root=0)
@@ -191,15 +191,15 @@ class Reader:
 
 def _pieces_of(by_name: Mapping[str, Entry], files: Mapping[int, Bytes],
                layouts: Mapping[int, Layout]) -> dict[str, dict[Range, Bytes]]:
-    """Return the bytes of the pieces of all ranks, by the name of their tensor and their range.
+    """Return the bytes of all pieces, by tensor name and range.
 
     Args:
         by_name: Slices of the manifest.
-        files: Files by the rank that saved them, mapped into memory, and read when they are used.
+        files: Files mapped into memory, by the rank that saved them.
         layouts: Bounds of the pieces in each rank's file.
 
     Raises:
-        CheckpointError: A file does not have the pieces that the manifest names.
+        CheckpointError: A file lacks a piece that the manifest names.
     """
     pieces: dict[str, dict[Range, Bytes]] = {name: {} for name in by_name}
     for name, entry in by_name.items():

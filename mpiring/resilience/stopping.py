@@ -19,18 +19,19 @@ from ..world import or_world
 
 _log = logging.getLogger("mpiring")
 
-# Longer steps wait for the exchange, which takes about 0.1 ms.
+# After longer steps, `now` waits for the exchange, which takes about 0.1 ms.
 _LONG_STEP_S = 0.25
 # Decay of the longest step time, per step.
-_FADING = 0.98
-# Reserved time as multiples of the last checkpoint and step, because the next may take longer.
+_DECAY = 0.98
+# Multiples of the time of a checkpoint and of a step to reserve, because the next ones may take
+# longer.
 _SAVES, _STEPS = 2.0, 2.0
 # Until a checkpoint is measured, this fraction of the time limit is reserved, up to a maximum. The
-# last is the minimum in all cases.
+# third number is the minimum in all cases.
 _UNKNOWN_SHARE, _UNKNOWN_S, _MIN_S = 0.05, 60.0, 0.5
 # A signal is ignored if it repeats within this time: launchers forward signals that the ranks have
 # also received directly.
-_TWICE_S = 1.0
+_DUPLICATE_S = 1.0
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -50,9 +51,9 @@ class Stopping:
                     state.save(...)
                     break
 
-    A signal to any rank stops all ranks. They also stop before `time_limit_s` or the end of the
-    Slurm job, if Slurm announces it. The measured time of two steps and two checkpoints on the
-    slowest rank is reserved.
+    A signal to any rank stops all ranks. They also stop before `time_limit_s`, and before the end
+    of the Slurm job if Slurm announces it. For the last steps and the checkpoint, the time of two
+    steps and two checkpoints is reserved, as measured on the slowest rank.
 
     Each call of `now` starts an exchange in the background, which the next call completes, so ranks
     stop one step late. If a step takes longer than 0.25 s, `now` waits for the exchange.
@@ -65,7 +66,7 @@ class Stopping:
         time_limit_s: Time limit in seconds from now; None for the limit of Slurm only.
         checkpoints: TrainState or Checkpoints whose save time is reserved.
         margin_s: Seconds to reserve instead of the measured time.
-        signals: Signals that stop the training.
+        signals: Signals that stop training.
 
     Attributes:
         reason: The reason to stop, such as "SIGUSR1 on rank 2"; "" while training continues.
@@ -89,17 +90,17 @@ class Stopping:
         self._process = os.getpid()
         self._local_reason = ""
         self._handle: Handle[Any] | None = None
-        # The first is of this rank; the others are maxima over all ranks.
+        # The first time is this rank's; the others are maxima over all ranks.
         self._step_s = self._slowest_step_s = self._slowest_save_s = 0.0
         self._waits = False
-        self._called: float | None = None
-        self._ends = _ends(time_limit_s)
-        self._before: dict[int, _Handler] = {}
-        self._arrivals: dict[int, float] = {}
+        self._called_s: float | None = None
+        self._limits = _limits(time_limit_s)
+        self._previous: dict[int, _Handler] = {}
+        self._received_s: dict[int, float] = {}
         self.reason = ""
         try:
             for signum in signals:
-                self._before[signum] = signal.signal(signum, self._arrived)
+                self._previous[signum] = signal.signal(signum, self._handle_signal)
         except (OSError, TypeError, ValueError) as exc:
             self._restore()
             raise ConfigError(
@@ -115,27 +116,25 @@ class Stopping:
         """
         if self.reason:
             return True
-        self._measure_step()
-        if self._handle is not None and self._answered():
+        now_s = time.monotonic()
+        if self._called_s is not None:
+            self._step_s = max(now_s - self._called_s, _DECAY * self._step_s)
+        self._called_s = now_s
+        if self._complete_exchange():
             return True
-        self._ask()
-        return self._waits and self._answered()
+        self._start_exchange()
+        return self._waits and self._complete_exchange()
 
-    def _measure_step(self) -> None:
-        now = time.monotonic()
-        if self._called is not None:
-            self._step_s = max(now - self._called, _FADING * self._step_s)
-        self._called = now
-
-    def _ask(self) -> None:
+    def _start_exchange(self) -> None:
         """Start to exchange whether a rank must stop, and the maxima of the measured times."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
-        if not self._local_reason:
-            self._local_reason = self._out_of_time()
+        for name, end, total_s in self._limits:
+            if time.time() >= end - self._margin(total_s):
+                self._local_reason = self._local_reason or name
         x = np.array([bool(self._local_reason), self._step_s, save_s])
         self._handle = self._comm.iallreduce(x, op="max")
 
-    def _answered(self) -> bool:
+    def _complete_exchange(self) -> bool:
         """Complete the exchange; return whether any rank must stop."""
         if self._handle is None:
             return False
@@ -148,13 +147,6 @@ class Stopping:
             self.reason = f"{reasons[rank]} on rank {rank}"
         return bool(stop)
 
-    def _out_of_time(self) -> str:
-        """Return the name of a time limit that is nearly reached, or ""."""
-        for name, end, total_s in self._ends:
-            if time.time() >= end - self._margin(total_s):
-                return name
-        return ""
-
     def _margin(self, total_s: float) -> float:
         """Return the seconds to reserve for the last steps and a checkpoint."""
         if self._margin_s is not None:
@@ -162,18 +154,18 @@ class Stopping:
         save_s = _SAVES * self._slowest_save_s or min(_UNKNOWN_SHARE * total_s, _UNKNOWN_S)
         return max(_MIN_S, save_s + _STEPS * self._slowest_step_s)
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal; if it repeats, restore and call the previous handler."""
-        before, now = self._before[number], time.monotonic()
-        since_s = now - self._arrivals.setdefault(number, now)
+        previous, now_s = self._previous[number], time.monotonic()
+        since_s = now_s - self._received_s.setdefault(number, now_s)
         # In a forked worker, a signal always has its previous effect.
-        if os.getpid() != self._process or since_s > _TWICE_S:
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+        if os.getpid() != self._process or since_s > _DUPLICATE_S:
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
             os.kill(os.getpid(), number)
         elif since_s == 0:
             self._local_reason = self._local_reason or signal.Signals(number).name
-            if callable(before):
-                before(number, frame)
+            if callable(previous):
+                previous(number, frame)
 
     def close(self) -> None:
         """Restore the previous signal handlers.
@@ -181,14 +173,13 @@ class Stopping:
         Collective: yes, if the ranks have not stopped. They complete the last exchange.
         """
         self._restore()
-        if self._handle is not None:
-            self._answered()
+        self._complete_exchange()
 
     def _restore(self) -> None:
-        for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._arrived:
-                signal.signal(signum, signal.SIG_DFL if before is None else before)
-        self._before = {}
+        for signum, previous in self._previous.items():
+            if signal.getsignal(signum) == self._handle_signal:
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+        # _previous stays, because a handler that was set later may still call _handle_signal.
 
     def __enter__(self) -> "Stopping":
         return self
@@ -201,15 +192,15 @@ class Stopping:
             self._restore()
 
 
-def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
+def _limits(time_limit_s: float | None) -> list[tuple[str, float, float]]:
     """Return the name, the time, and the seconds from now of each time limit."""
-    now, ends = time.time(), []
+    now, limits = time.time(), []
     if time_limit_s is not None:
-        ends.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
+        limits.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
     end = job_end()
     if end is not None and end > now:
         clock = time.strftime("%H:%M:%S", time.localtime(end))
-        ends.append((f"the end of the Slurm job at {clock}", end, end - now))
+        limits.append((f"the end of the Slurm job at {clock}", end, end - now))
     elif end is not None:
         _log.warning("SLURM_JOB_END_TIME has passed: the current time limit is unknown")
-    return ends
+    return limits

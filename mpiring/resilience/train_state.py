@@ -1,4 +1,4 @@
-"""Saves and restores the complete state of a training; a job resumes with identical bits."""
+"""Saves and restores the complete state of a training run; a resumed job has identical bits."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ from .reader import Saved
 
 _LOADABLE = ("pass an object with state_dict() and load_state_dict(), a random generator, an "
              "array, or a dict or list of arrays and numbers")
-# A rank's own state: of the global random numbers, of parts, and what shared parts add to theirs.
+# A rank's own state: global random numbers, own parts, and each rank's addition to shared parts.
 _NO_OWN: Mapping[str, Any] = {"random": None, "parts": {}, "of parts": {}}
 
 
@@ -42,7 +42,7 @@ class Framework:
 
 
 class TrainState:
-    """The complete state of a training: everything that a job needs to resume.
+    """The complete state of a training run: everything that a job needs to resume.
 
         state = TrainState(comm, model=model, optimizer=optimizer, sampler=sampler)
         step = state.restore("run1")                # 0 if the folder holds no checkpoint
@@ -50,34 +50,35 @@ class TrainState:
             ...
             step += 1
             if step % 100 == 0:
-                state.save("run1", step)            # is written in the background
+                state.save("run1", step)            # writes in the background
         state.close()
 
-    A job with the same number of ranks resumes with identical bits. The global random numbers of
-    Python, NumPy and (in `mpiring.torch`) PyTorch are always saved. A `DataParallel` adds the order
-    of its gradients and the state of its Reducers.
+    A job with the same number of ranks resumes with identical bits. The state of the global random
+    generators of Python, NumPy and (in `mpiring.torch`) PyTorch is always saved. A `DataParallel`
+    adds the order of its gradients and the state of its Reducers.
 
     A part is an object with `state_dict` and `load_state_dict`, a random generator, an array, or a
     dict or list of arrays and numbers, which `restore` overwrites in place. How a part is saved
     follows from its methods:
 
-    - Each rank writes its slices of a part that has `sharded_state_dict`: a `Sharded` optimizer,
-      those of `mpiring.optim`, `DiLoCo`, a parameter server. Any number of ranks can restore it.
-    - Each rank writes its own state of random generators, Reducers, and the parts in `own`. Another
-      number of ranks leaves these as they are; rank 0 logs a warning.
+    - Each rank writes its slices of a part that has `sharded_state_dict`, such as a `Sharded`
+      optimizer, an optimizer of `mpiring.optim`, `DiLoCo`, or a parameter server. Any number of
+      ranks can restore it.
+    - Each rank writes its own state of random generators, Reducers, and the parts in `own`. With
+      another number of ranks, `restore` leaves these parts unchanged, and rank 0 logs a warning.
     - Rank 0 writes all other parts, which must be equal on all ranks. Any number of ranks can
       restore them.
 
     Args:
         comm: Communicator whose ranks train together; by default, all ranks.
-        own: Parts, by name, of which each rank has its own state: with `LocalSGD` or `DiLoCo`, the
-            model and its optimizer.
-        keep: Number of the newest checkpoints that stay in a folder, from 1.
-        seed: Seed of the training; a checkpoint of another seed is refused.
+        own: Parts, by name, that have a different state on each rank. With `LocalSGD` or `DiLoCo`,
+            these are the model and its optimizer.
+        keep: Number of checkpoints to keep in a folder, at least 1; older checkpoints are deleted.
+        seed: Seed of the training run; a checkpoint with another seed is refused.
         parts: Parts by names of your choice; the same names in the same order on every rank.
 
     Attributes:
-        step: Step of the last `restore` or `save`; 0 before.
+        step: Step of the last `restore` or `save`; 0 before the first.
 
     Raises:
         ConfigError: A part has no state, or the ranks' parts differ; on all ranks.
@@ -96,15 +97,17 @@ class TrainState:
         with same_on_all(comm, "TrainState", remedy="pass the same parts on every rank") as same:
             if own is not None and not isinstance(own, Mapping):
                 raise ConfigError(f"own is a {type(own).__name__}; pass a dict of parts by name")
-            twice = sorted(parts.keys() & (own or {}).keys())
-            if twice:
-                raise ConfigError(f"{', '.join(twice)}: given by keyword and in own; each part "
-                                  f"is either equal on all ranks or each rank's own")
+            duplicates = sorted(parts.keys() & (own or {}).keys())
+            if duplicates:
+                raise ConfigError(f"{', '.join(duplicates)}: given by keyword and in own; each "
+                                  f"part is either equal on all ranks or each rank's own")
             if not own:
                 _refuse_local_training(parts)
-            self._own = {name: _stateful(name, part) for name, part in [
-                *(item for item in parts.items() if _is_own(item[1])), *(own or {}).items()]}
-            self._shared = {name: _stateful(name, part) for name, part in parts.items()
+            own_parts = {name: part for name, part in parts.items()
+                         if isinstance(part, Compressor) or _is_random(part)}
+            self._own = {name: _with_state(name, part)
+                         for name, part in {**own_parts, **(own or {})}.items()}
+            self._shared = {name: _with_state(name, part) for name, part in parts.items()
                             if name not in self._own}
             same["parts"], same["own"] = list(self._shared), list(self._own)
         self._counting = [name for name, part in {**self._shared, **self._own}.items()
@@ -116,7 +119,7 @@ class TrainState:
         return 0.0 if self._checkpoints is None else self._checkpoints.save_s
 
     def restore(self, folder: str | os.PathLike[str] | None) -> int:
-        """Load the newest complete checkpoint of a folder into the parts; return its step.
+        """Load the newest complete checkpoint in a folder into the parts; return its step.
 
         Args:
             folder: Folder on a file system that all ranks share; created if it is missing. None
@@ -126,8 +129,9 @@ class TrainState:
             The step that was saved; 0 if the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: No checkpoint of the folder can be used, another job writes there, the
-                checkpoint has other parts, or a part refuses its state; on all ranks.
+            CheckpointError: No checkpoint in the folder can be used, another job writes to the
+                folder, the checkpoint has other parts, or a part refuses its state. Raised on all
+                ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -137,7 +141,8 @@ class TrainState:
         with same_on_all(self._comm, "TrainState.restore", error=CheckpointError):
             self._refuse_other_parts(saved)
         own = saved.own or _NO_OWN
-        # The order of gradients comes first: optimizers load slices of the buckets that it makes.
+        # The order of gradients comes first: it determines the buckets whose slices optimizers
+        # load.
         for name, state in own["of parts"].items():
             if state and hasattr(self._shared[name], "load_own_state_dict"):
                 self._load(saved, name, self._shared[name].load_own_state_dict, state)
@@ -165,11 +170,11 @@ class TrainState:
                                   f"TrainState; read it with Checkpoints")
         names = [*saved.replicated, *(saved.sharded or {}), *own["parts"]]
         expected = [*self._shared, *([] if saved.own is None else self._own)]
-        lacking = [name for name in expected if name not in names]
-        besides = [str(name) for name in names if name not in expected]
-        problems = [f"lacks the state of {', '.join(lacking)}"] if lacking else []
-        if besides:
-            problems.append(f"has the state of {', '.join(besides)} besides")
+        missing = [name for name in expected if name not in names]
+        unexpected = [str(name) for name in names if name not in expected]
+        problems = [f"lacks the state of {', '.join(missing)}"] if missing else []
+        if unexpected:
+            problems.append(f"has the state of {', '.join(unexpected)} besides")
         if problems:
             raise CheckpointError(
                 f"checkpoint {saved.name} in {self._folder} {' and '.join(problems)}: give "
@@ -189,19 +194,19 @@ class TrainState:
 
     def save(self, folder: str | os.PathLike[str] | None, step: int, *,
              seen: int | None = None) -> None:
-        """Copy the state, and begin to write it; return while it is being written.
+        """Copy the state and start to write it in the background.
 
         Args:
             folder: Folder on a file system that all ranks share. None saves nothing.
-            step: Number of steps that are complete.
+            step: Number of complete steps.
             seen: Number of samples (`DistributedSampler`) or batches (`TokenBatches`) that this
                 rank has trained on since its iteration began; needed if `prefetch` or a DataLoader
                 with workers draws ahead of training.
 
         Raises:
-            ConfigError: A part's state cannot be saved; on all ranks. Or `seen` is given, but no
-                part counts.
-            CheckpointError: The checkpoint before could not be written; on all ranks.
+            ConfigError: A part's state cannot be saved (on all ranks), or `seen` is given, but no
+                part counts samples or batches.
+            CheckpointError: The previous checkpoint could not be written; on all ranks.
 
         Collective: yes. Blocking: until the state is copied.
         """
@@ -270,12 +275,12 @@ def _refuse_local_training(parts: Mapping[str, Any]) -> None:
                 f"own={{'model': model, 'optimizer': optimizer}}")
 
 
-def _is_own(part: Any) -> bool:
-    """Return whether each rank has its own state of a part, whatever the user says."""
-    return isinstance(part, Compressor | np.random.Generator) or hasattr(part, "set_state")
+def _is_random(part: Any) -> bool:
+    """Return whether a part is a random generator of NumPy or PyTorch."""
+    return isinstance(part, np.random.Generator) or hasattr(part, "set_state")
 
 
-def _stateful(name: str, part: Any) -> Any:
+def _with_state(name: str, part: Any) -> Any:
     """Return a part with state_dict and load_state_dict.
 
     Raises:
@@ -283,13 +288,13 @@ def _stateful(name: str, part: Any) -> Any:
     """
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part
-    if isinstance(part, np.random.Generator) or hasattr(part, "set_state"):
+    if _is_random(part):
         return _Random(part)
     if isinstance(part, np.ndarray | dict | list) or is_on_gpu(part):
         return _Arrays(name, part)
-    lacking = " and ".join(f"{method}()" for method in ("state_dict", "load_state_dict")
+    missing = " and ".join(f"{method}()" for method in ("state_dict", "load_state_dict")
                            if not hasattr(part, method))
-    raise ConfigError(f"{name} is a {type(part).__name__} and has no {lacking}; {_LOADABLE}")
+    raise ConfigError(f"{name} is a {type(part).__name__} and has no {missing}; {_LOADABLE}")
 
 
 class _Random:
@@ -314,7 +319,7 @@ class _Arrays:
     """An array, or a dict or list of arrays and numbers, that `restore` overwrites in place.
 
     Raises:
-        ConfigError: Something else is in it.
+        ConfigError: The tree holds another object.
     """
 
     def __init__(self, name: str, tree: Any) -> None:
@@ -332,7 +337,7 @@ class _Arrays:
     def load_state_dict(self, state: Any) -> None:
         present, saved = dict(leaves(self._tree)), dict(leaves(state))
         for path in {**present, **saved}:
-            expected, given = (_described(its, path) for its in (present, saved))
+            expected, given = _description(present, path), _description(saved, path)
             if given != expected:
                 raise ConfigError(f"{self._text(path)} is {given} in the state, but {expected} "
                                   f"here; make what was saved")
@@ -350,8 +355,8 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "__setitem__")
 
 
-def _described(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
-    """Return dtype and shape of an array, as text; "no array" for numbers and the like."""
+def _description(leaf_of: Mapping[tuple[Any, ...], Any], path: tuple[Any, ...]) -> str:
+    """Return the dtype and shape of an array as a string; "no array" for other leaves."""
     if path not in leaf_of:
         return "missing"
     leaf = leaf_of[path]

@@ -1,4 +1,4 @@
-"""Takes a tree of dicts, lists and arrays apart, into JSON and bytes, and rebuilds it."""
+"""Converts a tree of dicts, lists and arrays to JSON and bytes, and back."""
 
 import collections
 import json
@@ -20,7 +20,7 @@ from ..sharding.sliced import Range, Sliced
 
 Bytes = NDArray[np.uint8]
 
-# The names of dtypes in the safetensors format. Those without a name are stored as pairs.
+# Names of dtypes in the safetensors format. A dtype without a name is stored as pairs.
 STORED = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
@@ -28,10 +28,10 @@ STORED = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"}
 _PAIRS = {"complex128": "F64"}
 _BLOCK_BYTES = 32 << 20
-# The names of all kinds of arrays.
+# Names of all kinds of arrays.
 KINDS = "array", "scalar", "gpu_array", "tensor", "sliced"
 _MAX_LEVELS = 100
-# A dict is an object of a list of pairs; a leaf is an object with a list.
+# In JSON, a dict is an object with a list of pairs, and a leaf is an object with a list.
 _MAX_JSON_LEVELS = 3 * (_MAX_LEVELS + 1) + 2
 _DICTS: dict[str, type[dict[Any, Any]]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
@@ -41,23 +41,27 @@ class Kind(Protocol):
     """A kind of arrays that trees may hold.
 
     Attributes:
-        name: In the files.
+        name: Name of the kind in the files.
     """
 
     name: str
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape; None for other objects. Raises ConfigError."""
+        """Return dtype and shape of an array of this kind; None for other objects.
+
+        Raises:
+            ConfigError: The array cannot be saved.
+        """
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements of `x`, in C order, to `out`."""
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Any) -> Any:
-        """Return an array of these elements; in host memory, it shares that of `data`."""
+        """Return an array of these elements; in host memory, it shares the memory of `data`."""
 
 
 class Arrays:
-    """NumPy's arrays, also of ml_dtypes' bfloat16."""
+    """NumPy arrays, including bfloat16 arrays of ml_dtypes."""
 
     name = "array"
 
@@ -83,7 +87,7 @@ class Arrays:
 
 
 class Scalars(Arrays):
-    """NumPy's scalars, such as `numpy.float32(3)`."""
+    """NumPy scalars, such as `numpy.float32(3)`."""
 
     name = "scalar"
 
@@ -97,7 +101,7 @@ class Scalars(Arrays):
 
 
 class DeviceArrays(Arrays):
-    """CuPy's arrays; loaded on the GPU that is current then."""
+    """CuPy arrays; they are loaded to the current GPU."""
 
     name = "gpu_array"
 
@@ -107,11 +111,11 @@ class DeviceArrays(Arrays):
         return (dtype_name(x.dtype), x.shape) if hasattr(x, "get") and is_on_gpu(x) else None
 
     def copy(self, x: Any, out: Bytes) -> None:
-        """Copy the elements of `x`, in C order, to `out`, when queued work is done."""
+        """Copy the elements of `x`, in C order, to `out`, after queued work is done."""
         super().copy(x.get(), out)
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
-        """Return an array of these elements, in the GPU's memory.
+        """Return an array of these elements in GPU memory.
 
         Raises:
             MissingDependencyError: CuPy or a GPU is missing.
@@ -122,11 +126,11 @@ class DeviceArrays(Arrays):
 
 @dataclass
 class Stored:
-    """An array that stays as it is in the files, since nobody calculates with it; and its kind.
+    """An array in the form of the files, which nobody calculates with; also its own kind.
 
     Attributes:
         name: Name of the kind.
-        dtype, shape: As in the tree.
+        dtype, shape: Dtype and shape in the tree.
         data: Elements of the array; None if only the tree is compared.
     """
 
@@ -152,10 +156,10 @@ class Stored:
 
 
 class SlicedTensors:
-    """Tensors of which ranges are here: a kind of arrays in a tree.
+    """Tensors of which each rank has some ranges.
 
     Args:
-        refused: Explain that such a tensor cannot be saved here.
+        refused: If true, raise ConfigError for such tensors.
     """
 
     name = "sliced"
@@ -164,7 +168,7 @@ class SlicedTensors:
         self._refused = refused
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape of the whole tensor; None for other objects."""
+        """Return dtype and shape of the complete tensor; None for other objects."""
         if not isinstance(x, Sliced):
             return None
         if self._refused:
@@ -173,7 +177,7 @@ class SlicedTensors:
         return dtype_name(x.dtype), x.shape
 
     def copy(self, x: Any, out: Bytes) -> None:
-        """Copy the elements of the whole tensor to `out`, a block at a time."""
+        """Copy the elements of the complete tensor to `out`, a block at a time."""
         elements, block = out.view(x.dtype), max(1, _BLOCK_BYTES // x.dtype.itemsize)
         for start in range(0, x.size, block):
             stop = min(start + block, x.size)
@@ -193,9 +197,9 @@ class Leaf:
     """An array in a tree.
 
     Attributes:
-        kind, value: The array, and what kind it is.
-        dtype, shape: Of it.
-        nbytes: Of its elements.
+        kind: Kind of the array.
+        value: The array.
+        dtype, shape: Dtype and shape of the array.
     """
 
     kind: Kind
@@ -212,13 +216,13 @@ class Leaf:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element as it is stored."""
+        """Number of bytes of an element in the file."""
         digits = "".join(c for c in self.stored[0].partition("_")[0] if c.isdigit())
         return int(digits or 8) // 8
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements in the file."""
         return self.itemsize * math.prod(self.stored[1])
 
 
@@ -227,8 +231,8 @@ class Outline:
     """A tree without the elements of its arrays.
 
     Attributes:
-        text: JSON of everything but the elements.
-        leaves: The arrays, by their names in the file.
+        text: JSON of everything except the elements.
+        leaves: Arrays, by their names in the file.
     """
 
     text: str
@@ -239,26 +243,26 @@ def outline(tree: Any, kinds: Sequence[Kind], root: str) -> Outline:
     """Describe a tree, without a copy of its arrays.
 
     Args:
-        tree: Dicts, lists and tuples of arrays, numbers, texts, True, False and None.
-        kinds: The arrays that it may hold.
-        root: Its name in errors.
+        tree: Dicts, lists and tuples of arrays, numbers, strings, True, False and None.
+        kinds: Kinds of arrays that the tree may hold.
+        root: Name of the tree in errors.
 
     Raises:
-        ConfigError: It holds something else; says what and where.
+        ConfigError: The tree holds another object; the message gives its path and type.
     """
     walk = _Outlining(kinds, root)
     return Outline(json.dumps(walk.node(tree, ()), allow_nan=False), walk.leaves)
 
 
 class _Outlining:
-    """The description of a tree, node by node; strict about types, as `rebuild` needs it."""
+    """The description of a tree, node by node; it refuses all types that `rebuild` cannot make."""
 
     def __init__(self, kinds: Sequence[Kind], root: str) -> None:
         self.leaves: dict[str, Leaf] = {}
         self._kinds, self._root = kinds, root
 
     def node(self, value: Any, path: Path) -> Any:
-        """Return JSON for a value, which the keys in `path` lead to."""
+        """Return JSON for the value at a path."""
         if len(path) > _MAX_LEVELS:
             raise ConfigError(f"{self._where(path):.200}… is more than {_MAX_LEVELS} levels deep: "
                               f"does the tree contain itself?")
@@ -272,14 +276,14 @@ class _Outlining:
         return (self._dict if type(value) in _DICTS.values() else self._leaf)(value, path)
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Any:
-        # A list of pairs: as keys of JSON's objects, numbers would become texts.
+        # The result is a list of pairs, because keys of JSON objects must be strings.
         for key in value:
             if type(key) not in (str, int, bool):
                 raise ConfigError(f"{self._where(path)} has the key {key!r:.80}, a "
                                   f"{type(key).__qualname__}; expected a string or a whole number")
         items = [[key, self.node(item, (*path, key))] for key, item in value.items()]
         node: dict[str, Any] = {type(value).__name__: items}
-        # Versions of the state, in PyTorch's modules.
+        # PyTorch modules keep versions of their state in this attribute.
         if hasattr(value, "_metadata"):
             node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
         return node
@@ -315,17 +319,17 @@ class _Outlining:
 
 
 def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
-    """Build a tree again.
+    """Rebuild a tree.
 
     Args:
-        text: Text of its Outline.
-        data: Elements of its arrays, by name, as `build` of their kinds accepts them: bytes, whose
-            memory the arrays share.
-        kinds: Kinds of arrays that it may hold.
+        text: Text of the tree's Outline.
+        data: Elements of the arrays, by name, as accepted by the `build` methods of their kinds.
+            The arrays share their memory.
+        kinds: Kinds of arrays that the tree may hold.
 
     Raises:
-        CheckpointError: It is not the text of an Outline, or the data does not fit it.
-        ConfigError: It holds arrays of another kind.
+        CheckpointError: The text does not come from an Outline, or the data does not fit the text.
+        ConfigError: The tree holds arrays of another kind.
     """
     known = {kind.name: kind for kind in kinds}
 
@@ -348,7 +352,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         if name in KINDS and name not in known:
             raise ConfigError(f"{value!r} is a {name}; load it with the adapter that saved it, "
                               f"as mpiring.torch.Checkpoints does")
-        return _built(known[name], node, data[value])
+        return _build_array(known[name], node, data[value])
 
     try:
         return build(parsed(text.encode(), _MAX_JSON_LEVELS))
@@ -359,8 +363,8 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         raise CheckpointError(f"its tree is not as mpiring writes it: {exc!r:.200}") from exc
 
 
-def _built(kind: Kind, node: Mapping[str, Any], data: Any) -> Any:
-    """Build an array again, if the node in the tree fits its bytes."""
+def _build_array(kind: Kind, node: Mapping[str, Any], data: Any) -> Any:
+    """Rebuild an array, if its node in the tree fits its data."""
     dtype, shape = node["dtype"], tuple(map(index, node["shape"]))
     nbytes = Leaf(kind, None, dtype, shape).nbytes
     if min(shape, default=0) < 0 or isinstance(data, np.ndarray) and data.size != nbytes:

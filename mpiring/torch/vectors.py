@@ -170,7 +170,7 @@ class TensorBuffers:
         Collective: yes, the first time on each GPU. Blocking: only then.
         """
         if self.stream is not None:
-            build = group.gpus.on(self.stream.device(), (self.stream.mark(),), build)
+            build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:

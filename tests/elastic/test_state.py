@@ -9,7 +9,7 @@ from launching import needed
 
 from mpiring import ConfigError
 from mpiring.communicator import Communicator
-from mpiring.elastic.state import Commits, copied, restored
+from mpiring.elastic.state import Commits, copy_value, restore_value
 
 Pair = namedtuple("Pair", "a b")
 
@@ -22,7 +22,7 @@ def tree():
 
 def test_a_copy_is_equal_and_shares_nothing():
     original = tree()
-    copy = copied(original)
+    copy = copy_value(original)
     np.testing.assert_equal(copy, original)
     assert type(copy["pair"]) is Pair and type(copy["order"]) is OrderedDict
     original["w"][0] = original["list"][0][:] = original["pair"].b[:] = 9
@@ -31,10 +31,10 @@ def test_a_copy_is_equal_and_shares_nothing():
 
 
 def test_a_copy_takes_over_the_memory_of_what_is_alike():
-    memory, original = copied(tree()), tree()
+    memory, original = copy_value(tree()), tree()
     kept = memory["w"], memory["list"], memory["list"][0]
     original["w"] += 1
-    assert copied(original, memory) is memory
+    assert copy_value(original, memory) is memory
     assert memory["w"] is kept[0] and memory["list"] is kept[1] and memory["list"][0] is kept[2]
     np.testing.assert_equal(memory, original)
 
@@ -44,7 +44,7 @@ def test_a_copy_takes_over_the_memory_of_what_is_alike():
     {"list": [np.ones(2)], "more": 1}, [], None,
     {"w": np.broadcast_to(0.0, (2, 3))}])
 def test_what_is_not_alike_is_replaced(other):
-    np.testing.assert_equal(copied(tree(), other), tree())
+    np.testing.assert_equal(copy_value(tree(), other), tree())
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), {1, 2}, np.array([None]), {"x": [object()]}])
@@ -99,7 +99,7 @@ def test_arrays_come_back_in_their_own_memory():
     commits.add({"params": params})
     w = params["w"]
     w[:] = params["new"] = 5
-    assert restored(commits.at(0)["params"], params) is params
+    assert restore_value(commits.at(0)["params"], params) is params
     assert params["w"] is w and w.tolist() == [1, 1, 1] and list(params) == ["w"]
     w[:] = 6
     assert commits.at(0)["params"]["w"].tolist() == [1, 1, 1], "training goes on in another copy"
@@ -125,7 +125,7 @@ def test_modules_and_optimizers_come_back_as_they_were():
         step()
     for _ in range(2):
         for committed in commits.at(0).values():
-            restored(committed, None)
+            restore_value(committed, None)
         assert all(p.grad is None for p in model.parameters())
         step()
         assert all(map(torch.equal, model.parameters(), right))

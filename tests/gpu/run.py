@@ -130,10 +130,12 @@ def steps(out: Path) -> Iterator[Step]:
     """Measure training steps, with their data, and the encoders."""
     yield _bench(out, "steps", "steps", "--framework", "torch", "--parameters", "50M", "--batch",
                  "64", "--contenders", "mpiring,gloo", "--rounds", "5", ranks=2, limit_s=180)
-    yield _bench(out, "prefetch", "prefetch", "--models", "transformer,convnet", "--parameters",
-                 "50M", "--batch", "128", "--rounds", "5", ranks=1, limit_s=120)
-    yield Step("codecs", ("-m", "mpiring", "bench", "codecs", "--device", "cuda", "--elements",
-                          "64M", "--json", str(out / "codecs.json")), 0, 120)
+    yield Step("prefetch", (
+        "-m", "benchmarks.prefetch", "--device", "cuda", "--models", "transformer,convnet",
+        "--parameters", "50M", "--batch", "128", "--rounds", "5", "--levels", "multiple", "--json",
+        str(out / "prefetch.json")), 1, 120)
+    yield Step("codecs", ("-m", "benchmarks.codecs", "--device", "cuda", "--elements", "64M",
+                          "--json", str(out / "codecs.json")), 0, 120)
 
 
 def mps(out: Path) -> Iterator[Step]:

@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant("buckets/bucket.py", "        for gap in self._padding:\n            self.flat[gap] = 0",
            "        pass", BUCKET),
     # The clock of the server.
-    Mutant("asynchronous/clocks.py", "if its < clock - self._staleness", "if its < clock",
-           CLOCKS),
+    Mutant("asynchronous/clocks.py", "if worker_clock < clock - self._staleness",
+           "if worker_clock < clock", CLOCKS),
     Mutant("asynchronous/clocks.py", "1 / (1 + tau)", "1 / (2 + tau)", CLOCKS),
     Mutant("asynchronous/clocks.py", "self._pulled[worker] = self.updates", "pass", CLOCKS),
     Mutant("asynchronous/clocks.py", "self.finished[worker] = True\n"

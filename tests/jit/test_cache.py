@@ -26,8 +26,8 @@ def made(tmp_path, monkeypatch):
     """Save code in a folder of the test's own; return what has been compiled."""
     needed("numba")
     what = []
-    by_numba = cache._made
-    monkeypatch.setattr(cache, "_made",
+    by_numba = cache._compile_and_save
+    monkeypatch.setattr(cache, "_compile_and_save",
                         lambda *arguments: (what.append(arguments[0]), by_numba(*arguments))[1])
     renewed(monkeypatch, tmp_path)
     return what
@@ -102,7 +102,7 @@ def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
 
 
 def test_saved_is_what_needs_no_compiling(made):
-    arguments = ("tests", loops._alone, "int64* intp", tripled)
+    arguments = ("tests", loops._identity, "int64* intp", tripled)
     assert cache.code(*arguments, compiles=False) is None and not made
     code = cache.code(*arguments)
     assert cache.code(*arguments, compiles=False) is code
@@ -195,7 +195,7 @@ def test_a_numba_that_cannot_be_loaded_is_done_without(error, warns, monkeypatch
     monkeypatch.setattr(cache.importlib, "import_module", fails)
     caplog.set_level("INFO", "mpiring")
     for function in (tripled, shifted):
-        assert cache.code("tests", loops._alone, "int64* intp", function) is None
+        assert cache.code("tests", loops._identity, "int64* intp", function) is None
     (entry,) = caplog.records
     assert entry.levelname == ("WARNING" if warns else "INFO")
     assert (str(error) or "MemoryError") in caplog.text and "ulimit -v" in caplog.text

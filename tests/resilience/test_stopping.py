@@ -58,11 +58,24 @@ def test_an_earlier_handler_is_called_too(comm):
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_later_handler_may_call_it_after_close(comm):
+    calls = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
+    try:
+        with Stopping(comm):
+            stopping_handler = signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *arguments: stopping_handler(*arguments))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert calls == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 PROGRAM = """
 import time
 from threads import Meeting, ThreadComm
 from mpiring.resilience import Stopping, stopping
-stopping._TWICE_S = 0.1
+stopping._DUPLICATE_S = 0.1
 with Stopping(ThreadComm(0, Meeting(1))) as stop:
     print("ready", flush=True)
     while True:

@@ -39,7 +39,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 class _Survivors(elastic.State):
     """The surviving ranks; a TorchState keeps the state from which training continues."""
 
-    _place = "the last commit"
+    _resume_point = "the last commit"
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:

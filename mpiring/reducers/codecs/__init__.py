@@ -1,1 +1,1 @@
-"""Turns float32 vectors into short payloads and back; communicates nothing."""
+"""Converts float32 vectors to short payloads and back, without communication."""

@@ -1,4 +1,4 @@
-"""The interface of codecs, and the shared parts of block codecs."""
+"""The interface of codecs, and the base of codecs with blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ...memory.reduction import quietly
 
 
 class Codec(ABC):
-    """Turns float32 vectors into payloads of bytes, and back.
+    """Converts float32 vectors to payloads of bytes, and back.
 
     Each codec consists of array operations, which NumPy and CuPy run, and of loops that numba
     compiles. All give the same bits, except that CuPy flushes subnormal numbers to zero. With
@@ -27,7 +27,7 @@ class Codec(ABC):
 
     @property
     def alignment(self) -> int:
-        """Number of elements in a block, or 1: vectors may be cut at its multiples only."""
+        """Number of elements in a block, or 1: vectors may be cut only at multiples of it."""
         return 1
 
     @abstractmethod
@@ -53,7 +53,13 @@ class Codec(ABC):
             loop(x, *fields, lost, x.size, *self._loop_numbers(key), lost is not None)
 
     def decode(self, payload: Any, out: Any, *, adds: bool = False) -> None:
-        """Overwrite `out`, float32, shape (n,), by the decoded payload, or add that if `adds`."""
+        """Decode a payload.
+
+        Args:
+            payload: uint8; the payload that `encode` has written.
+            out: float32, shape (n,). Overwritten by the decoded vector.
+            adds: If true, add the decoded vector to `out` instead.
+        """
         fields = self._fields(payload, out.size)
         if isinstance(out, DeviceVector):
             out.device.compute(self._decode_arrays, payload, out, adds)
@@ -65,7 +71,7 @@ class Codec(ABC):
     def is_finite(self, payload: Any, n: int) -> bool:
         """Return false if and only if the vector had Inf or NaN, or encoding overflowed.
 
-        The decoded payload then has a number that is not finite. On a GPU the result is always
+        The decoded vector then has a number that is not finite. On a GPU, the result is always
         true, because reading the payload would synchronize with the GPU.
         """
         fields = self._fields(payload, n)
@@ -118,7 +124,7 @@ class Codec(ABC):
         """Return the compiled loop that decodes, if there is one."""
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
-        """Return extra arguments of the loops, to encode with a key, or to decode if it is None."""
+        """Return additional arguments of the loops: to encode with a key, to decode without one."""
         return ()
 
 
@@ -130,7 +136,7 @@ def check_size(payload: Any, n: int, size: int) -> None:
 
 
 def mixed(key: int) -> int:
-    """Return a 32-bit hash in which even neighboring keys coincide only by chance.
+    """Return a 32-bit hash of a key; even neighboring keys have equal hashes only by chance.
 
     Source: Steele, Lea and Flood, OOPSLA 2014 (SplitMix64).
     """
@@ -152,7 +158,7 @@ class BlockCodec(Codec):
 
     @property
     def alignment(self) -> int:
-        """Number of elements in a block: vectors may be cut at its multiples only."""
+        """Number of elements in a block: vectors may be cut only at multiples of it."""
         return self.block
 
     def _are_finite(self, fields: Sequence[Array]) -> bool:

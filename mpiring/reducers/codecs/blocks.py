@@ -14,10 +14,11 @@ _INFINITY = np.uint32(0x7f800000)               # the bits of float32 infinity
 _NAN = np.float32(np.nan)
 _SMALLEST = np.float32(2.0**-126)               # the smallest scale that is not subnormal
 _STEPS = np.float32(127)
-# The largest scale. The next number is float32's maximum / 127, rounded; times 127 it overflows.
+# The largest scale. The next larger number is the float32 maximum / 127, rounded; it overflows if
+# multiplied by 127.
 _LARGEST = np.nextafter(np.finfo(np.float32).max / _STEPS, np.float32(0))
-# Numerator of the inverse scale. The margin below 127 covers the rounding of the product, and one
-# unit in its last place. The sum with any u < 1 therefore remains below 128.
+# Numerator of the inverse scale. The margin below 127 covers the rounding of the product and one
+# unit in its last place, so the sum with any u < 1 remains below 128.
 _JUST_BELOW = np.float32(127 - 2.0**-15)
 _GOLDEN, _FIRST, _SECOND = np.uint32(0x9e3779b1), np.uint32(0x7feb352d), np.uint32(0x846ca68b)
 _FRACTION = np.float32(2.0**-23)

@@ -13,9 +13,9 @@ from ...memory import sixteen
 from ...memory.arrays import INFINITY_BITS, SIXTEEN_BIT, Array, peak
 from .base import Codec, check_size
 
-# uint16 represents bfloat16, which NumPy lacks and an optional package has.
+# uint16 represents bfloat16, which NumPy does not have.
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
-# Number of elements at a time, so that the second read is from the level-1 cache.
+# Number of elements in a block, whose second read is from the level-1 cache.
 _BLOCK = 2048
 
 _ENCODE = "float32* uint16* float32* intp bool"
@@ -24,7 +24,7 @@ _DECODE = "uint16* float32* intp bool"
 
 @dataclass(frozen=True)
 class SixteenBit(Codec):
-    """Encodes in two bytes per element; ties round to even, overflow gives Inf, NaN remains NaN.
+    """Encodes an element in two bytes; ties round to even, overflow gives Inf, NaN remains NaN.
 
     Args:
         dtype: Either "float16" (11 significant bits, up to 65504) or "bfloat16" (8 bits, the range

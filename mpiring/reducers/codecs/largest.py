@@ -9,12 +9,12 @@ from .base import check_size, mixed
 # Number of elements whose positions fit in 16 bits.
 BLOCK = 1 << 16
 
-# Size of the sample for the threshold. With k = n / 1000, only 16 of its elements are above the
-# threshold, so about twice as many elements as needed pass it. A sample of 4 times the size took
+# Size of the sample for the threshold. With k = n / 1000, only 16 elements of the sample exceed the
+# threshold, so about twice as many elements as needed exceed it. A sample of 4 times the size took
 # longer than it saved (1.6 instead of 0.4 ms for 4 Mi elements).
 _SAMPLE = 16 << 10
 # Margins of the first and the second threshold, in standard deviations of the number of elements
-# above it. If both thresholds are too high, all elements are compared.
+# above the threshold. If both thresholds are too high, all elements are compared.
 _MARGINS = (3, 12)
 
 _MAGNITUDE = np.int32(0x7fffffff)
@@ -130,7 +130,7 @@ def _above(bits: Array, threshold: int, k: int) -> Indices:
 
 
 def _largest(bits: Array, indices: Indices, k: int) -> Indices:
-    """Return those of the given indices that have the k largest elements."""
+    """Return the given indices whose elements are the k largest."""
     if indices.size == k:
         return indices
     return indices[np.argpartition(_magnitudes(bits, indices), -k)[-k:]]

@@ -11,8 +11,9 @@ from ...errors import ConfigError
 from ...jit import loops
 from .base import BlockCodec
 
-# Number of lanes that add magnitudes in the order of the elements; halving then adds the lanes.
-# NumPy and vector instructions are both fast in this order. A word of signs has as many bits.
+# Number of lanes that add magnitudes in the order of the elements; the lanes are then added in
+# pairs. NumPy and vector instructions are both fast in this order. It is also the number of bits in
+# a word of signs.
 _LANES = 32
 _NAN = np.float32(np.nan)
 
