@@ -1,0 +1,33 @@
+"""Tests that the commands of `run.py` exist, which nothing else runs without a GPU."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from launching import ROOT, python
+
+RUN = Path(__file__).with_name("run.py")
+
+
+@pytest.fixture(scope="module")
+def steps():
+    parts = runpy.run_path(str(RUN))["PARTS"]
+    return [step for part in parts.values() for step in part(Path("out"))]
+
+
+def test_every_program_and_test_file_exists(steps):
+    named = [word for step in steps for word in step.command
+             if word.startswith(("tests/", "examples/"))]
+    assert len(named) > 10 and not [word for word in named if not (ROOT / word).exists()]
+
+
+def test_every_benchmark_knows_its_options(steps):
+    commands = {step.command[1:4]: step.command for step in steps
+                if step.command[:2] in (("-m", "mpiring"), ("-m", "benchmarks.prefetch"),
+                                        ("-m", "benchmarks.codecs"))}
+    assert len(commands) >= 5
+    for command in commands.values():
+        # argparse names all options that it does not know.
+        found = python(*command, "--last")
+        assert found.returncode == 2
+        assert found.stderr.strip().endswith("error: unrecognized arguments: --last"), found.stderr
