@@ -213,6 +213,26 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
     yield (node.barrier(),)
 
 
+def broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
+    """Copy `x` of the node's rank `root` to all ranks of the node: from a window, or staged.
+
+    Args:
+        operation: Operation of the ranks of one node.
+        x: Vector of shape (n,), contiguous. Overwritten on all ranks but `root`.
+        root: Rank within the node whose data is copied.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node = operation.node
+    vectors = yield from _vectors(operation, x)
+    if vectors is None:
+        yield from node_copies.broadcast(node, x, root)
+        return
+    if node.rank != root:
+        copy_to(x, vectors[root])
+    yield (node.barrier(),)
+
+
 def _vectors(operation: Operation, x: Array) -> Schedule[Sequence[Array] | None]:
     """Synchronize the ranks of the node; return their vectors if all are in one window."""
     windows = operation.windows

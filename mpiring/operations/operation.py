@@ -456,7 +456,7 @@ class Collectives:
         if self._one_node is not None:
             if x.nbytes <= self.tuning.moved_bytes:
                 return shared.eager_broadcast(self, x, root)
-            return node_copies.broadcast(self._one_node, x, root)
+            return shared.broadcast(self, x, root)
         if len(self.nodes) > self.tuning.direct_nodes and x.nbytes <= self.tuning.short_bytes:
             return self.confirmed(doubling.broadcast(self.net, x, root))
         return chain.broadcast(
