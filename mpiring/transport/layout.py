@@ -96,9 +96,9 @@ CALL_ADDRESS: Final = 34
 # Number of bytes of an element, for compiled code that copies.
 CALL_ITEMSIZE: Final = 35
 # For each rank of the node, the address of its segment of node memory. Then the addresses of the
-# vectors to reduce. Then, for each rank, two words: the known position of its vector (its note), or
-# the range (start, length) of this rank's vector that is read from its slot, or, for ROWS, written
-# for it.
+# vectors to reduce. Then, for each rank, two words. For WINDOWS, they are the known position of its
+# vector (its note). Otherwise they are a range (start, length) of this rank's vector, which is read
+# from the other rank's slot. For ROWS, it is written for the other rank.
 CALL_BASES: Final = 36
 
 # The note of a vector that is in no window ...
