@@ -32,8 +32,9 @@ from .names import (
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
+from .operations.operation import returning
 from .record.statistics import Statistics
-from .transport.base import Schedule, T
+from .transport.base import T
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -228,7 +229,7 @@ class Communicator:
         if type(op) is str and op in OP_ALIASES:
             return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
-        handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
+        handle = self.submit(call, lambda collectives: returning(x, build(collectives)))
         if may_be_fast:
             self._fast_calls.note("allreduce", call, x, op)
         return handle
@@ -319,7 +320,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._allreduce(_of_its_own(x), op, "auto")
+        prepared = self._allreduce(_stable_view(x), op, "auto")
         name = self._checked(op, prepared)
         self._group.tune_once()
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
@@ -336,7 +337,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._reduce_scatter(_of_its_own(x), op)
+        prepared = self._reduce_scatter(_stable_view(x), op)
         name = self._checked(op, prepared)
         chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
         return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk),
@@ -353,7 +354,7 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         return self._persistent(
-            self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x, "allgather")
+            self._allgather(_stable_view(x)), lambda: self._allgather(x), x, x, "allgather")
 
     def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
         """Return an operation that is a `broadcast` of `x` each time it is called.
@@ -367,7 +368,7 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         return self._persistent(
-            self._broadcast(_of_its_own(x), root), lambda: self._broadcast(x, root), x, x,
+            self._broadcast(_stable_view(x), root), lambda: self._broadcast(x, root), x, x,
             "broadcast", operator.index(root))
 
     def _checked(self, op: Any, prepared: Prepared) -> str:
@@ -385,7 +386,8 @@ class Communicator:
             return Persistent(self._group, call, lambda: again().build, result, self,
                               vector=None, kind=kind, op_or_root=op_or_root)
         return Persistent(
-            self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
+            self._group, call,
+            _while_in_place(x, build, self.rank) if is_tensor(x) else lambda: build,
             result, self, vector=vector, kind=kind, op_or_root=op_or_root)
 
     def _allreduce(self, x: Any, op: Any, algorithm: str) -> Prepared:
@@ -698,17 +700,12 @@ class Communicator:
             self.close()
 
 
-def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
-    yield from schedule
-    return value
-
-
-def _of_its_own(x: Any) -> Any:
+def _stable_view(x: Any) -> Any:
     """Return a view of a NumPy array, which later changes of its shape and flags do not affect."""
     return x.view() if isinstance(x, np.ndarray) else x
 
 
-def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
+def _while_in_place(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
     """Return a function that returns `build` while a tensor keeps its memory.
 
     Args:

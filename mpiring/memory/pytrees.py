@@ -19,6 +19,11 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
+def path_text(path: Path) -> str:
+    """Return the keys of a path as in Python: `['a'][0]`."""
+    return "".join(f"[{key!r}]" for key in path)
+
+
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a pytree with the same types, and with each leaf changed, in order.
 

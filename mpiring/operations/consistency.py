@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ConfigError, MpiringError
 from ..memory.digest import bytes_of, digest
-from ..memory.pytrees import leaves
+from ..memory.pytrees import leaves, path_text
 from ..sharding.sliced import Sliced
 from ..memory.tensors import array_of, is_tensor
 
@@ -59,7 +59,7 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
     flat: dict[str, Any] = {}
     try:
         yield values
-        flat = {_path_text(path): _on_host(leaf) for path, leaf in leaves(values)}
+        flat = {str(path[0]) + path_text(path[1:]): _on_host(leaf) for path, leaf in leaves(values)}
     except Exception as exc:
         failure = exc
     try:
@@ -120,10 +120,6 @@ def _sendable(failure: Exception | None, error: type[MpiringError]) -> Any:
     if isinstance(failure, MpiringError):
         return type(failure), str(failure)
     return error, f"{type(failure).__name__}: {failure}"
-
-
-def _path_text(path: tuple[Any, ...]) -> str:
-    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 def _on_host(x: Any) -> Any:

@@ -11,7 +11,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import dtype_name
 from ..memory.digest import has_xxh3
-from ..memory.pytrees import leaves
+from ..memory.pytrees import leaves, path_text
 from ..sharding.sliced import Range, Sliced
 from .folder import on_all_ranks, rank_and_host
 from .manifest import (REPLICATED, SHARDED, Entry, gap, own_name, piece_name, range_text,
@@ -117,7 +117,7 @@ def _difference(first: str, second: str, rank: int) -> str:
 def _leaf_texts(text: str) -> dict[str, str]:
     """Return a description of each leaf of a tree, by path."""
     tree = rebuild(text, collections.defaultdict(lambda: None), STORED_KINDS)
-    return {"".join(f"[{key!r}]" for key in path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
+    return {path_text(path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
 
 
 def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) -> dict[str, Entry]:

@@ -11,7 +11,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError, MpiringError
 from ..gpu.arrays import is_on_gpu
-from ..memory.pytrees import leaves
+from ..memory.pytrees import leaves, path_text
 from ..operations.consistency import same_on_all
 from ..reducers.compressor import Compressor
 from ..sharding.sliced import whole
@@ -329,7 +329,7 @@ class _Arrays:
                 raise ConfigError(f"{self._text(path)} is a {type(leaf).__name__}; {_LOADABLE}")
 
     def _text(self, path: tuple[Any, ...]) -> str:
-        return self._name + "".join(f"[{key!r}]" for key in path)
+        return self._name + path_text(path)
 
     def state_dict(self) -> Any:
         return self._tree

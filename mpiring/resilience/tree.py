@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError, MissingDependencyError
 from ..files import parsed
 from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name, dtype_named
-from ..memory.pytrees import Path
+from ..memory.pytrees import Path, path_text
 from ..sharding.sliced import Range, Sliced
 
 Bytes = NDArray[np.uint8]
@@ -315,7 +315,7 @@ class _Outlining:
         return {leaf.kind.name: name, "dtype": leaf.dtype, "shape": list(leaf.shape)}
 
     def _where(self, path: Path) -> str:
-        return self._root + "".join(f"[{key!r}]" for key in path)
+        return self._root + path_text(path)
 
 
 def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:

@@ -15,7 +15,7 @@ from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest, has_xxh3
-from ..memory.pytrees import leaves
+from ..memory.pytrees import leaves, path_text
 from ..operations.agreement import Call
 from ..text import first_few
 
@@ -184,7 +184,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
             arrays that were yielded before.
     """
     for path, value in leaves(nest):
-        full_name = name + "".join(f"[{key!r}]" for key in path)
+        full_name = name + path_text(path)
         if not isinstance(value, bool | int | float):
             item = leaf(full_name, value)
             if item is not None:
