@@ -66,37 +66,29 @@ def run(parse: Callable[[], Namespace]) -> int:
     Args:
         parse: Returns the options of the command line.
     """
-    return guarded(lambda: _status(parse()))
-
-
-def _status(options: Namespace) -> int:
+    if sys.stdout is None:
+        return _status(parse)
+    out = Output(sys.stdout)
     try:
-        return alone(options.action, options)
+        with contextlib.redirect_stdout(cast(TextIO, out)):
+            try:
+                return _status(parse)
+            finally:
+                out.flush()
+    except OutputError as error:
+        _end(cast(OSError, error.__cause__))
+        return 1
+
+
+def _status(parse: Callable[[], Namespace]) -> int:
+    try:
+        return _act(parse())
     except MpiringError as error:
         # In one write: ranks that print it at once would mix up their lines.
         sys.stderr.write(f"mpiring: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def guarded(command: Callable[[], int]) -> int:
-    """Run a command, and return its exit status; 1 if its output is lost, with a line of why.
-
-    If the reader has gone, as with `| head`, there is no such line.
-    """
-    if sys.stdout is None:
-        return command()
-    out = Output(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(cast(TextIO, out)):
-            try:
-                return command()
-            finally:
-                out.flush()
-    except OutputError as error:
-        _end(cast(OSError, error.__cause__))
-        return 1
 
 
 def _end(reason: OSError) -> None:
@@ -116,14 +108,11 @@ def _end(reason: OSError) -> None:
         os._exit(1)
 
 
-def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
-    """Run a command; if an option reserves standard output for results, print elsewhere.
-
-    Args:
-        options: The option that is "-" becomes the stream.
+def _act(options: Namespace) -> int:
+    """Run the action; if an option is "-", print everything but that option's results elsewhere.
 
     Raises:
-        ConfigError: Several of them are, or there is no standard output.
+        ConfigError: Several options are "-", or there is no standard output.
     """
     wanted = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
     if len(wanted) > 1:
@@ -132,10 +121,10 @@ def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
         raise ConfigError(f"--{wanted[0]} -: standard output is closed")
     # A part of a benchmark leaves results to the process that started it.
     if not wanted or getattr(options, "part", None):
-        return command(options)
+        return int(options.action(options))
     setattr(options, wanted[0], sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
-        return command(options)
+        return int(options.action(options))
 
 
 @contextlib.contextmanager

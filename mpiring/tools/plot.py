@@ -181,30 +181,29 @@ def model_title(row: Row, rows: Sequence[Row]) -> str:
 
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per algorithm."""
-    names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for i, name in enumerate(names):
-        members = [row for row in rows if row["algorithm"] == name]
-        nodes = [row["nodes"] for row in members]
-        look = {**curve_style(i), "label": name, "linewidth": 1.2}
-        axes[0].plot(nodes, [row["ms"] for row in members], **look)
-        axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
-        chosen = [row for row in members if row["selected"]]
-        axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
-                     markersize=8, markerfacecolor="none", markeredgecolor=INK,
-                     label="what auto takes" if i + 1 == len(names) else None)
+    over_nodes(axes, rows, "algorithm", "ms")
+    chosen = [row for row in rows if row["selected"]]
+    axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
+                 markersize=8, markerfacecolor="none", markeredgecolor=INK,
+                 label="what auto takes")
     limits = {row["nodes"]: row["limit_ms"] for row in rows}
     axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
                  label="byte limit")
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    axes[1].set_ylim(0, 105)
-    over_nodes(axes, list(limits))
     axes[0].set_ylabel("time of an allreduce (ms)")
     axes[1].set_ylabel("byte limit / time (%)")
 
 
-def over_nodes(axes: "Sequence[Axes]", nodes: Sequence[int]) -> None:
-    """Let panels have numbers of nodes from left to right, some of which are written."""
+def over_nodes(axes: "Sequence[Axes]", rows: Sequence[Row], name_key: str, time_key: str) -> None:
+    """Draw time and efficiency over the number of nodes, a curve per name; label some numbers."""
+    for i, name in enumerate(dict.fromkeys(row[name_key] for row in rows)):
+        members = [row for row in rows if row[name_key] == name]
+        look = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
+        for panel, key in zip(axes, (time_key, "efficiency_percent")):
+            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
+    axes[1].set_ylim(0, 105)
+    nodes = list(dict.fromkeys(row["nodes"] for row in rows))
     shown = nodes[::-1][::max(1, -(-len(nodes) // 7))]
     for panel in axes:
         panel.set_xscale("log", base=2)

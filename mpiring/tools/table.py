@@ -1,11 +1,9 @@
 """Prints rows as a table of fixed columns, so that it can begin before the last row is known."""
 
-import importlib
-import io
 import math
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,6 @@ Environment = dict[str, Any]
 WIDTH = 100
 # Follows the best value of a row if there is no bold type.
 _MARK = "*"
-_GAP = 2
 
 
 @dataclass(frozen=True)
@@ -69,41 +66,29 @@ def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str
         columns: Columns of the table.
         styles: "bold" or "underline", by the number of a cell.
     """
-    if _has_rich():
-        return _styled(cells, columns, styles)
-    marks = [_MARK if styles.get(number) == "bold" else " " * (number < len(cells) - 1)
-             for number in range(len(cells))]
-    return " ".join(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}{mark}"
-                    for cell, column, mark in zip(cells, columns, marks)).rstrip()
+    render = _renderer() or _marked
+    return " ".join(
+        render(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}",
+               styles.get(number, "")) for number, (cell, column) in enumerate(zip(cells, columns))
+    ).rstrip()
 
 
-def _has_rich() -> bool:
-    """Return whether standard output is a terminal, and the package rich is installed."""
+def _marked(cell: str, style: str) -> str:
+    return cell + (_MARK if style == "bold" else " ")
+
+
+def _renderer() -> Callable[[str, str], str] | None:
+    """Return a function that adds a terminal's escape codes; None without terminal or rich."""
     if sys.stdout is None or not sys.stdout.isatty():
-        return False
+        return None
     try:
-        importlib.import_module("rich.table")
+        from rich.console import Console
+        from rich.style import Style
     except ImportError:
-        return False
-    return True
-
-
-def _styled(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
-    """Return cells as a line of a table by rich, with the escape codes of terminals."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-    grid = Table.grid(padding=(0, _GAP, 0, 0))
-    widths = [max(len(cell), abs(column.width)) for cell, column in zip(cells, columns)]
-    for column, width in zip(columns, widths):
-        grid.add_column(justify="left" if column.width < 0 else "right", width=width)
-    grid.add_row(*[Text(cell, styles.get(number, "")) for number, cell in enumerate(cells)])
-    width = sum(widths) + _GAP * len(cells)
-    console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    with console.capture() as captured:
-        console.print(grid)
-    text: str = captured.get()
-    return text.rstrip()
+        return None
+    if Console().is_dumb_terminal:
+        return None
+    return lambda cell, style: Style.parse(style).render(cell) + " "
 
 
 def _text(row: Row, column: Column) -> str:

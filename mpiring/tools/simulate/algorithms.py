@@ -20,7 +20,7 @@ from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
 from ...operations.windows import Windows
-from ...simulated.network import SimulatedNetwork, cyclic, pairwise
+from ...simulated.network import cyclic, pairwise
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
 from ...transport.base import HEADER_BYTES, Channel, Node, Schedule
@@ -74,36 +74,79 @@ class _Windows(Windows):
         return [x[:] for _ in positions]
 
 
+# Function that returns the schedule of a rank's operation.
+Build = Callable[["SimulatedOperation"], Schedule[None]]
+
+
+class Simulation:
+    """A simulated cluster, which runs one group of operations after the other.
+
+    Args:
+        cluster: Cluster to simulate.
+        symmetry: Partners of a node that stands for all; None to run all ranks.
+        in_python: If true, each message costs the overhead of schedules in Python.
+
+    Attributes:
+        cluster, symmetry: The arguments of the same names.
+        network, memory: Network and memory of the cluster.
+        nodes: Ranks of each node.
+        how: "stepped" or "symmetry"; see SimulatedTime.
+    """
+
+    def __init__(self, cluster: Cluster, symmetry: Symmetry | None, *,
+                 in_python: bool = True) -> None:
+        self.cluster, self.symmetry = cluster, symmetry
+        self.network = cluster.network(symmetry, in_python=in_python)
+        self.memory = SimulatedMemory(
+            self.network, barrier_s=cluster.barrier_s,
+            slot_bytes=max(Tuning.short_bytes, Tuning.eager_bytes))
+        r = cluster.ranks_per_node
+        self.nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
+        self.how = "stepped" if symmetry is None else "symmetry"
+        self._operations = 0
+
+    def run(self, *builds: Build,
+            programs: Sequence[Callable[[Channel], Schedule[None]]] = ()) -> None:
+        """Run operations and other programs on all ranks at once.
+
+        Args:
+            builds: Functions that return the schedules of operations.
+            programs: Programs that advance after the operations; see SimulatedNetwork.run.
+        """
+        def operation(build: Build, number: int, net: Channel) -> Schedule[None]:
+            return build(SimulatedOperation(self, net, number))
+
+        self.network.run(*(partial(operation, build, number)
+                           for number, build in enumerate(builds, self._operations)), *programs)
+        self._operations += len(builds)
+
+
 class SimulatedOperation(Collectives):
     """One rank's operation on vectors without memory: copying and combining only take time.
 
     Args:
-        cluster: Its prices.
-        nodes: The ranks of each node.
-        network, memory: Network and memory of the cluster.
+        simulation: Simulated cluster.
         net: The operation's channel.
         number: Number of the operation.
-        in_pairs: If true, and a node stands for all, nodes exchange in pairs, not in a circle.
 
     Attributes:
         work: Keeps the rank busy for so many seconds.
     """
 
-    __slots__ = ("_cluster", "_in_pairs", "work")
+    __slots__ = ("_simulation", "work")
 
-    def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
-                 network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
-                 number: int, *, in_pairs: bool = False) -> None:
+    def __init__(self, simulation: Simulation, net: Channel, number: int) -> None:
         transport = cast(Transport, SimulatedTransport(net))
         super().__init__(
-            Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
-            memory.node(net.rank, number), number)
-        self._cluster, self.work = cluster, partial(network.work, net.rank)
-        self._in_pairs = in_pairs
+            Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size),
+                      simulation.nodes),
+            simulation.memory.node(net.rank, number), number)
+        self._simulation = simulation
+        self.work = partial(simulation.network.work, net.rank)
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
-        rate = self._cluster.node_bandwidth
+        rate = self._simulation.cluster.node_bandwidth
         return ghost(n, dtype, lambda nbytes: self.work(nbytes / rate))
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
@@ -112,16 +155,18 @@ class SimulatedOperation(Collectives):
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what takes the time of combining."""
-        return PricedCombine(self.work, self._cluster.reduction_rate, self._cluster.node_bandwidth)
+        cluster = self._simulation.cluster
+        return PricedCombine(self.work, cluster.reduction_rate, cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
-        r, net = self._cluster.ranks_per_node, self.net
+        r, net = self._simulation.cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
             header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
             # If one node stands for all in pairs, its header is answered by its receiver.
-            before = after if self._in_pairs else (net.rank - r) % net.size
+            in_pairs = self._simulation.symmetry is pairwise
+            before = after if in_pairs else (net.rank - r) % net.size
             headers = [net.irecv(header, before), net.isend(header, after)]
         first = next(schedule)
         yield (*headers, *first)
@@ -163,32 +208,20 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
         nbytes: Length of the array.
         fold: If false, run all ranks in any case.
     """
-    tuning = Tuning()
     schedule = _schedule(
-        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning))
+        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning()))
     if schedule is None or cluster.ranks == 1:
         return None
     fold &= cluster.nodes > 1 and not cluster.cores
     symmetry = symmetry_of(name, cluster, nbytes) if fold else None
-    r = cluster.ranks_per_node
-    nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
-    network = cluster.network(symmetry, in_python=name != "native")
-    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s, slot_bytes=max(
-        tuning.short_bytes, tuning.eager_bytes))
-    operation, last = 0, False
+    simulation = Simulation(cluster, symmetry, in_python=name != "native")
+    network, last = simulation.network, False
     while not last:
         last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
         began_s = network.time_s = network.time_s + cluster.pause_s
-
-        def program(net: Channel, number: int = operation) -> Schedule[None]:
-            call = SimulatedOperation(cluster, nodes, network, memory, net, number,
-                                      in_pairs=symmetry is pairwise)
-            return schedule(call, call.vector(n))
-
-        network.run(program)
-        operation += 1
-    return SimulatedTime(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
+        simulation.run(lambda call: schedule(call, call.vector(n)))
+    return SimulatedTime(network.time_s - began_s, simulation.how)
 
 
 def _schedule(name: str, case: Case,

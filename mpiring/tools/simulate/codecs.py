@@ -1,5 +1,6 @@
 """Measures the cost and traffic of Reducers by running them on a few simulated nodes."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -64,10 +65,9 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
     nbytes, dtype = 0, np.dtype(np.float32)
     for tensor in sorted(profile.tensors, key=lambda tensor: -tensor.size):
         if nbytes < _SAMPLE_BYTES:
-            row_bytes = max(1, dtype.itemsize * tensor.size // max(1, tensor.shape[0])
-                            if tensor.shape else 1)
-            rows = max(1, _SAMPLE_BYTES // row_bytes)
-            shape = (min(rows, tensor.shape[0]), *tensor.shape[1:]) if tensor.shape else ()
+            rows, *row = tensor.shape or (1,)
+            row_bytes = max(1, dtype.itemsize * math.prod(row))
+            shape = min(rows, max(1, _SAMPLE_BYTES // row_bytes)), *row
             yield (cut := replace(tensor, shape=shape, dtype=dtype))
             nbytes += dtype.itemsize * cut.size
 

@@ -7,13 +7,13 @@ from ... import __version__
 from ...errors import ConfigError
 from .. import table
 from ..arguments import checked
-from ..results import check_files, command, declare_files, now, read_json, write_files
+from ..results import check_files, declare_files, read_json, write_files
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import step_command
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
-from .options import caption_of, caveat_of, cluster_of, declare_cluster
+from .options import caveat_of, cluster_of, declare_cluster, environment_of
 
 _DESCRIPTION = """\
 Predicts the time of an allreduce on another cluster. It runs the real algorithms on a simulated
@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
     if not rows:
         raise ConfigError("there is nothing to predict: a single rank sends nothing; raise "
                           "--nodes or --ranks-per-node")
-    about = _about(options, cluster)
+    about = environment_of(cluster, "" if options.against else (
+        f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "))
     print(table.note(f"mpiring {__version__} simulate: {about['cluster']}"))
     print(table.head(columns))
     for row in rows:
@@ -96,27 +97,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
-    """Return the environment of the predictions."""
-    text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
-            if not options.against else "")
-    return {
-        "date": now(), "command": command(),
-        "mpiring": __version__,
-        "cluster": f"{text}{caption_of(cluster)}",
-        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
-
-
 def _size_text(nbytes: int) -> str:
     """Return a size in decimal megabytes if it is a multiple, else in binary units."""
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 
 def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
-    rows = []
+    names, rows = ALGORITHMS + SHARDED * options.sharded, []
     for nodes in options.nodes:
         cluster = usual.of(nodes, usual.ranks_per_node)
-        predictions = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
+        predictions = {name: prediction for name in names
                        if (prediction := predict(name, cluster, options.size)) is not None}
         seconds: dict[str, float] = {
             name: predictions[name].seconds for name in ALGORITHMS if name in predictions}

@@ -6,21 +6,19 @@ the recorded steps, so a step waits for the slowest rank, as real steps do. If o
 all, each of its ranks computes as long as the slowest of all nodes.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from ...buckets.bucket import plan, usual_bytes
-from ...collectives.operation import Tuning
+from ...buckets.bucket import BucketPlan, plan, usual_bytes
 from ...config import Config
 from ...simulated.network import SimulatedNetwork, cyclic
-from ...simulated.node import SimulatedMemory
-from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedOperation
+from ...transport.base import Schedule
+from .algorithms import Build, SimulatedOperation, Simulation
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
@@ -66,7 +64,7 @@ class BucketOperation(NamedTuple):
     """
 
     after: Sequence[Flag]
-    build: Callable[[SimulatedOperation], Schedule[None]]
+    build: Build
     done: Flag
 
 
@@ -82,33 +80,13 @@ class RankStep:
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
 
-    def submit(self, after: Sequence[Flag],
-               build: Callable[[SimulatedOperation], Schedule[None]]) -> Flag:
+    def submit(self, after: Sequence[Flag], build: Build) -> Flag:
         """Add an operation; return what is set when it is complete."""
         in_flight = Config().operations_in_flight
-        earlier = [operation.done for operation in self.operations[-in_flight:][:1]
-                   if len(self.operations) >= in_flight]
-        self.operations.append(BucketOperation([*after, *earlier], build, done := Flag()))
+        if len(self.operations) >= in_flight:
+            after = [*after, self.operations[-in_flight].done]
+        self.operations.append(BucketOperation(after, build, done := Flag()))
         return done
-
-
-class TrainedBucket(NamedTuple):
-    """A bucket of the model.
-
-    Attributes:
-        tensors: The numbers of its tensors, in the model's order.
-        size: Number of elements.
-        dtype: Of its elements.
-    """
-
-    tensors: Sequence[int]
-    size: int
-    dtype: "np.dtype[np.generic]"
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -125,19 +103,16 @@ class Workload:
     cluster: Cluster
     bucket_bytes: int | None = None
 
-    @functools.cached_property
-    def buckets(self) -> Sequence[TrainedBucket]:
+    @cached_property
+    def buckets(self) -> Sequence[BucketPlan]:
         """The buckets, in the order in which they are sent."""
-        tensors = self.profile.tensors
-        numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
-        nbytes = self.bucket_bytes or usual_bytes(self.cluster.nodes)
-        return [TrainedBucket([numbers[tensor.name] for tensor in bucket.tensors], bucket.size,
-                              bucket.dtype)
-                for bucket in plan([tensors[number] for number in self.profile.order], nbytes)]
+        return plan([self.profile.tensors[number] for number in self.profile.order],
+                    self.bucket_bytes or usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
         """Return when each bucket can be sent: it is full, and so are those before."""
-        times = [max(step.ready_s[number] for number in bucket.tensors) for bucket in self.buckets]
+        ready_s = {tensor.name: at_s for tensor, at_s in zip(self.profile.tensors, step.ready_s)}
+        times = [max(ready_s[tensor.name] for tensor in bucket.tensors) for bucket in self.buckets]
         return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
 
     @property
@@ -176,14 +151,14 @@ def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
     cluster, rng = workload.cluster, np.random.default_rng(_SEED)
     steps = steps or (_STEPS if cluster.ranks < _MANY_RANKS else _STEPS_OF_MANY)
     folded = fold and cluster.nodes > 1 and not cluster.cores
-    run = _Run(cluster, folded)
+    simulation = Simulation(cluster, cyclic if folded else None)
     seconds, computing = [], []
     for _ in range(steps):
         computes = _drawn(workload.profile, cluster, rng, folded=folded)
         ranks = [planned(workload, compute) for compute in computes]
         computing.append(max(sum(part.seconds for part in rank.computes) for rank in ranks))
-        seconds.append(run.step(ranks))
-    return StepTime(fmean(seconds), fmean(computing), "symmetry" if folded else "stepped")
+        seconds.append(_run_step(simulation, ranks))
+    return StepTime(fmean(seconds), fmean(computing), simulation.how)
 
 
 def _drawn(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
@@ -204,55 +179,28 @@ def slowest(steps: Sequence[StepCompute]) -> StepCompute:
         max(step.compute_s for step in steps), max(step.step_s for step in steps))
 
 
-class _Run:
-    """Steps that follow each other on one cluster.
+def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
+    """Run a step; return its seconds.
 
     Args:
-        folded: The ranks of one node stand for all.
+        simulation: Simulated cluster.
+        ranks: Work of each rank, with equally many operations.
     """
+    def operate(index: int, call: SimulatedOperation) -> Schedule[None]:
+        operation = ranks[call.rank].operations[index]
+        yield operation.after
+        if simulation.symmetry is not None:
+            # A network on which nodes send in a circle cannot carry exchanges in pairs, so the
+            # shortest buckets go straight to all nodes.
+            call.tuning = replace(call.tuning, direct_nodes=call.size)
+        yield from call.announced(operation.build(call))
+        operation.done.is_set = True
 
-    def __init__(self, cluster: Cluster, folded: bool) -> None:
-        self._cluster, self._folded, r = cluster, folded, cluster.ranks_per_node
-        self._nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
-        self._network = cluster.network(cyclic if folded else None, in_python=True)
-        tuning = Tuning()
-        self._memory = SimulatedMemory(
-            self._network, barrier_s=cluster.barrier_s,
-            slot_bytes=max(tuning.short_bytes, tuning.eager_bytes))
-        self._operations = 0
-
-    def step(self, ranks: Sequence[RankStep]) -> float:
-        """Run a step; return its seconds.
-
-        Args:
-            ranks: Work of each rank, with equally many operations.
-        """
-        network, began_s = self._network, self._network.time_s
-
-        def operation(index: int, number: int) -> Callable[[Channel], Schedule[None]]:
-            def program(net: Channel) -> Schedule[None]:
-                call = SimulatedOperation(
-                    self._cluster, self._nodes, network, self._memory, net, number)
-                if self._folded:
-                    # A network on which nodes send in a circle cannot carry exchanges in pairs:
-                    # the shortest buckets go straight to all nodes.
-                    call.tuning = replace(call.tuning, direct_nodes=net.size)
-                return _operated(call, ranks[net.rank].operations[index])
-
-            return program
-
-        count = len(ranks[0].operations)
-        # Last, so that arrived messages advance before the next slice of computing.
-        network.run(*(operation(index, self._operations + index) for index in range(count)),
-                    lambda net: _computed(network, net.rank, ranks[net.rank].computes))
-        self._operations += count
-        return network.time_s - began_s
-
-
-def _operated(call: SimulatedOperation, operation: BucketOperation) -> Schedule[None]:
-    yield operation.after
-    yield from call.announced(operation.build(call))
-    operation.done.is_set = True
+    network, began_s = simulation.network, simulation.network.time_s
+    # Computing advances last, so that arrived messages advance before its next slice.
+    simulation.run(*(partial(operate, index) for index in range(len(ranks[0].operations))),
+                   programs=[lambda net: _computed(network, net.rank, ranks[net.rank].computes)])
+    return network.time_s - began_s
 
 
 def _computed(network: SimulatedNetwork, rank: int, computes: Sequence[Compute]) -> Schedule[None]:

@@ -10,16 +10,15 @@ from ...errors import ConfigError
 from ...text import ranks_on_nodes
 from .. import table
 from ..arguments import checked
-from ..picture import curve_style
 from ..plot import Drawing, over_nodes
-from ..results import check_files, command, declare_files, now, write_files
-from ..table import Column, Environment, Row
+from ..results import check_files, declare_files, write_files
+from ..table import Column, Row
 from ..units import parse_size, size_text
 from .cluster import Cluster
-from .options import caption_of, caveat_of, cluster_of, declare_cluster
+from .options import caveat_of, cluster_of, declare_cluster, environment_of
 from .profile import Profile, read_profile
 from .step import Workload, predict_step
-from .strategies import DATA_PARALLEL, Strategy, averaged, strategies
+from .strategies import DATA_PARALLEL, averaged, strategies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
                           "--compare and --plot")
     check_files(options)
     profile, cluster = read_profile(options.trace, options.job), cluster_of(options)
-    about = _about(options, profile, cluster)
+    about = {
+        **environment_of(cluster, f"{cluster.ranks_per_node} ranks per node, "),
+        "recorded": f"recorded: {profile.caption}; {size_text(profile.nbytes)} of gradients in "
+                    f"{len(profile.tensors)} tensors, {1e3 * profile.compute_s:.4g} ms of compute"}
     columns = _AGAINST if options.against else _COLUMNS
     print(table.note(f"mpiring {__version__} simulate step: {about['cluster']}"))
     print(table.note(about["recorded"]))
@@ -102,15 +104,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _about(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Environment:
-    return {
-        "date": now(), "command": command(), "mpiring": __version__,
-        "cluster": f"{cluster.ranks_per_node} ranks per node, {caption_of(cluster)}",
-        "recorded": f"recorded: {profile.caption}; {size_text(profile.nbytes)} of gradients in "
-                    f"{len(profile.tensors)} tensors, {1e3 * profile.compute_s:.4g} ms of compute",
-        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
-
-
 def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
     """Yield the predictions, strategy by strategy for each number of nodes."""
     compared = strategies(profile) if options.compare else [DATA_PARALLEL]
@@ -118,18 +111,14 @@ def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) ->
         workload = Workload(profile, cluster.of(nodes, cluster.ranks_per_node),
                             options.bucket_bytes)
         for strategy in compared:
-            yield from _rows(strategy, workload)
-
-
-def _rows(strategy: Strategy, workload: Workload) -> Iterator[Row]:
-    predicted, cluster = strategy.predict(workload), workload.cluster
-    if predicted is not None:
-        yield {
-            "nodes": cluster.nodes, "ranks": cluster.ranks, "strategy": strategy.name,
-            "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
-            "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
-            "efficiency_percent": 100 * workload.profile.compute_s / predicted.seconds,
-            "how": predicted.how, "loss": strategy.loss}
+            predicted = strategy.predict(workload)
+            if predicted is not None:
+                yield {
+                    "nodes": nodes, "ranks": workload.cluster.ranks, "strategy": strategy.name,
+                    "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
+                    "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
+                    "efficiency_percent": 100 * profile.compute_s / predicted.seconds,
+                    "how": predicted.how, "loss": strategy.loss}
 
 
 def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> Iterator[Row]:
@@ -186,16 +175,10 @@ def _share(row: Row, dense: Row) -> str:
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per strategy."""
-    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
-        members = [row for row in rows if row["strategy"] == name]
-        look = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
-        for panel, key in zip(axes, ("step_ms", "efficiency_percent")):
-            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
+    over_nodes(axes, rows, "strategy", "step_ms")
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("time of a step (ms)")
-    axes[1].set_ylim(0, 105)
     axes[1].set_ylabel("compute alone / step (%)")
-    over_nodes(axes, list(dict.fromkeys(row["nodes"] for row in rows)))
 
 
 DRAWINGS = {"predicted steps": Drawing(_curves)}

@@ -6,14 +6,15 @@ from functools import partial
 
 import numpy as np
 
+from ...buckets.bucket import BucketPlan
 from ...collectives import ring
 from ...memory.arrays import Array, bounds_of
 from ...operations.algorithms import Algorithm, Case, candidates, choose, named
 from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedOperation, gather, scatter
+from .algorithms import Build, SimulatedOperation, gather, scatter
 from .codecs import REDUCERS, CodecPrices, measured
 from .profile import Profile, StepCompute
-from .step import Compute, Flag, RankStep, StepTime, TrainedBucket, Workload, predict_step
+from .step import Compute, Flag, RankStep, StepTime, Workload, predict_step
 
 # DiLoCo's steps between two synchronizations, and draws of what the slowest rank computes in them.
 _LOCAL_STEPS, _DRAWS = 16, 8
@@ -88,8 +89,7 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
     return flags[:-1], flags[-1]
 
 
-def _of_bucket(run: BucketSchedule, bucket: TrainedBucket,
-               ) -> Callable[[SimulatedOperation], Schedule[None]]:
+def _of_bucket(run: BucketSchedule, bucket: BucketPlan) -> Build:
     return lambda call: run(call, call.vector(bucket.size, bucket.dtype))
 
 

@@ -13,8 +13,7 @@ from ...text import ranks_on_nodes
 from .. import table
 from ..table import Column
 from ..units import size_text
-from . import quiet
-from .rates import measure
+from .rates import ENOUGH, least_share, measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 _AUTO, _SHARED = "auto", "shared"
@@ -42,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
-        share, rank = quiet.least_share(comm)
-        if comm.rank == 0 and share < quiet.ENOUGH:
+        share, rank = least_share(comm)
+        if comm.rank == 0 and share < ENOUGH:
             print(f"WARNING: the machine is busy: rank {rank} got {share:.0%} of a core while all "
                   f"ranks computed.\nThese times are too long, and may name the wrong algorithm. "
                   f"Measure again on idle cores,\nwith at most one rank per core.\n")
@@ -61,13 +60,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _report(comm: Communicator, title: str, shown: bool) -> None:
     model = comm.tune(fresh=True)
-    by_auto = _by_auto(comm, model) if _is_shared(model) else None
+    by_auto = _by_auto(comm, model) if _SHARED in dict(model.curves) else None
     if shown:
         _print(model, by_auto, title)
-
-
-def _is_shared(model: Model) -> bool:
-    return _SHARED in dict(model.curves)
 
 
 def _by_auto(comm: Communicator, model: Model) -> Curve:
