@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -397,7 +397,6 @@ class _Queue:
         return self._stream
 
 
-@dataclass
 class Device:
     """A GPU with separate streams for uploads, downloads and work.
 
@@ -415,17 +414,14 @@ class Device:
         staging: Pinned host memory, for single copies.
     """
 
-    gpu: Gpu
-    scratch: Scratch = field(init=False)
-    staging: Staging = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
         self._uploads, self._downloads, self._work, self._marks = (
-            _Queue(self.gpu.stream()) for _ in range(4))
+            _Queue(gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
         self.scratch = Scratch(
             _MAX_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
-        self.staging = Staging(self.gpu)
+        self.staging = Staging(gpu)
 
     def __repr__(self) -> str:
         return self.gpu.name

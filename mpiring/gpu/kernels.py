@@ -29,7 +29,7 @@ _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
 
 # Conversions between the types T (in memory) and W (in arithmetic). Tests on the host lack the
 # GPU's instructions.
-_HALVES = """
+_SIXTEEN = {"float16": """
 #ifdef __CUDA_ARCH__
 __device__ inline float widened(unsigned short x) {
     float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;
@@ -38,8 +38,7 @@ __device__ inline unsigned short narrowed(float x) {
     unsigned short y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
 }
 #endif
-"""
-_BFLOATS = """
+""", "bfloat16": """
 __device__ inline float widened(unsigned short x) {
     return __uint_as_float((unsigned int)x << 16);
 }
@@ -49,14 +48,20 @@ __device__ inline unsigned short narrowed(float x) {
     if (x != x) return (unsigned short)(bits >> 16 | 0x40u);
     return (unsigned short)(bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
 }
-"""
-_SIXTEEN = {"float16": _HALVES, "bfloat16": _BFLOATS}
+"""}
 _PLAIN = """
 __device__ inline W widened(T x) { return (W)x; }
 __device__ inline T narrowed(W x) { return (T)x; }
 """
 
 _COMBINE = """
+// Without __grid_constant__, dynamically indexed parameters are copied to each thread's memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+#define MPIRING_CONSTANT __grid_constant__
+#else
+#define MPIRING_CONSTANT
+#endif
+
 struct alignas(16) Pack { T lane[LANES]; };
 
 struct Job {
@@ -69,7 +74,7 @@ struct Job {
 };
 
 extern "C" __global__ void __launch_bounds__(%(threads)d)
-%(name)s(const %(constant)s Job job) {
+%(name)s(const MPIRING_CONSTANT Job job) {
     const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = first; i < job.packs; i += step) {
@@ -102,15 +107,6 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
     }
 }
 """
-# Without it, dynamically indexed parameters are copied to each thread's private memory.
-_CONSTANT = """
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
-#define MPIRING_CONSTANT __grid_constant__
-#else
-#define MPIRING_CONSTANT
-#endif
-"""
-
 
 _building = threading.Lock()
 
@@ -222,10 +218,9 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
                  f"LANES = {PACK_BYTES // dtype.itemsize};\n"
                  f"typedef {'double' if divisor.itemsize == 8 else 'float'} D;\n")
     unrolled = _UNROLLED if max(sources, outs) <= _UNROLLED else _UNROLLED // 2
-    body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled,
-                       "constant": "MPIRING_CONSTANT"}
-    return Kernel(name, _CONSTANT + constants + _types(op, dtype) + _both(op, of)
-                  + _divided(of, divides) + body, parameters)
+    body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled}
+    return Kernel(name, constants + _types(op, dtype) + _both(op, of) + _divided(of, divides)
+                  + body, parameters)
 
 
 def _types(op: str, dtype: np.dtype[Any]) -> str:

@@ -80,7 +80,7 @@ class Recorder:
     def waited_for_data(self, began_s: float, ended_s: float) -> None:
         """Record when the program waited for its next batch."""
         if self.trace is not None:
-            self.trace.waited_for_data(began_s, ended_s)
+            self.trace.span("wait for data", "data", began_s, ended_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -109,8 +109,7 @@ class Recorder:
         """Return a line for each of the last operations, the newest last."""
         now = time.monotonic()
         clock_s = time.time() - now
-        flights = self._last(min(last, CAPACITY))
-        return [flight.line(now, clock_s) for flight in flights]
+        return [flight.line(now, clock_s) for flight in self._last(min(last, CAPACITY))]
 
     def _last(self, last: int) -> list[Flight]:
         """Return the last operations, the newest last."""

@@ -173,10 +173,6 @@ class TraceFile:
         """Record when a caller waited for an operation."""
         self._add(self._wait, flight, began_s, ended_s, threading.get_ident())
 
-    def waited_for_data(self, began_s: float, ended_s: float) -> None:
-        """Record when the program waited for its next batch."""
-        self._add(self._data, began_s, ended_s, threading.get_ident())
-
     def step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
              ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
@@ -325,14 +321,8 @@ class TraceFile:
         return lane, _named(self._rank, lane, f"operations {len(self._lane_ends)}")
 
     def _wait(self, flight: Flight, began_s: float, ended_s: float, thread: int) -> list[Event]:
-        lane, events = self._thread_lane(thread)
-        return [*events, self._slice(
-            lane, f"wait for {_short(flight)}", "wait", began_s, ended_s,
-            sequence=flight.sequence, group=flight.group)]
-
-    def _data(self, began_s: float, ended_s: float, thread: int) -> list[Event]:
-        lane, events = self._thread_lane(thread)
-        return [*events, self._slice(lane, "wait for data", "data", began_s, ended_s)]
+        about = {"sequence": flight.sequence, "group": flight.group}
+        return self._span(f"wait for {_short(flight)}", "wait", began_s, ended_s, about, thread)
 
     def _span(self, name: str, category: str, began_s: float, ended_s: float,
               about: dict[str, Any], thread: int) -> list[Event]:

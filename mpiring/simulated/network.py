@@ -285,7 +285,7 @@ class SimulatedNetwork:
             for tag, program in enumerate(programs):
                 channel = _Channel(self, rank, self.size, tag)
                 self._tasks[rank].append(Task(program(channel)))
-            self._at(self.time_s, rank, lambda: None)
+            self.at(self.time_s, lambda: None, rank)
         while self._events:
             self.time_s, _, _, waking, action = heapq.heappop(self._events)
             action()
@@ -321,16 +321,11 @@ class SimulatedNetwork:
                  for task in tasks for request in task.pending if not request.test()]
         return f"rank {rank} waits for {', '.join(waits)}"
 
-    def _at(self, time_s: float, rank: int, action: Callable[[], None]) -> None:
-        """Do `action` at a virtual time, then resume `rank` as far as possible."""
+    def at(self, time_s: float, action: Callable[[], None], rank: int | None = None) -> None:
+        """Do `action` at a virtual time, then resume `rank`, if given, as far as possible."""
         self._count += 1
-        shuffle = self._random.random() if self._random else 0.0
+        shuffle = self._random.random() if self._random and rank is not None else 0.0
         heapq.heappush(self._events, (time_s, shuffle, self._count, rank, action))
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Do `action`, which concerns no particular rank, at a virtual time."""
-        self._count += 1
-        heapq.heappush(self._events, (time_s, 0.0, self._count, None, action))
 
     def work(self, rank: int, seconds: float, *, on_own_core: bool = False) -> None:
         """Keep a rank busy: it sends messages and continues only after this work.
@@ -358,7 +353,7 @@ class SimulatedNetwork:
 
     def later(self, delay_s: float, rank: int, action: Callable[[], None]) -> None:
         """Do `action` on a rank after a virtual time; an adversary waits longer."""
-        self._at(self.time_s + delay_s + self._delay_s(), rank, action)
+        self.at(self.time_s + delay_s + self._delay_s(), action, rank)
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
@@ -378,7 +373,7 @@ class SimulatedNetwork:
         """Resume a busy rank once, after its work, however many events occur meanwhile."""
         if rank not in self._to_wake:
             self._to_wake.add(rank)
-            self._at(self.clock_s(rank), rank, lambda: self._to_wake.discard(rank))
+            self.at(self.clock_s(rank), lambda: self._to_wake.discard(rank), rank)
 
     def _send(self, channel: _Channel, array: Array, dest: int) -> _Pending:
         source, nbytes = channel.rank, array.nbytes
@@ -397,8 +392,8 @@ class SimulatedNetwork:
         lost = (source, dest, index) in self._lost
         self.work(source, self._overhead_s)
         if self.clock_s(source) > self.time_s:
-            self._at(self.clock_s(source), source, lambda: self._depart(
-                channel, message, dest, lost))
+            self.at(self.clock_s(source), lambda: self._depart(channel, message, dest, lost),
+                    source)
         else:
             self._depart(channel, message, dest, lost)
         return request
@@ -420,8 +415,8 @@ class SimulatedNetwork:
             if not lost:
                 lane.last_arrival_s = max(time_s + self._delay_s(), lane.last_arrival_s)
                 if source_node != dest_node:
-                    self._at(lane.last_arrival_s, to, lambda: self.work(to, copying_s))
-                self._at(lane.last_arrival_s, to, lambda: self._arrive(lane, message, source))
+                    self.at(lane.last_arrival_s, lambda: self.work(to, copying_s), to)
+                self.at(lane.last_arrival_s, lambda: self._arrive(lane, message, source), to)
 
         factor = self._slow.get(channel.rank, 1.0)
         if source_node == dest_node:
@@ -448,7 +443,7 @@ class SimulatedNetwork:
         return self._random.choice((0.0, self._random.expovariate(1.0)))
 
     def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
-        self._at(time_s, rank, partial(setattr, request, "complete", True))
+        self.at(time_s, partial(setattr, request, "complete", True), rank)
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
         request = _Pending(f"{array.nbytes} bytes from rank {source} ({channel})")
@@ -477,7 +472,7 @@ class SimulatedNetwork:
             if message.late:
                 self._complete(message.request, source, self.time_s)
             if dest is not None:
-                self._at(self.time_s, dest, lambda: None)
+                self.at(self.time_s, lambda: None, dest)
 
 
 def cyclic(node: int, nodes: int) -> int:
