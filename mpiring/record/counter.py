@@ -12,8 +12,8 @@ from ..transport.layout import (
     RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
 from .flight import Flight
 
-# Number of calls that are known by their identities. Beyond it, calls are forgotten that are
-# neither in the ring nor among the newer half.
+# Number of calls that are known by their identities. Beyond it, the older half is forgotten, except
+# for calls in the ring.
 _MAX_CALLS = 4 * RING
 _FORGOTTEN = Call("a fast call", "of long ago")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..operations.agreement import Call
 
-# Reports cut a call's text to this length: the names of all gradients in a bucket fill pages.
+# Reports truncate calls to this length, because the gradients of a bucket have very long names.
 _WIDTH = 100
 
 

@@ -20,7 +20,7 @@ from .flight import Flight
 _VERSION = "2.10"
 # fr_trace refuses other names of back ends; before PyTorch 2.12 also Gloo's.
 _BACKEND = "nccl"
-# The first prefix of a kind of call gives PyTorch's name; all other calls are like barriers.
+# PyTorch's names of collectives, by the prefix of a call's kind; other calls count as barriers.
 _TYPES = {
     "allreduce": "all_reduce", "all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter_v",
     "reduce": "reduce", "allgather": "all_gather_v", "all_gather": "all_gather_v",
@@ -76,14 +76,14 @@ def _named(group: str) -> tuple[str, str]:
 
 def _call(flight: Flight) -> dict[str, Any]:
     kind, text = flight.call.kind, flight.call.header.decode(errors="replace").strip()
-    its_type = next(name for prefix, name in _TYPES.items() if kind.startswith(prefix))
+    torch_type = next(name for prefix, name in _TYPES.items() if kind.startswith(prefix))
     # fr_trace compares dtypes only if the first array has a dimension.
     sizes = [[int(n) for n in re.findall(r"\d+", shape)] or [1]
              for shape in _ARRAY.findall(flight.call.detail)] or [[1]]
     return {
         "collective_seq_id": flight.sequence, "p2p_seq_id": 0, "op_id": flight.sequence,
         # A second colon would end the name.
-        "profiling_name": f"{_BACKEND}:{its_type} {text.replace(':', ';')}",
+        "profiling_name": f"{_BACKEND}:{torch_type} {text.replace(':', ';')}",
         "input_sizes": sizes, "output_sizes": sizes, "input_dtypes": [text],
         "output_dtypes": [text], "is_p2p": False, "frames": [], "algorithm": flight.algorithm,
         "bytes": flight.call.nbytes}

@@ -166,7 +166,7 @@ class Recorder:
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """Return ranks as ranges; a long text is cut, and ends with a digest of the complete text."""
+    """Return ranks as ranges; a long string is truncated, and ends with a digest of all ranks."""
     text = ranges(ranks)
     return text if len(text) <= _NAME_WIDTH else (
         f"{text[:_NAME_WIDTH - 10]}…{zlib.crc32(text.encode()):08x}")

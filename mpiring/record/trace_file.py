@@ -31,10 +31,10 @@ _PERIOD_S = 0.25
 _MAX_EVENTS = 1 << 16
 # A limit on disk use: at 5 kB per step, about 50,000 steps.
 _MAX_BYTES = 256 << 20
-# For this many steps, the trace also contains the times when each gradient became ready. This is
-# enough to learn how they vary, and takes a few megabytes for a large model.
+# For this many steps, the trace also contains the time when each gradient became ready. This is
+# enough to learn how these times vary, and takes a few megabytes for a large model.
 _DETAILED_STEPS = 500
-# The fastest of this many answers counts, because disturbances only make them slower.
+# The fastest of this many round trips counts, because disturbances only make them slower.
 _ANSWERS = 20
 
 Event = dict[str, Any]
@@ -57,7 +57,7 @@ class ClockReading(NamedTuple):
 
 
 def compare_clocks(comm: Any) -> ClockReading:
-    """Return the offset from rank 0's clock, from the fastest of several questions and answers.
+    """Return the offset from rank 0's clock, as measured by the fastest of several round trips.
 
     In step k, ranks 2^k to 2^(k+1) ask the 2^k ranks before them, which already know their offsets.
     This takes ceil(log2 p) steps. The errors along the path from rank 0 add up.
@@ -85,11 +85,11 @@ def _ask_clock(comm: Any, other: int) -> ClockReading:
         comm.Send(box, other)
         comm.Recv(box, other)
         ended = time.monotonic()
-        its_time, its_offset, its_error = box.tolist()
-        error = (ended - began) / 2 + its_error
+        other_time, other_offset, other_error = box.tolist()
+        error = (ended - began) / 2 + other_error
         if error < best.error_s:
             middle = (began + ended) / 2
-            best = ClockReading(middle, middle - its_time + its_offset, error)
+            best = ClockReading(middle, middle - other_time + other_offset, error)
     return best
 
 
@@ -147,7 +147,7 @@ class TraceFile:
         self._thread.start()
 
     def _open(self) -> int | None:
-        """Return a new file; rank 0 warns of ranks that cannot create theirs."""
+        """Return a new file; rank 0 logs a warning if ranks cannot create their files."""
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -351,7 +351,7 @@ class TraceFile:
 
 
 def _short(flight: Flight) -> str:
-    """Return an operation's name, short enough for a picture, like "bucket 3"."""
+    """Return a name like "bucket 3", which is short enough for a picture."""
     return flight.call.label.partition(" (")[0] or flight.call.kind
 
 

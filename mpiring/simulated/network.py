@@ -138,17 +138,17 @@ class _Interface:
         self._burst_s = link.burst_bytes / link.bandwidth
         self._free_s = -math.inf
         self._flows: dict[_Flow, deque[tuple[float, _Passed]]] = {}
-        self._at_work = False
+        self._is_serving = False
 
     def carry(self, flow: _Flow, nbytes: float, passed: _Passed) -> None:
         """Accept bytes that arrive now, behind those of the same flow."""
         self._flows.setdefault(flow, deque()).append((nbytes, passed))
-        if not self._at_work:
+        if not self._is_serving:
             self._serve()
 
     def _serve(self) -> None:
-        """Pass all bytes that can pass now, flows in turn; continue when they have passed."""
-        now_s, self._at_work = self._clock.time_s, True
+        """Pass all bytes that can pass now, with flows in turn; continue when they have passed."""
+        now_s, self._is_serving = self._clock.time_s, True
         while self._flows and self._free_s <= now_s:
             flow = next(iter(self._flows))
             waiting = self._flows.pop(flow)
@@ -158,7 +158,7 @@ class _Interface:
             start_s = max(now_s - self._burst_s, self._free_s)
             self._free_s = start_s + nbytes / self._link.bandwidth
             passed(max(now_s, start_s), max(now_s, self._free_s))
-        self._at_work = bool(self._flows)
+        self._is_serving = bool(self._flows)
         if self._flows:
             self._clock.at(self._free_s, self._serve)
 
@@ -219,7 +219,7 @@ class SimulatedNetwork:
         within: Link between two ranks of a node.
         node_of: Node of each rank; or a number n, so that ranks r with equal `r // n` share a node.
         computing: Costs of computing.
-        seed: Seed that makes the network a deterministic adversary; None for none.
+        seed: Seed that makes the network a deterministic adversary; None for an ideal network.
         faults: Faults that occur.
         payload: If false, move only sizes; then pass `ghost` arrays to the schedules.
 
@@ -311,7 +311,7 @@ class SimulatedNetwork:
         return tasks[0].result if len(tasks) == 1 else [task.result for task in tasks]
 
     def _waits(self, rank: int) -> str:
-        """Return a text about what a rank waits for; "" if it has finished."""
+        """Return a description of what a rank waits for; "" if it has finished."""
         tasks = self._tasks[rank]
         if all(task.done for task in tasks) or rank in self._errors:
             return ""
@@ -342,7 +342,7 @@ class SimulatedNetwork:
             if self._cores and seconds else now_s + seconds)
 
     def worked(self, rank: int) -> Request:
-        """Return a request that is complete when a rank has done its present work."""
+        """Return a request that is complete when a rank has finished its current work."""
         request = _Pending("the end of its own work")
         self._complete(request, rank, self.clock_s(rank))
         return request
@@ -399,7 +399,7 @@ class SimulatedNetwork:
         return request
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
-        """Start a message on its way; handle its departure and its arrival."""
+        """Send a message through the network; handle its departure and its arrival."""
         source_node, dest_node = self.node_of[channel.rank], self.node_of[dest]
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
@@ -433,7 +433,7 @@ class SimulatedNetwork:
             self.work(channel.rank, copying_s)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:
-        """Return the sender of a message, and the stepped rank at which it arrives."""
+        """Return the sender and the receiver of a message, as seen by the simulated ranks."""
         return source, dest
 
     def _delay_s(self) -> float:
@@ -486,11 +486,11 @@ def pairwise(node: int, nodes: int) -> int:
 
 
 class SymmetricNetwork(SimulatedNetwork):
-    """A cluster of which only the ranks of node 0 are run, because all nodes do the same at once.
+    """A cluster of which only the ranks of node 0 run, because all nodes do the same at once.
 
     A message to another node arrives as the message that the opposite node sends to node 0. Chunks
-    are assumed to be equal, although they may differ by an element. The network can neither carry
-    data, nor run a schedule that treats nodes differently.
+    are assumed to be equal, although they may differ by an element. The network carries no data,
+    and cannot run a schedule that treats nodes differently.
 
     Args:
         nodes, ranks_per_node: Size of the cluster.

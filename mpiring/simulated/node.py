@@ -19,7 +19,7 @@ class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
     With a seed in the network, each rank sees the flags of other ranks late. It sees everything
-    else at once, also data that is written too early. Slots contain junk at first.
+    else at once, including data that is written too early. Slots contain junk at first.
 
     Args:
         network: Network with the clock and the nodes.

@@ -54,7 +54,7 @@ class Cores:
         self._free_s = [-math.inf] * count
 
     def take(self, now_s: float, seconds: float, number: int | None = None) -> float:
-        """Return the time at which work is done that can begin at `now_s`.
+        """Return the time at which work that can begin at `now_s` is done.
 
         Args:
             now_s: Time at which the work can begin.
@@ -128,7 +128,7 @@ class PricedCombine(NoCombine):
     Args:
         work: Function that keeps the rank busy for a number of seconds.
         rate: Bytes per second that it reads and writes.
-        copied: Bytes per second that it copies to one vector, where it reads and writes each.
+        copied: Bytes per second of a copy to one vector, which reads and writes each byte.
     """
 
     def __init__(self, work: Callable[[float], None], rate: float,

@@ -1,4 +1,4 @@
-"""Prints rows as a table of fixed columns, so that it can begin before the last row is known."""
+"""Formats rows as lines of a table with fixed columns, which can be printed one by one."""
 
 import math
 import sys
@@ -9,10 +9,10 @@ from typing import Any
 
 from ..text import ranks_on_nodes
 
-# A result; and where and with what results were measured.
+# A result; and the machine and the software with which results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
-# Longest line that commands print, but for values that are longer.
+# Longest line that commands print, unless a single value is longer.
 WIDTH = 100
 # Follows the best value of a row if there is no bold type.
 _MARK = "*"
@@ -26,9 +26,9 @@ class Column:
         key: Key of its values in rows.
         width: Width in characters; negative to align left.
         digits: Number of significant digits of numbers; None for text.
-        title: Its head; by default the key, with blanks.
-        interval: If true, rows also have the ends of the interval of the value, with the key and
-            "_low" or "_high".
+        title: Heading; by default the key, with spaces for underscores.
+        interval: If true, rows also contain the ends of the value's interval; their keys have the
+            suffixes "_low" and "_high".
     """
 
     key: str
@@ -39,19 +39,19 @@ class Column:
 
 
 def head(columns: Sequence[Column]) -> str:
-    """Return the line above a table."""
+    """Return the header line of a table."""
     cells = [column.key.replace("_", " ") if column.title is None else column.title
              for column in columns]
     return _line(cells, columns, dict.fromkeys(range(len(columns)), "underline"))
 
 
 def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str:
-    """Return a row; a missing value is a dash.
+    """Return the line of a row; a dash stands for a missing value.
 
     Args:
         row: Values by key.
         columns: Columns of the table.
-        best: Keys of values that are bold in a terminal, and marked elsewhere.
+        best: Keys of values that are bold in a terminal, and marked with * elsewhere.
     """
     cells = [_text(row, column) for column in columns]
     numbers = [number for number, column in enumerate(columns) if column.key in best]
@@ -78,7 +78,7 @@ def _marked(cell: str, style: str) -> str:
 
 
 def _renderer() -> Callable[[str, str], str] | None:
-    """Return a function that adds a terminal's escape codes; None without terminal or rich."""
+    """Return a function that adds escape codes; None without a terminal, or without rich."""
     if sys.stdout is None or not sys.stdout.isatty():
         return None
     try:
@@ -105,13 +105,13 @@ def _text(row: Row, column: Column) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """Return a number with so many significant digits, and all digits before the point."""
+    """Return a number with `digits` significant digits, but all digits before the point."""
     exponent = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def note(text: str) -> str:
-    """Return a text above a table, in lines that begin with "# "."""
+    """Return a note above a table, wrapped in lines that begin with "# "."""
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 

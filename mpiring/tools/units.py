@@ -1,4 +1,4 @@
-"""Reads sizes, rates, times and counts from text, and writes sizes."""
+"""Parses sizes, rates, times and counts, and formats sizes."""
 
 import re
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ def _value(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def parse_size(text: str, least: int = 1) -> int:
-    """Return a number of bytes, 65,536 of "64K" and "64KiB", 64,000 of "64KB".
+    """Return a number of bytes: 65,536 for "64K" and "64KiB", 64,000 for "64KB".
 
     Raises:
-        ConfigError: Not a size, or less than `least`.
+        ConfigError: It is not a size, or is less than `least`.
     """
     nbytes = _value(text, _SIZES)
     if nbytes is None:
@@ -42,10 +42,10 @@ def parse_size(text: str, least: int = 1) -> int:
 def parse_sizes(text: str) -> list[int]:
     """Return the sizes in a list, "8,64K,1M", or in a range of factors of 4, "8..64M".
 
-    A range is counted down from its end, so that the end is in it; so is the start.
+    A range includes its end and its start; the factors count from the end.
 
     Raises:
-        ConfigError: Not a size, or a range that runs backwards.
+        ConfigError: An item is not a size, or the end of a range is less than its start.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -64,10 +64,10 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes per second: "1gbit" is 125,000,000, "5GB/s" is 5,000,000,000.
+    """Return bytes per second: 125,000,000 for "1gbit", 5,000,000,000 for "5GB/s".
 
     Raises:
-        ConfigError: Not a rate.
+        ConfigError: It is not a rate.
     """
     rate = _value(text, _RATES)
     if not rate:
@@ -77,10 +77,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Return a number of things: "13M" is 13,000,000.
+    """Return a count: 13,000,000 for "13M".
 
     Raises:
-        ConfigError: Not a number above 0.
+        ConfigError: It is not a number above 0.
     """
     count = int(_value(text, _COUNTS) or 0)
     if count < 1:
@@ -89,10 +89,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Return seconds: "2us" is 0.000002.
+    """Return seconds: 0.000002 for "2us".
 
     Raises:
-        ConfigError: Not a time.
+        ConfigError: It is not a time.
     """
     seconds = _value(text, _TIMES)
     if seconds is None:

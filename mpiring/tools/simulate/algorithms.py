@@ -1,4 +1,4 @@
-"""Runs each algorithm of the table, and a sharded step's exchange, on a simulated cluster."""
+"""Simulates each algorithm, and the communication of a sharded step, on a cluster."""
 
 import contextlib
 import math
@@ -28,8 +28,8 @@ from . import mpich
 from .cluster import Cluster, Symmetry
 
 DTYPE = np.dtype(np.float32)
-# With bursts, a call depends on earlier calls, which have emptied the bucket of tokens. As in a
-# benchmark, calls follow each other until they have sent so many bursts.
+# With bursts, a call depends on earlier calls, which have emptied the token bucket. As in a
+# benchmark, calls are repeated until they have sent this many bursts.
 _BURSTS = 8
 
 
@@ -37,8 +37,8 @@ class SimulatedTime(NamedTuple):
     """The predicted time of an algorithm.
 
     Attributes:
-        seconds: Seconds of a call.
-        how: "stepped" if all ranks were run, or "symmetry" if one node stands for all.
+        seconds: Duration of a call, in seconds.
+        how: "stepped" if all ranks were simulated, "symmetry" if one node represented all nodes.
     """
 
     seconds: float
@@ -57,12 +57,12 @@ class SimulatedTransport:
         self._net: Any = net
 
     def channel(self, sequence: int) -> OperationChannel:
-        """Return the operation's channel, whatever its number."""
+        """Return the channel of the operation, whose number does not matter."""
         return self._net  # type: ignore[no-any-return]
 
 
 class _Windows(Windows):
-    """Windows that hold the vectors of all ranks."""
+    """Windows that contain the vectors of all ranks."""
 
     def position_of(self, x: Array) -> tuple[int, int]:
         return 0, 0
@@ -79,11 +79,11 @@ Build = Callable[["SimulatedOperation"], Schedule[None]]
 
 
 class Simulation:
-    """A simulated cluster, which runs one group of operations after the other.
+    """A simulated cluster that runs groups of operations, one group after the other.
 
     Args:
         cluster: Cluster to simulate.
-        symmetry: Partners of a node that stands for all; None to run all ranks.
+        symmetry: Symmetry by which one node represents all; None to simulate all ranks.
         in_python: If true, each message costs the overhead of schedules in Python.
 
     Attributes:
@@ -130,7 +130,7 @@ class SimulatedOperation(Collectives):
         number: Number of the operation.
 
     Attributes:
-        work: Keeps the rank busy for so many seconds.
+        work: Function that keeps the rank busy for a number of seconds.
     """
 
     __slots__ = ("_simulation", "work")
@@ -154,17 +154,17 @@ class SimulatedOperation(Collectives):
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        """Return what takes the time of combining."""
+        """Return a Combine that only takes time."""
         cluster = self._simulation.cluster
         return PricedCombine(self.work, cluster.reduction_rate, cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
+        """Run a schedule; nodes first exchange their headers, as in `agreement.agreed`."""
         r, net = self._simulation.cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
             header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
-            # If one node stands for all in pairs, its header is answered by its receiver.
+            # If one node represents all, and nodes exchange in pairs, the receiver sends one back.
             in_pairs = self._simulation.symmetry is pairwise
             before = after if in_pairs else (net.rank - r) % net.size
             headers = [net.irecv(header, before), net.isend(header, after)]
@@ -174,15 +174,15 @@ class SimulatedOperation(Collectives):
 
 
 ALGORITHMS = NAMES[1:]
-# A reduce-scatter of gradients and an allgather of weights, of which each rank has a copy, or
-# each node has one.
+# A reduce-scatter of gradients and an allgather of weights. Each rank, or each node, has a copy of
+# the weights.
 SHARDED = ("sharded", "once per node")
-# In these, all nodes do the same in a circle.
+# Algorithms in which all nodes send in a circle.
 _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 
 
 def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
-    """Return how one node stands for all; None if all ranks are to be run.
+    """Return the symmetry by which one node represents all; None if all ranks must be simulated.
 
     Args:
         name, nbytes: Arguments of `predict`.
@@ -191,22 +191,23 @@ def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
     is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
                    and cluster.nodes > tuning.direct_nodes)
     if name in SHARDED and is_doubling:
-        # A part in pairs, a part in a circle.
+        # Nodes send in pairs in one half, and in a circle in the other.
         return None
     if name == "native" or is_doubling:
-        # Exchanges in pairs are equal on all nodes if their number is a power of two.
+        # Exchanges in pairs are the same on all nodes if the number of nodes is a power of two.
         partners = cluster.ranks if name == "ring" else cluster.nodes
         return None if partners & partners - 1 else pairwise
     return cyclic if name in _CYCLIC else None
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
-    """Return how long an allreduce takes on a cluster; None if the algorithm cannot run.
+    """Return the time of an allreduce on a cluster; None if the algorithm cannot run there.
 
     Args:
         name: One of ALGORITHMS or SHARDED.
-        nbytes: Length of the array.
-        fold: If false, run all ranks in any case.
+        cluster: Cluster to simulate.
+        nbytes: Length of the array in bytes.
+        fold: If false, simulate all ranks even if one node could represent all.
     """
     schedule = _schedule(
         name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning()))
@@ -226,11 +227,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
 
 def _schedule(name: str, case: Case,
               ) -> Callable[[SimulatedOperation, Array], Schedule[None]] | None:
-    """Return what builds the schedule of a row of the table, or of a sharded step's exchange.
-
-    Returns:
-        None where it cannot run.
-    """
+    """Return the function that builds the schedule of an algorithm; None if it cannot run."""
     if name in SHARDED:
         return lambda call, x: call.announced(_exchange(call, x, once=name == "once per node"))
     row = named(name)
@@ -260,7 +257,8 @@ def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
     """Run the allgather of weights of a sharded step.
 
     Args:
-        once: If true, weights are once in the memory of each node.
+        call, x: Operation, and vector of the weights.
+        once: If true, each node stores the weights once.
     """
     bounds = bounds_of(x.size, call.size)
     return (call.allgather_once(x, bounds=bounds) if once else
@@ -272,10 +270,12 @@ def _halves(call: SimulatedOperation, x: Array) -> Halves:
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:
-    """Return the algorithm that "auto" would take for a sum of float32.
+    """Return the algorithm that "auto" would use for a sum of float32.
 
     Args:
-        seconds: Times that ranks of such a cluster would measure, by algorithm.
+        cluster: Cluster on which the algorithms were measured or simulated.
+        nbytes: Length of the array in bytes.
+        seconds: Time of each algorithm, by its name.
     """
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())

@@ -51,7 +51,7 @@ class CodecPrices:
 
 
 def measured(profile: Profile) -> list[CodecPrices]:
-    """Return the costs of each of REDUCERS on this machine.
+    """Measure the costs of each of REDUCERS on this machine.
 
     Args:
         profile: Profile of the model, which gives the shapes of the tensors to compress.
@@ -85,7 +85,7 @@ class _Nodes:
     """A few simulated nodes with one rank each and random gradients in one bucket.
 
     Args:
-        make: Returns a Reducer.
+        make: Function that returns a Reducer.
         tensors: Tensors of the bucket.
         count: Number of nodes.
 
@@ -114,7 +114,7 @@ class _Nodes:
         return min(cost.encode_s for cost in costs), min(cost.decode_s for cost in costs)
 
     def sent(self) -> int:
-        """Return how many bytes a rank sends in a reduction."""
+        """Return the number of bytes that a rank sends in a reduction."""
         before = self._network.bytes_sent[0]
         self._reduce()
         return self._network.bytes_sent[0] - before

@@ -41,7 +41,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("size", 9),
     Column("contender", -14), Column("ms", 12, 4, "predicted ms"),
     Column("measured_ms", 12, 4), Column("ratio", 9, 3, "pred/meas")]
-# The names of algorithms in `bench allreduce`.
+# Algorithms by their names in `bench allreduce`.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
 
@@ -102,10 +102,10 @@ def _size_text(nbytes: int) -> str:
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 
-def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
+def _scaling(options: argparse.Namespace, costs: Cluster) -> list[Row]:
     names, rows = ALGORITHMS + SHARDED * options.sharded, []
     for nodes in options.nodes:
-        cluster = usual.of(nodes, usual.ranks_per_node)
+        cluster = costs.of(nodes, costs.ranks_per_node)
         predictions = {name: prediction for name in names
                        if (prediction := predict(name, cluster, options.size)) is not None}
         seconds: dict[str, float] = {
@@ -127,13 +127,13 @@ def _cores(about: Environment) -> int:
     return int(about["cores"]) if len(machines) == 1 else 0
 
 
-def _against(path: str, usual: Cluster) -> list[Row]:
+def _against(path: str, costs: Cluster) -> list[Row]:
     """Return a prediction for each median that a benchmark has measured."""
     benchmark, about, measured = read_json(path)
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equal numbers on all nodes")
-    cluster = replace(usual, nodes=about["nodes"], cores=_cores(about),
+    cluster = replace(costs, nodes=about["nodes"], cores=_cores(about),
                       ranks_per_node=about["ranks"] // about["nodes"])
     rows = []
     for row in measured:

@@ -1,4 +1,4 @@
-"""The options that describe a cluster, for all commands that predict."""
+"""Declares the options that describe a cluster, for all commands that predict."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ _OPTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[str], Any], str]]] = {
          "processor time of a message in MPI and the system, at either end, which the latency does "
          "not include if ranks share cores (default: 0us)"),
         ("--copy-rate", "copy_rate", parse_rate,
-         "rate at which the system copies messages between nodes, at either end, as TCP does, "
-         "which takes the processor from the program (default: no copies)"),
+         "rate at which the system copies messages between nodes, at either end, as for TCP, on "
+         "the core of the program (default: no copies)"),
         ("--node-latency", "node_latency_s", parse_time,
          "time of a message within a node (default: 500ns)"),
         ("--node-bandwidth", "node_bandwidth", parse_rate,
@@ -47,7 +47,7 @@ _METAVARS: dict[Callable[[str], Any], str] = {
 
 
 def declare_cluster(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a cluster, and of how many nodes it has."""
+    """Declare the options of a cluster, with its numbers of nodes."""
     parser.add_argument("--nodes", type=_counts, default=_counts("64"), metavar="N or A,B,C",
                         help="numbers of nodes, the powers of two up to N or a list (default: 64)")
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="N",
@@ -66,7 +66,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         field: getattr(options, field) for prices in _OPTIONS.values() for _, field, *_ in prices})
 
 
-def environment_of(cluster: Cluster, text: str = "") -> Environment:
+def environment_of(cluster: Cluster, text: str) -> Environment:
     """Return the environment of predictions, without the number of nodes.
 
     Args:
@@ -83,16 +83,17 @@ def environment_of(cluster: Cluster, text: str = "") -> Environment:
 
 
 def caveat_of(clusters: Sequence[Cluster]) -> str:
-    """Return a line for predictions that are too short on some of these clusters, else ""."""
+    """Return a warning if predictions are too short on some of these clusters; otherwise ""."""
     crowded = [cluster for cluster in clusters if 0 < cluster.cores < cluster.ranks]
     if not crowded:
         return ""
-    return (f"# With more ranks than the {crowded[0].cores} cores, the system decides who computes "
-            f"while a message waits. That is not simulated: such a prediction is the least time.")
+    return (f"# With more ranks than the {crowded[0].cores} cores, messages also wait until the "
+            f"system runs their\n# ranks. This is not simulated, so such predictions are lower "
+            f"bounds.")
 
 
 def _counts(text: str) -> list[int]:
-    """Return the numbers in a list, or the powers of two up to a number, and the number."""
+    """Return the numbers in a list; for a single number, also the powers of two up to it."""
     numbers = listed(positive)(text)
     if len(numbers) == 1:
         numbers += [1 << power for power in range(numbers[0].bit_length())]

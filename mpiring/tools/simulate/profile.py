@@ -1,4 +1,4 @@
-"""Reads from the trace of a job what a training step computes, without its communication."""
+"""Reads the compute times of training steps, without communication, from the trace of a job."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +11,9 @@ from ...errors import ConfigError
 from ...memory.arrays import COMPLEX, FLOATING, dtype_named
 from ..traces import Event, JobTrace, RankTrace, open_job
 
-# The first recorded step follows that in which memory was touched and buckets were built again.
+# Number of steps to skip: the first recorded step follows the step that rebuilt the buckets.
 _WARM_UP = 1
-# A step that computes so many times the median contains other work, such as a validation.
+# A step that computes this many times as long as the median includes other work, like validation.
 _LONG = 2.0
 # Categories of events; names of phases, and of the model's metadata.
 _KINDS = ("step", "ready", "wait", "forward", "optimizer", "model")
@@ -23,14 +23,14 @@ _Events = dict[str, list[Event]]
 
 @dataclass(frozen=True)
 class StepCompute:
-    """The computing of one rank in one step, in seconds, without waits.
+    """Compute times of one rank in one step, in seconds, without waits.
 
     Attributes:
-        update_s: The optimizer's update, at the beginning of the step; 0 if that is unknown.
-        forward_s: Begin and end of the forward pass; both 0 if that is unknown.
+        update_s: Time of the optimizer's update, at the beginning of the step; 0 if unknown.
+        forward_s: Begin and end of the forward pass; both 0 if unknown.
         ready_s: Times at which each tensor's gradient was ready, in the model's order.
-        compute_s: All of the step.
-        step_s: The step with its waits.
+        compute_s: Compute time of the complete step.
+        step_s: Duration of the step, including waits.
     """
 
     update_s: float
@@ -45,12 +45,12 @@ class Profile:
     """The compute of a job's training steps.
 
     Attributes:
-        tensors: In the model's order.
-        steps: Of all ranks.
-        step_s: Median seconds of these steps, with all that they waited.
-        ranks, nodes: Of the job.
-        overlap: Buckets left during the backward pass.
-        caption: Says what was recorded.
+        tensors: Gradients, in the model's order.
+        steps: Steps of all ranks.
+        step_s: Median duration of these steps in seconds, including waits.
+        ranks, nodes: Number of ranks and number of nodes of the job.
+        overlap: Whether buckets were sent during the backward pass.
+        caption: Description of the recorded job.
     """
 
     tensors: Sequence[TensorSpec]
@@ -68,25 +68,25 @@ class Profile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
+        """Total length of all gradients, in bytes."""
         return sum(tensor.size * tensor.dtype.itemsize for tensor in self.tensors)
 
     @property
     def order(self) -> list[int]:
-        """The numbers of the tensors, in the order in which gradients become ready."""
+        """Numbers of the tensors, in the order in which their gradients become ready."""
         mean_s = [fmean(times) for times in zip(*(step.ready_s for step in self.steps))]
         return sorted(range(len(mean_s)), key=lambda tensor: mean_s[tensor])
 
 
 def read_profile(folder: str, job: str | None) -> Profile:
-    """Return what the ranks of a job have computed.
+    """Return the profile of a job from its traces.
 
     Args:
-        folder: Holds the traces.
-        job: The beginning of the job's name; None for the only job.
+        folder: Folder of the traces.
+        job: Beginning of the job's name; None for the only job.
 
     Raises:
-        ConfigError: There is no trace, or it does not say when gradients became ready.
+        ConfigError: There is no trace, or it lacks the times when gradients became ready.
     """
     trace = open_job(folder, job)
     trace.warn()
@@ -151,7 +151,7 @@ def _step(recorded: _Events, began: float, ended: float, ready: Event) -> StepCo
         waited = sum(max(0.0, min(stop, at) - start) for start, stop in waits)
         return max(0.0, at - began - waited) / 1e6
 
-    # Of several forward passes, for gradients that accumulate, the last one goes with the rest.
+    # With accumulated gradients, there are several forward passes; this step contains the last.
     forward = _spans(recorded["forward"], began, first)[-1:] or [(began, began)]
     updates = _spans(recorded["optimizer"], began, first)
     return StepCompute(

@@ -1,9 +1,9 @@
-"""Runs training steps on a simulated cluster, with recorded computing and the real schedules.
+"""Simulates training steps on a cluster, with recorded compute times and the real schedules.
 
 A rank computes in short slices, between which its messages advance. Operations in flight take
-processor time from the compute, as on a rank with one core. Ranks draw their steps at random from
-the recorded steps, so a step waits for the slowest rank, as real steps do. If one node stands for
-all, each of its ranks computes as long as the slowest of all nodes.
+processor time from computation, as on a rank with one core. Ranks draw their steps at random from
+the recorded steps, so a step waits for the slowest rank, as real steps do. If one node represents
+all nodes, each of its ranks computes as long as the slowest rank in the same place on any node.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,30 +22,30 @@ from .algorithms import Build, SimulatedOperation, Simulation
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
-# A rank computes for so long before it tests its messages.
+# Time that a rank computes before it tests its messages.
 _SLICE_S = 1e-3
-# So many steps are run, and fewer if they take long, as the slowest of many ranks varies less.
+# Number of simulated steps; fewer with many ranks, because the slowest of many ranks varies less.
 _STEPS, _STEPS_OF_MANY, _MANY_RANKS = 5, 2, 1024
 _SEED = 0
 
 
 class Flag:
-    """Something that a rank has done; as a request, its other schedules wait for it."""
+    """An event on one rank; schedules of this rank can wait for it as for a request."""
 
     def __init__(self) -> None:
         self.is_set = False
 
     def test(self) -> bool:
-        """Return whether it is done."""
+        """Return whether the event has happened."""
         return self.is_set
 
 
 class Compute(NamedTuple):
-    """A part of the computing of a rank in a step, one after the other.
+    """A part of the computation of a rank in a step; the parts run one after the other.
 
     Attributes:
-        seconds: Seconds of computing.
-        after: Event that it waits for.
+        seconds: Compute time, in seconds.
+        after: Events that it waits for.
         then: Event that is set at its end.
     """
 
@@ -58,8 +58,8 @@ class BucketOperation(NamedTuple):
     """An operation that a rank has in flight while it computes.
 
     Attributes:
-        after: Event that its beginning waits for.
-        build: Returns the schedule.
+        after: Events that it waits for before it begins.
+        build: Function that returns the schedule.
         done: Event that is set at its end.
     """
 
@@ -73,15 +73,15 @@ class RankStep:
     """The work of one rank in one step.
 
     Attributes:
-        computes: Parts of computing, in their order.
-        operations: Operations in their order, of which at most `in_flight` advance at once.
+        computes: Parts of the computation, in their order.
+        operations: Operations in their order; at most `in_flight` advance at once.
     """
 
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
 
     def submit(self, after: Sequence[Flag], build: Build) -> Flag:
-        """Add an operation; return what is set when it is complete."""
+        """Add an operation; return the event that is set when it is complete."""
         in_flight = Config().operations_in_flight
         if len(self.operations) >= in_flight:
             after = [*after, self.operations[-in_flight].done]
@@ -94,8 +94,8 @@ class Workload:
     """A model on a cluster.
 
     Attributes:
-        profile: Computing of its steps.
-        cluster: The cluster.
+        profile: Profile of the model's training steps.
+        cluster: Cluster to simulate.
         bucket_bytes: Argument of DataParallel.
     """
 
@@ -110,7 +110,7 @@ class Workload:
                     self.bucket_bytes or usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
-        """Return when each bucket can be sent: it is full, and so are those before."""
+        """Return when each bucket can be sent, because it and all earlier buckets are full."""
         ready_s = {tensor.name: at_s for tensor, at_s in zip(self.profile.tensors, step.ready_s)}
         times = [max(ready_s[tensor.name] for tensor in bucket.tensors) for bucket in self.buckets]
         return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
@@ -128,8 +128,8 @@ class StepTime(NamedTuple):
     """The predicted time of a step.
 
     Attributes:
-        seconds: Mean of several steps.
-        compute_s: Mean seconds of computing of the slowest rank.
+        seconds: Mean duration of several steps, in seconds.
+        compute_s: Mean compute time of the slowest rank, in seconds.
         how: "stepped" or "symmetry"; see SimulatedTime.
     """
 
@@ -140,13 +140,13 @@ class StepTime(NamedTuple):
 
 def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
                  fold: bool = True) -> StepTime:
-    """Return how long a training step takes.
+    """Return the time of a training step.
 
     Args:
-        workload: The model and the cluster.
-        planned: Returns what a rank does in a step.
-        steps: So many are run; by default a few.
-        fold: False runs all ranks in any case.
+        workload: Model and cluster.
+        planned: Function that returns the work of a rank in a step.
+        steps: Number of steps to simulate; by default a few.
+        fold: If false, simulate all ranks even if one node could represent all.
     """
     cluster, rng = workload.cluster, np.random.default_rng(_SEED)
     steps = steps or (_STEPS if cluster.ranks < _MANY_RANKS else _STEPS_OF_MANY)
@@ -154,16 +154,16 @@ def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
     simulation = Simulation(cluster, cyclic if folded else None)
     seconds, computing = [], []
     for _ in range(steps):
-        computes = _drawn(workload.profile, cluster, rng, folded=folded)
+        computes = _draw(workload.profile, cluster, rng, folded=folded)
         ranks = [planned(workload, compute) for compute in computes]
         computing.append(max(sum(part.seconds for part in rank.computes) for rank in ranks))
         seconds.append(_run_step(simulation, ranks))
     return StepTime(fmean(seconds), fmean(computing), simulation.how)
 
 
-def _drawn(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
-           folded: bool) -> list[StepCompute]:
-    """Return what each rank that is run computes in a step."""
+def _draw(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
+          folded: bool) -> list[StepCompute]:
+    """Draw the recorded step that each simulated rank computes."""
     if not folded:
         return [profile.steps[i] for i in rng.integers(len(profile.steps), size=cluster.ranks)]
     rows = rng.integers(len(profile.steps), size=(cluster.ranks_per_node, cluster.nodes))
@@ -171,7 +171,7 @@ def _drawn(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
 
 
 def slowest(steps: Sequence[StepCompute]) -> StepCompute:
-    """Return a step that gets to each point when the last of these steps does."""
+    """Return a step that reaches each point when the last of these steps does."""
     return StepCompute(
         max(step.update_s for step in steps),
         (max(step.forward_s[0] for step in steps), max(step.forward_s[1] for step in steps)),

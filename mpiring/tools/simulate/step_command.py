@@ -30,13 +30,14 @@ a plain optimizer, on one rank or several:
 
     MPIRING_TRACE=FOLDER mpirun -n 1 python train.py
 
-The real schedules then run on a simulated cluster, whose ranks compute as in steps that are drawn
-at random from the trace. Each rank computes as much as in the trace, for any number of ranks. The
-efficiency is the time of a step without communication over the time of a step.
+The real schedules then run on a simulated cluster, whose ranks repeat steps that are drawn at
+random from the trace. Each rank computes as much as in the trace, for any number of ranks. The
+efficiency is the time of a step without communication divided by the time of a step.
 
 With --compare, it also predicts steps with Sharded, with Reducers and with DiLoCo, and recommends
-one. It measures the codecs of Reducers on this machine, on tensors of the model. With --against, it
-predicts the steps of other traces on their numbers of nodes and ranks, and prints the deviation."""
+one. It measures the codecs of Reducers on this machine, with tensors of the model. With --against,
+it predicts the steps of other traces for their numbers of nodes and ranks, and prints the
+deviation."""
 
 _COLUMNS = [
     Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 8, 4),
@@ -46,7 +47,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
     Column("step_ms", 12, 4, "predicted ms"), Column("measured_ms", 12, 4),
     Column("ratio", 9, 3, "pred/meas")]
-# Predictions are no more precise than this: smaller savings are not recommended.
+# Precision of predictions; a strategy that saves less than this is not recommended.
 _WORTHWHILE = 0.1
 _LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
            "approximates gradients, and sends the errors with later ones",
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         options: Options of `declare`.
 
     Raises:
-        ConfigError: The trace does not say what a step computes, or options do not go together.
+        ConfigError: The trace lacks compute times, or options cannot be combined.
     """
     if options.against and (options.plot or options.compare):
         raise ConfigError("--against compares one prediction for each trace; leave out "
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
-    """Yield the predictions, strategy by strategy for each number of nodes."""
+    """Yield a prediction for each number of nodes and each strategy."""
     compared = strategies(profile) if options.compare else [DATA_PARALLEL]
     for nodes in options.nodes:
         workload = Workload(profile, cluster.of(nodes, cluster.ranks_per_node),
@@ -121,13 +122,13 @@ def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) ->
                     "how": predicted.how, "loss": strategy.loss}
 
 
-def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> Iterator[Row]:
+def _against(options: argparse.Namespace, profile: Profile, costs: Cluster) -> Iterator[Row]:
     """Yield a prediction next to the measured step of each trace."""
     for folder in options.against:
         other = read_profile(folder, None)
         if other.ranks % other.nodes:
             raise ConfigError(f"{folder}: {other.caption}; expected equally many ranks on each")
-        cluster = usual.of(other.nodes, other.ranks // other.nodes)
+        cluster = costs.of(other.nodes, other.ranks // other.nodes)
         seconds = predict_step(Workload(profile, cluster, options.bucket_bytes), averaged).seconds
         yield {"nodes": cluster.nodes, "ranks": cluster.ranks, "trace": folder,
                "step_ms": 1e3 * seconds, "measured_ms": 1e3 * other.step_s,
@@ -135,7 +136,7 @@ def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> I
 
 
 def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
-    """Yield the lines behind the table."""
+    """Yield the lines below the table."""
     clusters = [cluster.of(row["nodes"], row["ranks"] // row["nodes"]) for row in rows]
     if caveat := caveat_of(clusters):
         yield caveat
@@ -146,25 +147,25 @@ def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which strategy to take, of those predicted for one cluster.
+    """Yield sentences that recommend one of the strategies predicted for a cluster.
 
     Args:
-        rows: The first is DataParallel's.
+        rows: Predictions; the first is for DataParallel.
     """
     dense = rows[0]
     where = f"{ranks_on_nodes(dense['ranks'], dense['nodes'])}:"
-    paying = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]
-    if not paying:
+    faster = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]
+    if not faster:
         yield (f"{where} take DataParallel: no other strategy is predicted to save "
                f"{100 * _WORTHWHILE:.0f} % of its step.")
         return
-    least = min(row["loss"] for row in paying)
-    gentle = min((row for row in paying if row["loss"] == least),
-                 key=lambda row: row["step_ms"])
-    text = f"{where} take {gentle['strategy']}, predicted to take {_share(gentle, dense)}"
+    least = min(row["loss"] for row in faster)
+    advised = min((row for row in faster if row["loss"] == least),
+                  key=lambda row: row["step_ms"])
+    text = f"{where} take {advised['strategy']}, predicted to take {_share(advised, dense)}"
     yield text + (f". It {_LOSSES[least]}." if least else ", with the same training.")
     fastest = min(rows, key=lambda row: row["step_ms"])
-    if fastest["step_ms"] <= (1 - _WORTHWHILE) * gentle["step_ms"]:
+    if fastest["step_ms"] <= (1 - _WORTHWHILE) * advised["step_ms"]:
         yield (f"{fastest['strategy']} is predicted to take {_share(fastest, dense)}. It "
                f"{_LOSSES[fastest['loss']]}: only training can tell what that costs in accuracy.")
 

@@ -18,24 +18,24 @@ from .rates import ENOUGH, least_share, measure
 _SMALLEST, _LARGEST = 8, 1 << 30
 _AUTO, _SHARED = "auto", "shared"
 _CALLS = 5
-# An algorithm that takes this many times the time of another one is not used without a reason.
+# If the chosen algorithm takes this many times as long as another one, a line says why it is used.
 _CLEARLY = 2.0
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
-        "Measures the time of each algorithm on the ranks that it is started on, as the first "
-        "allreduce between nodes does: mpirun -n 8 python -m mpiring tune. Times are in "
-        "microseconds, sizes in bytes per rank.")
+        "Measures the time of each algorithm on the ranks of this job, as the first allreduce "
+        "between nodes does: mpirun -n 8 python -m mpiring tune. Times are in microseconds, sizes "
+        "in bytes per rank.")
     parser.set_defaults(action=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, keep the result for later jobs, and print it on rank 0.
+    """Measure, save the result for later jobs, and print it on rank 0.
 
     Raises:
-        ConfigError: There is one rank only.
+        ConfigError: There is only one rank.
     """
     with init() as comm:
         if comm.size == 1:
@@ -66,7 +66,7 @@ def _report(comm: Communicator, title: str, shown: bool) -> None:
 
 
 def _by_auto(comm: Communicator, model: Model) -> Curve:
-    """Return the times of ordinary calls, of which short ones take a faster path than the engine's.
+    """Return the times of ordinary calls; short calls bypass the engine.
 
     Collective: yes. Blocking: yes.
     """
@@ -104,12 +104,12 @@ def _print(model: Model, by_auto: Curve | None, title: str) -> None:
 
 
 def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
-    """Yield which algorithm is used from which size on, and why if another one was faster."""
+    """Yield lines with the algorithm of each range of sizes, and why it is used if not fastest."""
     if by_auto is not None:
         yield f"auto takes {_SHARED} from {size_text(_SMALLEST)}"
         yield (f"On one node auto uses {_SHARED} at every size, whatever was measured. The row "
-               f"{_AUTO} has ordinary\ncalls. Short calls take a faster path than those of the "
-               f"row {_SHARED}, which go through the engine.")
+               f"{_AUTO} shows\nordinary calls. Short ones bypass the engine, and are faster than "
+               f"in the row {_SHARED}.")
         yield from _faster(model, by_auto)
         return
     largest = max((curve.points[-1][0] for _, curve in model.curves), default=0)
@@ -123,7 +123,7 @@ def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
 
 
 def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
-    """Yield the size at which another algorithm was most clearly faster than ordinary calls."""
+    """Yield a line about the largest speedup of another algorithm over ordinary calls, if clear."""
     factors = [(*_fastest(model, size, seconds)[::-1], size) for size, seconds in by_auto.points]
     factor, name, size = max(factors)
     if factor > _CLEARLY:
@@ -132,7 +132,7 @@ def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
 
 
 def _fastest(model: Model, size: int, seconds: float) -> tuple[str, float]:
-    """Return the fastest algorithm at a size, and how many times faster than `seconds` it is."""
+    """Return the fastest algorithm at a size, and its speedup relative to `seconds`."""
     name, curve = min(model.curves, key=lambda named: named[1].time_s(size))
     return name, seconds / curve.time_s(size)
 
