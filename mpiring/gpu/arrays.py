@@ -43,13 +43,13 @@ def device_named(requested: "str | Device", local_rank: int) -> Device:
 
 
 def gpu_named(requested: object) -> tuple[str, int | None]:
-    """Return kind and number of a name like "cuda:1"; None as the number of "cuda".
+    """Return the kind and the number in a name like "cuda:1"; the number is None in "cuda".
 
     Args:
         requested: Name, or an object that prints as one.
 
     Raises:
-        ConfigError: It names no kind of GPU.
+        ConfigError: This is not the name of a GPU.
     """
     match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(requested), re.ASCII)
     if match is None:
@@ -72,9 +72,9 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
     Raises:
         ConfigError: As for `memory.arrays.flat`.
-        MissingDependencyError: It is on a GPU, and CuPy is not installed.
+        MissingDependencyError: The array is on a GPU, and CuPy is not installed.
     """
-    # NumPy arrays first, since on a node an allreduce takes only 10 µs.
+    # NumPy arrays come first, because an allreduce on one node takes only 10 µs.
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
@@ -90,11 +90,11 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
 
 def is_on_gpu(x: Any) -> bool:
-    """Return whether `x` is on a GPU: a CuPy array, or one with `__cuda_array_interface__`."""
+    """Return whether `x` is on a GPU, as a CuPy array or with `__cuda_array_interface__`."""
     try:
         return hasattr(x, "__cuda_array_interface__")
     except RuntimeError:
-        # Raised by a PyTorch tensor on a GPU that must be detached first.
+        # Raised by a PyTorch tensor on a GPU that requires a gradient.
         return True
 
 
@@ -110,7 +110,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         writeable: If true, refuse arrays that cannot be written to.
 
     Raises:
-        ConfigError: It is no such array, or it is masked, not contiguous, or read-only.
+        ConfigError: The object is not such an array, or is masked, not contiguous, or read-only.
         MissingDependencyError: CuPy or a GPU is missing.
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
@@ -130,7 +130,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     strides = interface.get("strides")
-    # Without strides it is C-contiguous.
+    # Without strides, the array is C-contiguous.
     _refuse_strides(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
     address, read_only = interface["data"]
     if writeable and read_only:
@@ -220,7 +220,7 @@ class UserStream:
         return device_of(self._where)
 
     def vector(self, x: "torch.Tensor") -> DeviceVector:
-        """Return a contiguous tensor's elements, which are ready once a `mark` is done."""
+        """Return a contiguous tensor's elements, which are ready when a `mark` is done."""
         return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
     def mark(self) -> Event:

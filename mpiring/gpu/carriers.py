@@ -48,7 +48,7 @@ class ArrayCarrier:
         self._staging = Staging(device.gpu)
         # Held by the loading and the consuming thread.
         self._lock = threading.Lock()
-        # Memory of freed batches, and the same with the event after which it may be overwritten.
+        # Memory of freed batches; idle memory, with the event after which it may be overwritten.
         self._dead: deque[DeviceVector] = deque()
         self._idle: list[tuple[DeviceVector, Event]] = []
 
@@ -64,7 +64,7 @@ class ArrayCarrier:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
         self._staging.release(slot, copied)
-        # The layout without the arrays, which the loader may reuse.
+        # The layout does not refer to the arrays, which the loader may reuse.
         layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, layout)
 
@@ -84,8 +84,8 @@ class ArrayCarrier:
         gpu = self._device.gpu
         with self._lock:
             if self._dead:
-                # This event follows all work on these arrays on the current stream of the consuming
-                # thread, even if another thread freed them.
+                # This event follows all work on the freed arrays on the current stream of the
+                # consuming thread, even if another thread freed them.
                 until = gpu.mark()
                 while self._dead:
                     self._idle.append((self._dead.popleft(), until))
@@ -108,8 +108,8 @@ class _BatchMemory:
 class TensorCarrier:
     """Copies PyTorch's dense CPU tensors to a GPU; see Carrier.
 
-    PyTorch keeps pinned memory until copies from it are done, and GPU memory until the streams on
-    which it was recorded have finished.
+    PyTorch keeps pinned memory until copies from it are done. It keeps GPU memory until the work on
+    all streams on which the memory was recorded is done.
 
     Args:
         kind: Kind of GPU: "cuda" or "xpu".
@@ -130,7 +130,7 @@ class TensorCarrier:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
         starts, nbytes = aligned_offsets([x.nbytes for x in xs])
-        # Pinning memory initializes the current GPU, so select the right one first.
+        # Pinning memory initializes the current GPU, so make this GPU the current one first.
         with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             for part, x in zip(tensors_at(pinned, starts, xs), xs):

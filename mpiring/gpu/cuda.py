@@ -1,8 +1,8 @@
 """Uses NVIDIA GPUs through CuPy, which only this file imports, when a GPU is first needed.
 
-Any thread may call these functions, which leave its current device unchanged. One exception: if a
-thread has used no GPU yet, the GPU used here stays current. Switching back would open a context of
-some hundred MB on a GPU that may never be used.
+Any thread may call these functions, which leave its current device unchanged. There is one
+exception: if a thread has not used a GPU before, the GPU used here stays current. Switching back
+would open a context of several hundred MB on a GPU that may never be used.
 """
 
 import functools
@@ -23,10 +23,10 @@ from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
 _NOT_READY, _PORTABLE = 600, 1
-# cudaMalloc cuts smaller allocations out of blocks of this size. Processes can only open complete
-# blocks of each other, so each allocation has its own block.
+# cudaMalloc places smaller allocations in blocks of this size. Other processes can only open
+# complete blocks, so each allocation has its own block.
 _BLOCK_BYTES = 2 << 20
-# Blocks of threads that keep each multiprocessor busy; loops in the kernels cover the rest.
+# Number of thread blocks that keep a multiprocessor busy; loops in the kernels do the rest.
 _BLOCKS_EACH = 8
 
 _devices: dict[int, Device] = {}
@@ -115,7 +115,7 @@ class CudaEvent(Mark):
 
     def _query(self) -> bool:
         runtime = self._cuda.runtime
-        # Otherwise CUDA would open the first GPU in a new thread.
+        # Otherwise, in a new thread, CUDA would open the first GPU.
         with self._cuda.current():
             status = runtime.eventQuery(self.pointer)
         if status not in (0, _NOT_READY):
@@ -203,7 +203,7 @@ class CudaStream:
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
-            # CUDA recognizes from the addresses which of them are on a GPU.
+            # CUDA recognizes GPU memory by its address.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
 
@@ -235,7 +235,7 @@ class Cuda(Gpu):
 
     Attributes:
         cupy, runtime: CuPy, and its module for CUDA's runtime.
-        max_blocks: Number of blocks of threads in one launch.
+        max_blocks: Largest number of thread blocks in one launch.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -273,7 +273,7 @@ class Cuda(Gpu):
         return CudaStream(self)
 
     def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a stream: PyTorch's, one at a pointer, or by default CuPy's current."""
+        """Return a mark on a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
         with self.current():
             if stream is None:
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
@@ -332,7 +332,7 @@ class Cuda(Gpu):
         """Return page-locked host memory, as bytes."""
         pinned_memory = self.cupy.cuda.pinned_memory
         with self.current():
-            # CuPy's pool might lend it out again while a copy is in flight.
+            # CuPy's pool might lend the memory again while a copy is in flight.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 

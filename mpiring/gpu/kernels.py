@@ -1,9 +1,9 @@
 """Generates the CUDA C++ code that combines vectors: a kernel per op, dtype and count.
 
 Sums and products are computed in the order of the sources, and never contracted (`OPTIONS`), so
-that results are bitwise identical to the host's `Reduction`. Three things may differ: the payload
-of a NaN, the sign of zero if max or min chooses between both, and the last bit of complex products.
-NumPy contracts such products on some processors.
+that results are bitwise identical to those of `Reduction` on the host. Three things may differ: the
+payload of a NaN, the sign of zero in max and min of two zeros, and the last bit of complex
+products. NumPy contracts such products on some processors.
 """
 
 import functools
@@ -151,7 +151,7 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
         cuda: Module `cupy.cuda`.
         index: Number of the GPU, which must be current.
     """
-    # If two threads compiled it, one result would be dropped and unloaded, perhaps while it runs.
+    # If two threads compiled it, one of the kernels would be unloaded, perhaps while it runs.
     with _building:
         if (kernel, index) not in _built:
             code, _ = cuda.compiler.compile_using_nvrtc(
@@ -164,7 +164,7 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
 
 @dataclass(frozen=True)
 class Packing:
-    """Cut of vectors of n elements into packs of 16 bytes; see Job in the source.
+    """Division of vectors of n elements into packs of 16 bytes; see Job in the source.
 
     Attributes:
         head: Number of elements before the first pack.
@@ -190,7 +190,7 @@ def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
 def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
     """Return how to divide ("none", "over" a divisor or "times" a factor), and the number.
 
-    Division by a power of two equals a multiplication, which takes fewer instructions.
+    A division by a power of two is replaced with a multiplication, which takes fewer instructions.
     """
     if divisor == 1:
         return "none", 1.0

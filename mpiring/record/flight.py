@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..operations.agreement import Call
 
-# Reports truncate calls to this length, because the gradients of a bucket have very long names.
+# Reports truncate calls to this length, because a call may name all gradients of a bucket.
 _WIDTH = 100
 
 

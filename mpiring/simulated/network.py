@@ -219,7 +219,7 @@ class SimulatedNetwork:
         within: Link between two ranks of a node.
         node_of: Node of each rank; or a number n, so that ranks r with equal `r // n` share a node.
         computing: Costs of computing.
-        seed: Seed that makes the network a deterministic adversary; None for an ideal network.
+        seed: Seed that makes the network a deterministic adversary; None for an ordinary network.
         faults: Faults that occur.
         payload: If false, move only sizes; then pass `ghost` arrays to the schedules.
 
