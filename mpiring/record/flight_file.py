@@ -46,9 +46,8 @@ def pickled(flights: Sequence[Flight], counters: Iterable[OperationCounter]) -> 
     return pickle.dumps({
         "version": _VERSION,
         "comm_lib_version": "mpiring",
-        "pg_config": {_named(name)[0]: {
-            "name": _named(name)[0], "desc": _named(name)[1], "ranks": str([*counter.ranks])}
-            for name, counter in groups.items()},
+        "pg_config": {name: {"name": name, "desc": desc, "ranks": str([*counter.ranks])}
+                      for counter, (name, desc) in zip(groups.values(), map(_names_of, groups))},
         "pg_status": {str(number): _status(entries, number) for number in numbers.values()},
         "entries": entries})
 
@@ -66,11 +65,11 @@ def _entries(flights: Sequence[Flight], groups: Mapping[str, OperationCounter],
         if flight.group in groups:
             earlier[flight.group] = flight.sequence
             yield {"record_id": sum(earlier.values()), "pg_id": numbers[flight.group],
-                   "process_group": _named(flight.group), **_call(flight),
+                   "process_group": _names_of(flight.group), **_call(flight),
                    **_progress(flight, clock_s)}
 
 
-def _named(group: str) -> tuple[str, str]:
+def _names_of(group: str) -> tuple[str, str]:
     return (group, "undefined") if group else _FIRST_GROUP
 
 

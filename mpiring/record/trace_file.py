@@ -141,8 +141,8 @@ class TraceFile:
         # fr_trace expects that the name ends with the rank.
         self.flight_path = self._path("flight")
         self._file = self._open()
-        self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
-                     *_named(self._rank, PROGRAM, "program")])
+        self._write([*self._about(), *self._lane_name(STEPS, "training steps"),
+                     *self._lane_name(PROGRAM, "program")])
         self._thread = threading.Thread(target=self._loop, name="mpiring trace", daemon=True)
         self._thread.start()
 
@@ -180,7 +180,7 @@ class TraceFile:
 
     def model(self, **about: Any) -> None:
         """Record the model that is trained from now on."""
-        self._add(lambda: [_metadata(self._rank, "model", about)])
+        self._add(lambda: [self._metadata("model", about)])
 
     def span(self, name: str, category: str, began_s: float, ended_s: float, **about: Any) -> None:
         """Record any other activity of the rank."""
@@ -236,7 +236,7 @@ class TraceFile:
                 make, *arguments = self._events.popleft()
                 events += make(*arguments)
             if self._left_out:
-                events.append(_metadata(self._rank, "left out", {"events": self._left_out}))
+                events.append(self._metadata("left out", {"events": self._left_out}))
                 self._left_out = 0
             self._write(events)
 
@@ -275,18 +275,23 @@ class TraceFile:
         """Return events that describe this rank."""
         host = os.uname().nodename
         return [
-            _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
-            _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
-            _metadata(self._rank, "mpiring", {
-                "job": self._job, "rank": self._rank, "size": self._comm.size,
-                "node": self._node}),
+            self._metadata("process_name", {"name": f"rank {self._rank} on {host}"}),
+            self._metadata("process_sort_index", {"sort_index": self._rank}),
+            self._metadata("mpiring", {"job": self._job, "rank": self._rank,
+                                       "size": self._comm.size, "node": self._node}),
             # Horovod's timelines also have this event.
-            _metadata(self._rank, "start", {
-                "start_time_since_epoch_in_micros": time.time_ns() // 1000}),
+            self._metadata("start", {"start_time_since_epoch_in_micros": time.time_ns() // 1000}),
             self._clock("clock at start", self._start)]
 
+    def _metadata(self, name: str, about: dict[str, Any], **fields: Any) -> Event:
+        return {"name": name, "ph": "M", "pid": self._rank, **fields, "args": about}
+
+    def _lane_name(self, lane: int, name: str) -> list[Event]:
+        return [self._metadata("thread_name", {"name": name}, tid=lane),
+                self._metadata("thread_sort_index", {"sort_index": lane}, tid=lane)]
+
     def _clock(self, name: str, reading: ClockReading) -> Event:
-        return _metadata(self._rank, name, {
+        return self._metadata(name, {
             "at_us": self._us(reading.at_s), "offset_us": round(reading.offset_s * 1e6, 3),
             "error_us": round(reading.error_s * 1e6, 3)})
 
@@ -318,7 +323,7 @@ class TraceFile:
                 return OPERATIONS + index, []
         self._lane_ends.append(ended_s)
         lane = OPERATIONS + len(self._lane_ends) - 1
-        return lane, _named(self._rank, lane, f"operations {len(self._lane_ends)}")
+        return lane, self._lane_name(lane, f"operations {len(self._lane_ends)}")
 
     def _wait(self, flight: Flight, began_s: float, ended_s: float, thread: int) -> list[Event]:
         about = {"sequence": flight.sequence, "group": flight.group}
@@ -334,7 +339,7 @@ class TraceFile:
         if thread in self._threads:
             return self._threads[thread], []
         self._threads[thread] = lane = PROGRAM + len(self._threads)
-        return lane, _named(self._rank, lane, f"waits of thread {lane}")
+        return lane, self._lane_name(lane, f"waits of thread {lane}")
 
     def _step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
               ended_s: float, tokens: float | None) -> list[Event]:
@@ -353,13 +358,3 @@ class TraceFile:
 def _short(flight: Flight) -> str:
     """Return a name like "bucket 3", which is short enough for a picture."""
     return flight.call.label.partition(" (")[0] or flight.call.kind
-
-
-def _metadata(rank: int, name: str, about: dict[str, Any]) -> Event:
-    return {"name": name, "ph": "M", "pid": rank, "args": about}
-
-
-def _named(rank: int, lane: int, name: str) -> list[Event]:
-    return [{"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}},
-            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": lane,
-             "args": {"sort_index": lane}}]

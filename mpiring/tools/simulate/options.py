@@ -87,9 +87,8 @@ def caveat_of(clusters: Sequence[Cluster]) -> str:
     crowded = [cluster for cluster in clusters if 0 < cluster.cores < cluster.ranks]
     if not crowded:
         return ""
-    return (f"# With more ranks than the {crowded[0].cores} cores, messages also wait until the "
-            f"system runs their\n# ranks. This is not simulated, so such predictions are lower "
-            f"bounds.")
+    return (f"# With more ranks than the {crowded[0].cores} cores, the system decides which ranks "
+            f"run first.\n# This is not simulated, so such predictions are lower bounds.")
 
 
 def _counts(text: str) -> list[int]:
