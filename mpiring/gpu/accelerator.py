@@ -1,8 +1,8 @@
 """Uses PyTorch accelerators, including GPUs that are not from NVIDIA, without CuPy.
 
 Copies and sums are PyTorch operations on separate streams. There are no other kernels, and
-processes do not open each other's memory: data goes through pinned host memory. GPUs of NVIDIA and
-AMD appear as "cuda", GPUs of Intel as "xpu".
+processes do not open each other's memory; data is sent through pinned host memory. GPUs of NVIDIA
+and AMD appear as "cuda", GPUs of Intel as "xpu".
 
 Any thread may call these functions, which leave its current device and stream unchanged.
 """
@@ -134,7 +134,7 @@ class AcceleratorStream:
         if op in ("max", "min") and dtype in _UNSIGNED:
             function = functools.partial(_with_signs_swapped, function)
         wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
-        # The first result is written before sources after the second are read.
+        # The first result is written before the third and later sources are read.
         overwrites = any(results[0].data_ptr() == x.data_ptr() for x in xs[2:])
         with self._used():
             total = torch.empty_like(results[0], dtype=torch.float32 if wide else None) if (
@@ -203,7 +203,7 @@ class Accelerator(Gpu):
         return AcceleratorStream(stream)
 
     def mark(self, stream: Any = None) -> AcceleratorEvent:
-        """Return a mark on a PyTorch stream; by default its current one."""
+        """Return a mark on a PyTorch stream, by default the current one."""
         return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
 
     def follow(self, event: Event) -> None:
@@ -266,7 +266,7 @@ class Accelerator(Gpu):
         return status, f"cudaHostRegister's status {status}"
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), torch.accelerator.device_index(self.index):
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -288,7 +288,7 @@ def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
         x: Vector in a tensor's memory.
         dtype: PyTorch dtype with the vector's item size.
     """
-    # A view of the owner is impossible: it may have any shape and dtype, and require a gradient.
+    # The owner cannot be viewed, because it may have any shape and dtype, and require a gradient.
     storage = x.owner.untyped_storage()
     start = (x.address - storage.data_ptr()) // x.itemsize
     return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (x.size,), (1,))
@@ -301,7 +301,7 @@ def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def _with_signs_swapped(function: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor,
                         out: torch.Tensor) -> None:
-    """Call a function that orders signed numbers on unsigned ones."""
+    """Apply a function that orders signed numbers to unsigned numbers."""
     a, b = (_sign_swapped(x, torch.empty_like(x)) for x in (a, b))
     _sign_swapped(function(a, b, out=a), out)
 

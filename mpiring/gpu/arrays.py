@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def device_named(requested: "str | Device", local_rank: int) -> Device:
-    """Return the GPU of a name.
+    """Return the GPU with this name.
 
     Args:
         requested: Name "cuda", or "cuda:" and a number; or the device itself.
-        local_rank: Number of this rank on its node, whose ranks use the GPUs in turn.
+        local_rank: Number of this rank on its node; "cuda" assigns the GPUs to ranks in turn.
 
     Raises:
         ConfigError: There is no such GPU.
@@ -190,7 +190,7 @@ def _by_pytorch(where: "torch.device", unshared: str = "by CuPy, and on NVIDIA's
 
 
 def _by_cupy(where: "torch.device") -> Device:
-    """Open a GPU through CuPy if it is from NVIDIA and CuPy is installed; else through PyTorch."""
+    """Open an NVIDIA GPU through CuPy if it is installed, and other GPUs through PyTorch."""
     if sys.modules["torch"].version.hip is not None:
         return _by_pytorch(where)
     from . import cuda

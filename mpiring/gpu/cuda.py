@@ -86,7 +86,7 @@ def device(index: int) -> Device:
     """Return a GPU; the same object each time.
 
     Args:
-        index: Number of the GPU among those that this process sees, as CUDA counts.
+        index: Number of the GPU among those that this process sees, as in CUDA.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -108,7 +108,7 @@ class CudaEvent(Mark):
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
         self._cuda = cuda
-        # CuPy destroys the event with this object; CUDA allows that before the GPU reaches it.
+        # CuPy destroys the event with this object, which may be before the GPU reaches the event.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
@@ -231,7 +231,7 @@ class Cuda(Gpu):
     """An NVIDIA GPU; see gpu.Gpu.
 
     Args:
-        index: Number of the GPU among those that this process sees, as CUDA counts.
+        index: Number of the GPU among those that this process sees, as in CUDA.
 
     Attributes:
         cupy, runtime: CuPy, and its module for CUDA's runtime.
@@ -324,7 +324,7 @@ class Cuda(Gpu):
 
     def free(self, address: int) -> None:
         """Free an allocation."""
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), self.current():
             self.runtime.free(address)
 
@@ -345,7 +345,7 @@ class Cuda(Gpu):
         return 0, ""
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), self.current():
             self.runtime.hostUnregister(address)
 

@@ -26,7 +26,7 @@ _UNIT_BYTES = 2 << 20
 # Idle memory beyond both limits is freed, the oldest first. Pinning a page again costs ten times as
 # much as copying it, but no other program can use pinned memory.
 _KEEP, _KEEP_BYTES = 16, 256 << 20
-# Number of slots, the oldest first, that are tested for whether the GPU still uses them.
+# Number of slots, the oldest first, that are tested for whether a copy still uses them.
 _MAX_TESTED = 4
 # cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP uses the same values.
 _SUCCESS, _ALREADY = 0, 712
@@ -147,8 +147,8 @@ class Gpu(Protocol):
         """Lock the pages of host memory for as long as its array lives; idempotent.
 
         If this fails, copies take longer, and a warning is logged. Memory that does not begin at
-        a page is ignored: other memory may be in its pages, and CUDA refuses copies of memory that
-        is partly locked.
+        a page is ignored, because other memory may be in its pages, and CUDA refuses copies of
+        memory that is partly locked.
         """
         root, address = memory, memory.ctypes.data
         while isinstance(root.base, np.ndarray):
@@ -169,7 +169,7 @@ class Gpu(Protocol):
                          "each other", memory.nbytes, self.name, text)
 
     def _unpin(self, address: int) -> None:
-        # Without the lock: the garbage collector may call this in a thread that holds it.
+        # Do not acquire the lock: the garbage collector may call this in a thread that holds it.
         self._unregister(address)
         _pinned.discard(address)
 
@@ -219,12 +219,12 @@ class Gpu(Protocol):
         """
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether such an array is finite; wait for the work queued on it."""
+        """Return whether an array from `array` is finite; wait for the work queued on it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceVector:
-    """A contiguous vector in a GPU's memory; schedules cut it like a NumPy vector.
+    """A contiguous vector in a GPU's memory; schedules slice it like a NumPy vector.
 
     Only `Device` and GPU-aware MPI access its elements.
 
@@ -294,7 +294,7 @@ def address_of(x: Any) -> int:
 
 
 def await_event(event: Event) -> None:
-    """Return when the work queued before an event is done."""
+    """Wait until the work queued before an event is done."""
     while not event.test():
         time.sleep(_PAUSE_S)
 
@@ -368,7 +368,7 @@ class _Queue:
     A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40 µs.
 
     Args:
-        stream: Stream; call `changes` before queueing work on it.
+        stream: Stream; use `changes` to queue work on it.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -383,7 +383,7 @@ class _Queue:
         return self._mark
 
     def follow(self, *others: "_Queue") -> None:
-        """Make work that is queued from now on wait for what the others have queued."""
+        """Make work that is queued from now on wait for the queued work of other streams."""
         for other in others:
             mark = other.mark()
             if self._known.get(other) is not mark:

@@ -113,7 +113,7 @@ _building = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel that is given one struct by value.
+    """A kernel that accepts one struct by value.
 
     Attributes:
         name: Name of the function; unique to the source.
@@ -127,7 +127,7 @@ class Kernel:
 
     @functools.cached_property
     def _opaque(self) -> np.dtype[Any]:
-        # CuPy reads the description of a dtype, which takes 30 µs for a struct with names.
+        # CuPy reads the description of a dtype; for a struct with names, this takes 30 µs.
         return np.dtype(f"V{self.parameters.itemsize}")
 
     def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
@@ -205,7 +205,7 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
 
     Args:
         op: Name of the op, see Reduction; a mean is a sum with a division.
-        dtype: Any dtype but long doubles.
+        dtype: Any dtype except long doubles.
         sources, outs: Number of vectors; a kernel accepts about 500.
         divides: Kind of division, from `division`.
     """
@@ -234,7 +234,7 @@ def _types(op: str, dtype: np.dtype[Any]) -> str:
     if of in FLOATING:
         kind = wide = "float" if size == 4 else "double"
     elif op in ("sum", "prod"):
-        # Unsigned, and no narrower than int, so that overflow wraps and is no error in C++.
+        # Unsigned, and no narrower than int, so that overflow wraps, as C++ guarantees.
         kind, wide = _UNSIGNED[size], _UNSIGNED[max(size, 4)]
     else:
         kind = wide = (_SIGNED if dtype.kind == "i" else _UNSIGNED)[size]

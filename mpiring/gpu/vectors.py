@@ -52,7 +52,7 @@ def zeros(n: int, dtype: DTypeLike, device: Device | None) -> Any:
 
 
 def moved(x: Array, device: Device | None) -> Any:
-    """Return a vector's elements on a GPU; without one, the vector itself.
+    """Return a vector's elements on a GPU; without a GPU, the vector itself.
 
     Args:
         x: Vector in any host memory.

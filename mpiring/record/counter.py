@@ -82,7 +82,7 @@ class OperationCounter:
         self.words[COUNTER_GATE] &= ~reason
 
     def fork(self) -> None:
-        """Close the gate in a fork, which may have no thread that could release the lock."""
+        """Close the gate in a forked process, where no thread may be left to release the lock."""
         self._lock = threading.RLock()
         self.words[COUNTER_HELD] = 0
         self.close(GATE_FORKED)

@@ -1,8 +1,8 @@
 """Describes a rank's last operations in the format of PyTorch's flight recorder.
 
 `python -m torch.distributed.flight_recorder.fr_trace FOLDER` compares such files of all ranks, and
-names the rank that differs. It knows only its own collectives and back ends, and compares types,
-sizes, dtypes and states. The dtype therefore holds the complete call, with op and root.
+names the rank that differs. It accepts only PyTorch's collectives and back ends, and compares
+types, sizes, dtypes and states. The dtype therefore holds the complete call, with op and root.
 
 Source: FlightRecorder.hpp and torch/distributed/flight_recorder of PyTorch 2.13.
 """
@@ -34,7 +34,7 @@ _FIRST_GROUP = ("0", "default_pg")
 def pickled(flights: Sequence[Flight], counters: Iterable[OperationCounter]) -> bytes:
     """Return the content of a rank's file, a pickled dict of lists, numbers and strings.
 
-    Messages are left out: fr_trace expects all ranks of a group in each operation.
+    Messages are left out, because fr_trace expects all ranks of a group in each operation.
 
     Args:
         flights: Last operations of the rank, the newest last.
@@ -56,8 +56,8 @@ def _entries(flights: Sequence[Flight], groups: Mapping[str, OperationCounter],
              numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the entries, the newest first.
 
-    fr_trace drops entries with a lower `record_id` than the first entry of another rank. Here it
-    is the number of earlier operations in all groups, which is the same on all ranks.
+    fr_trace drops entries with a lower `record_id` than the first entry of another rank. This
+    number counts the earlier operations in all groups, which is the same on all ranks.
     """
     clock_s = time.time() - time.monotonic()
     earlier = {name: counter.sequence for name, counter in groups.items()}
@@ -100,7 +100,7 @@ def _progress(flight: Flight, clock_s: float) -> dict[str, Any]:
 
 
 def _status(entries: Sequence[dict[str, Any]], number: int) -> dict[str, int]:
-    """Return the last operations of a group; -1 for none."""
+    """Return the numbers of a group's last operations in each state; -1 for none."""
     times = {"enqueued": "time_created_ns", "started": "time_discovered_started_ns",
              "completed": "time_discovered_completed_ns"}
     return {f"last_{name}_collective": max(

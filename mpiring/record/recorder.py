@@ -19,7 +19,7 @@ from .flight import Flight
 from .flight_file import pickled
 from .trace_file import TraceFile
 
-# Enough for a few steps of a large model; a megabyte at most.
+# Number of operations: a few steps of a large model, and a megabyte at most.
 CAPACITY = 1024
 _NAME_WIDTH = 40
 # Seconds between two saves, because all other ranks may ask for a report at once.
@@ -57,7 +57,7 @@ class Recorder:
         """Return a new name for a communicator, the same on all its ranks.
 
         Args:
-            ranks: Ranks of the first communicator, whose own name is "".
+            ranks: Ranks of the new communicator, as numbered in the first one, whose name is "".
 
         Collective: yes, among these ranks, but without a message. Blocking: no.
         """
@@ -137,8 +137,8 @@ class Recorder:
         """Save the last operations in a file for PyTorch's `fr_trace`; see flight_file.
 
         Args:
-            folder: Folder for the file, made if needed; by default that of the trace. Without a
-                trace, nothing is saved.
+            folder: Folder for the file, created if needed; by default the folder of the trace.
+                Without a trace, nothing is saved by default.
 
         Returns:
             Text with the file's name, to append to a report.

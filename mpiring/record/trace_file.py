@@ -128,7 +128,7 @@ class TraceFile:
         self._written = 0
         self._lane_ends: list[float] = []
         self._threads: dict[int, int] = {threading.get_ident(): PROGRAM}
-        # Held to write. Reentrant, because a signal handler may ask for a report.
+        # Held while writing; reentrant, because a signal handler may ask for a report.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._start = compare_clocks(self._comm)
@@ -138,7 +138,7 @@ class TraceFile:
         self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
         self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
         self.path = f"{self._path('trace')}.json"
-        # fr_trace expects that the name ends with the rank.
+        # fr_trace expects the name to end with the rank.
         self.flight_path = self._path("flight")
         self._file = self._open()
         self._write([*self._about(), *self._lane_name(STEPS, "training steps"),
@@ -296,7 +296,7 @@ class TraceFile:
             "error_us": round(reading.error_s * 1e6, 3)})
 
     def _us(self, seconds: float) -> float:
-        """Return a time of this rank's clock in µs since the start of the trace on rank 0's."""
+        """Convert a time of this rank's clock to µs of rank 0's clock since the trace began."""
         return round((seconds - self._start.offset_s - self._zero_s) * 1e6, 3)
 
     def _slice(self, lane: int, name: str, category: str, began_s: float, ended_s: float,

@@ -3,7 +3,7 @@
 It needs neither threads nor real time: an event queue gives the same result for the same seed. A
 message costs latency plus bytes over bandwidth. Messages that share a node's full-duplex network
 interface (NIC) share its bandwidth. Computing takes time if it has a price: a busy rank neither
-posts requests nor continues. With a seed the network is an adversary: it delays and reorders
+posts requests nor continues. With a seed, the network is an adversary: it delays and reorders
 whatever MPI allows, reads send buffers late, and fills receive buffers with junk until the message
 arrives.
 """
@@ -189,7 +189,7 @@ class _Wires:
         """
         latency_s = slowness * self._link.latency_s
         if self._link.bandwidth == math.inf:
-            # There is nothing to share: a shortcut, which most adversarial networks use.
+            # There is no bandwidth to share. Most adversarial networks use this shortcut.
             left(self._clock.time_s)
             landed(self._clock.time_s + latency_s)
             return
@@ -225,7 +225,7 @@ class SimulatedNetwork:
 
     Attributes:
         node_of: Node of each rank.
-        stepped: Ranks whose schedules are run: all.
+        stepped: Ranks whose schedules are run; here, all ranks.
         slack_bytes: Largest accepted difference from a message's expected length.
         time_s: Virtual time until the last rank has finished, in seconds.
         bytes_sent, messages_sent: Number of bytes and messages that each rank has sent.

@@ -103,7 +103,7 @@ class _Words:
 
 def _show(flags: dict[int, int], word: int, value: int) -> None:
     """Make a flag visible to a rank."""
-    # Of two flags of one rank, the later one may become visible first.
+    # The later of two flags of a rank may become visible first.
     flags[word] = max(value, flags.get(word, 0))
 
 

@@ -159,12 +159,12 @@ class SimulatedOperation(Collectives):
         return PricedCombine(self.work, cluster.reduction_rate, cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule; nodes first exchange their headers, as in `agreement.agreed`."""
+        """Run a schedule, and exchange the headers of the nodes, as `agreement.agreed` does."""
         r, net = self._simulation.cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
             header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
-            # If one node represents all, and nodes exchange in pairs, the receiver sends one back.
+            # If one node represents all, and nodes exchange in pairs, the receiver sends its own.
             in_pairs = self._simulation.symmetry is pairwise
             before = after if in_pairs else (net.rank - r) % net.size
             headers = [net.irecv(header, before), net.isend(header, after)]

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _size_text(nbytes: int) -> str:
-    """Return a size in decimal megabytes if it is a multiple, else in binary units."""
+    """Return a size in decimal megabytes if it is a multiple, otherwise in binary units."""
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 

@@ -11,7 +11,8 @@ from ...errors import ConfigError
 from ...memory.arrays import COMPLEX, FLOATING, dtype_named
 from ..traces import Event, JobTrace, RankTrace, open_job
 
-# Number of steps to skip: the first recorded step follows the step that rebuilt the buckets.
+# Number of steps to skip. Immediately before the first recorded step, memory was touched for the
+# first time, and buckets were rebuilt.
 _WARM_UP = 1
 # A step that computes this many times as long as the median includes other work, like validation.
 _LONG = 2.0

@@ -110,7 +110,7 @@ class Workload:
                     self.bucket_bytes or usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
-        """Return when each bucket can be sent, because it and all earlier buckets are full."""
+        """Return the time at which each bucket, and all buckets before it, are full."""
         ready_s = {tensor.name: at_s for tensor, at_s in zip(self.profile.tensors, step.ready_s)}
         times = [max(ready_s[tensor.name] for tensor in bucket.tensors) for bucket in self.buckets]
         return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
