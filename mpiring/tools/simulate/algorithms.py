@@ -15,7 +15,7 @@ from ...collectives.operation import Tuning
 from ...memory.arrays import Array, bounds_of, slice_of
 from ...memory.reduction import Combine
 from ...memory.scratch import Scratch
-from ...operations.algorithms import NAMES, Case, Halves, choose, choose_halves, named
+from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
@@ -59,6 +59,18 @@ class SimulatedTransport:
     def channel(self, sequence: int) -> OperationChannel:
         """Return the channel of the operation, whose number does not matter."""
         return self._net  # type: ignore[no-any-return]
+
+
+def resources(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows) -> Resources:
+    """Return the resources of one rank's operation.
+
+    Args:
+        net: Channel of the operation.
+        nodes: Ranks of each node.
+        windows: Memory that ranks share.
+    """
+    return Resources(cast(Transport, SimulatedTransport(net)), Turns(), Scratch(keep=0), windows,
+                     range(net.size), nodes)
 
 
 class _Windows(Windows):
@@ -136,11 +148,8 @@ class SimulatedOperation(Collectives):
     __slots__ = ("_simulation", "work")
 
     def __init__(self, simulation: Simulation, net: Channel, number: int) -> None:
-        transport = cast(Transport, SimulatedTransport(net))
-        super().__init__(
-            Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size),
-                      simulation.nodes),
-            simulation.memory.node(net.rank, number), number)
+        super().__init__(resources(net, simulation.nodes, _Windows()),
+                         simulation.memory.node(net.rank, number), number)
         self._simulation = simulation
         self.work = partial(simulation.network.work, net.rank)
 
@@ -233,13 +242,11 @@ def _schedule(name: str, case: Case,
     row = named(name)
     if row is None or row.refusal(case):
         return None
-    variant = row.variant(case)
     if name == "native":
         return lambda call, x: mpich.allreduce(
             call.net, call.node.size, x, call.vector(x.size),
             call.combiner("sum", DTYPE, call.size))
-    return lambda call, x: call.announced(
-        variant.allreduce(call, x, "sum", call.combiner("sum", DTYPE, call.size)))
+    return lambda call, x: call.announced(call.allreduce(x, algorithm=name))
 
 
 def _exchange(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
@@ -249,8 +256,7 @@ def _exchange(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[Non
 
 def scatter(call: SimulatedOperation, x: Array) -> Schedule[None]:
     """Run the reduce-scatter of gradients of a sharded step."""
-    return _halves(call, x).reduce_scatter(call, x, bounds_of(x.size, call.size), "sum",
-                                           call.combiner("sum", x.dtype, call.size))
+    yield from call.reduce_scatter(x)
 
 
 def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
@@ -260,13 +266,8 @@ def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
         call, x: Operation, and vector of the weights.
         once: If true, each node stores the weights once.
     """
-    bounds = bounds_of(x.size, call.size)
-    return (call.allgather_once(x, bounds=bounds) if once else
-            _halves(call, x).allgather(call, x, bounds))
-
-
-def _halves(call: SimulatedOperation, x: Array) -> Halves:
-    return choose_halves(Case(x.nbytes, x.dtype, "sum", call.size, len(call.nodes), call.tuning))
+    return (call.allgather_once(x, bounds=bounds_of(x.size, call.size)) if once else
+            call.allgather(x))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

@@ -3,20 +3,16 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
 from ...buckets.bucket import Bucket, BucketPlan, TensorSpec
-from ...collectives.native import Turns
-from ...memory.scratch import Scratch
 from ...operations.operation import Collectives
-from ...operations.resources import Resources, Transport
 from ...operations.windows import Windows
 from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
-from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedTransport
+from ...transport.base import Schedule
+from .algorithms import resources
 from .profile import Profile
 
 # Each Reducer as a program writes it, its loss, and a function that makes one without warm-up. The
@@ -132,11 +128,5 @@ class _Nodes:
     def _run(self, build: Callable[[Collectives], Schedule[None]]) -> None:
         nodes = [[rank] for rank in range(self._network.size)]
         self._operations += 1
-
-        def program(net: Channel) -> Schedule[None]:
-            transport = cast(Transport, SimulatedTransport(net))
-            return build(Collectives(Resources(
-                transport, Turns(), Scratch(keep=0), Windows(), range(net.size), nodes), None,
-                self._operations))
-
-        self._network.run(program)
+        self._network.run(lambda net: build(
+            Collectives(resources(net, nodes, Windows()), None, self._operations)))

@@ -61,8 +61,7 @@ def _reduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[
 
 def _broadcast(net: Channel, x: Array) -> Schedule[None]:
     """Copy from rank 0, along a binomial tree."""
-    p, r = net.size, net.rank
-    mask = 1
+    p, r, mask = net.size, net.rank, 1
     while mask < p and not r & mask:
         mask *= 2
     if r:

@@ -9,7 +9,7 @@ import numpy as np
 from ...buckets.bucket import BucketPlan
 from ...collectives import ring
 from ...memory.arrays import Array, bounds_of
-from ...operations.algorithms import Algorithm, Case, candidates, choose, named
+from ...operations.algorithms import candidates
 from ...transport.base import Channel, Schedule
 from .algorithms import Build, SimulatedOperation, gather, scatter
 from .codecs import REDUCERS, CodecPrices, measured
@@ -97,21 +97,15 @@ def _of_bucket(run: BucketSchedule, bucket: BucketPlan) -> Build:
 
 
 def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
-    return _algorithm(call, x).allreduce(call, x, "mean", call.combiner("mean", x.dtype, call.size))
+    """Run the mpiring algorithm that "auto" uses if nothing was measured.
 
-
-def _algorithm(call: SimulatedOperation, x: Array) -> Algorithm:
-    """Return the mpiring algorithm that "auto" uses if nothing was measured.
-
-    MPI's own call between nodes is modeled separately, see mpich.py.
+    It is never MPI's own call, which is modeled separately, see mpich.py.
     """
-    nodes = len(call.nodes)
-    case = Case(x.nbytes, x.dtype, "mean", call.size, nodes, call.tuning)
-    row = choose(case)
-    if row.name == "native":
-        last = named([name for name in candidates(call.size, nodes) if name != "native"][-1])
-        return row if last is None else last.variant(case)
-    return row
+    algorithm = "auto"
+    if call.algorithm_of(x, "mean").name == "native":
+        names = candidates(call.size, len(call.nodes))
+        algorithm = [name for name in names if name != "native"][-1]
+    return call.allreduce(x, op="mean", algorithm=algorithm)
 
 
 # Gradients compressed between nodes
