@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError
@@ -131,7 +132,8 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     strides = interface.get("strides")
     # Without strides, the array is C-contiguous.
-    _refuse_strides(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
+    _refuse_strides(shape, strides, strides is None or as_strided(
+        np.empty((), dtype), shape, strides).flags.c_contiguous)
     address, read_only = interface["data"]
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
@@ -244,10 +246,3 @@ def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:
             f"array of shape {shape} with strides {strides} is not contiguous, so it cannot "
             f"be combined in place; pass a contiguous array: y = cupy.ascontiguousarray(x), "
             f"and afterwards x[...] = y")
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements are contiguous in C order."""
-    expected = [itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-    return not all(shape) or all(
-        length == 1 or stride == right for length, stride, right in zip(shape, strides, expected))

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -155,8 +156,6 @@ def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any
 
 def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of arrays of these sizes in one buffer, and its size in bytes."""
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    aligned = (-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes)
+    *starts, end = accumulate(aligned, initial=0)
     return starts, end

@@ -106,13 +106,12 @@ def _name_curves(axes: "Axes", height: float) -> None:
     """
     to_axes = axes.transScale + axes.transLimits
     axes.autoscale_view()
-    lasts = [(1.0, float(np.asarray(line.get_ydata())[-1])) for line in axes.get_lines()]
-    ends = sorted((float(to_axes.transform([last])[0][1]), number)
-                  for number, (line, last) in enumerate(zip(axes.get_lines(), lasts))
-                  if not str(line.get_label()).startswith("_"))
+    ends = sorted(
+        (to_axes.transform((1.0, np.asarray(line.get_ydata())[-1]))[1], number, line)
+        for number, line in enumerate(axes.get_lines())
+        if not str(line.get_label()).startswith("_"))
     gap = 1.2 * _POINTS / 72 / (0.75 * height)
-    for (_, number), place in zip(ends, _spread([end for end, _ in ends], gap)):
-        line = axes.get_lines()[number]
+    for (_, _, line), place in zip(ends, _spread([end for end, *_ in ends], gap)):
         axes.text(1.03, place, str(line.get_label()), transform=axes.transAxes, va="center",
                   color=line.get_color())
 
