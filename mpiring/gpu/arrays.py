@@ -121,7 +121,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     if isinstance(x, package.ndarray):
         _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
-        return _vector_written(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
+        return _vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -139,7 +139,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return _vector_written(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    return _vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
 
 
 def _interface_of(x: Any) -> Any:
@@ -155,8 +155,8 @@ def _interface_of(x: Any) -> Any:
     return interface
 
 
-def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-                    owner: object) -> DeviceVector:
+def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
+               owner: object) -> DeviceVector:
     """Return memory of an NVIDIA GPU as a vector.
 
     Args:

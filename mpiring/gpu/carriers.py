@@ -50,7 +50,7 @@ class ArrayCarrier:
         # Held by the loading and the consuming thread.
         self._lock = threading.Lock()
         # Memory of freed batches; idle memory, with the event after which it may be overwritten.
-        self._dead: deque[DeviceVector] = deque()
+        self._freed: deque[DeviceVector] = deque()
         self._idle: list[tuple[DeviceVector, Event]] = []
 
     def send(self, xs: Sequence[Any]) -> Arrive:
@@ -84,14 +84,14 @@ class ArrayCarrier:
                  layout: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
         gpu = self._device.gpu
         with self._lock:
-            if self._dead:
+            if self._freed:
                 # This event follows all work on the freed arrays on the current stream of the
                 # consuming thread, even if another thread freed them.
                 until = gpu.mark()
-                while self._dead:
-                    self._idle.append((self._dead.popleft(), until))
+                while self._freed:
+                    self._idle.append((self._freed.popleft(), until))
         gpu.follow(copied)
-        owner = _BatchMemory(memory, self._dead)
+        owner = _BatchMemory(memory, self._freed)
         return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=owner), shape)
                 for start, nbytes, dtype, shape in layout]
 
@@ -99,11 +99,11 @@ class ArrayCarrier:
 class _BatchMemory:
     """Owner of the arrays of a batch; returns their memory when all of them are freed."""
 
-    def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
-        self._memory, self._dead = memory, dead
+    def __init__(self, memory: DeviceVector, freed: deque[DeviceVector]) -> None:
+        self._memory, self._freed = memory, freed
 
     def __del__(self) -> None:
-        self._dead.append(self._memory)
+        self._freed.append(self._memory)
 
 
 class TensorCarrier:

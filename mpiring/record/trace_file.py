@@ -68,24 +68,24 @@ def compare_clocks(comm: Any) -> ClockReading:
     Collective: yes. Blocking: yes.
     Source: Cristian, Distributed Computing 3, 1989.
     """
-    reading, asks = ClockReading(time.monotonic()), 1
-    while asks < comm.size:
-        if asks <= comm.rank < 2 * asks:
-            reading = _ask_clock(comm, comm.rank - asks)
-        elif comm.rank < asks and comm.rank + asks < comm.size:
-            _answer_clock(comm, comm.rank + asks, reading)
-        asks *= 2
+    reading, synchronized = ClockReading(time.monotonic()), 1
+    while synchronized < comm.size:
+        if synchronized <= comm.rank < 2 * synchronized:
+            reading = _ask_clock(comm, comm.rank - synchronized)
+        elif comm.rank < synchronized and comm.rank + synchronized < comm.size:
+            _answer_clock(comm, comm.rank + synchronized, reading)
+        synchronized *= 2
     return reading
 
 
 def _ask_clock(comm: Any, other: int) -> ClockReading:
-    box, best = np.zeros(3), ClockReading(error_s=math.inf)
+    buffer, best = np.zeros(3), ClockReading(error_s=math.inf)
     for _ in range(_ANSWERS):
         began = time.monotonic()
-        comm.Send(box, other)
-        comm.Recv(box, other)
+        comm.Send(buffer, other)
+        comm.Recv(buffer, other)
         ended = time.monotonic()
-        other_time, other_offset, other_error = box.tolist()
+        other_time, other_offset, other_error = buffer.tolist()
         error = (ended - began) / 2 + other_error
         if error < best.error_s:
             middle = (began + ended) / 2
@@ -94,11 +94,11 @@ def _ask_clock(comm: Any, other: int) -> ClockReading:
 
 
 def _answer_clock(comm: Any, other: int, reading: ClockReading) -> None:
-    box = np.zeros(3)
+    buffer = np.zeros(3)
     for _ in range(_ANSWERS):
-        comm.Recv(box, other)
-        box[:] = time.monotonic(), reading.offset_s, reading.error_s
-        comm.Send(box, other)
+        comm.Recv(buffer, other)
+        buffer[:] = time.monotonic(), reading.offset_s, reading.error_s
+        comm.Send(buffer, other)
 
 
 class TraceFile:
@@ -343,9 +343,9 @@ class TraceFile:
 
     def _step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
               ended_s: float, tokens: float | None) -> list[Event]:
-        weighed = {} if tokens is None else {"tokens": tokens}
+        extra = {} if tokens is None else {"tokens": tokens}
         step = self._slice(
-            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
+            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **extra)
         first_s = min(ready_s, default=0.0)
         if not began_s < first_s < waited_s:
             return [step]

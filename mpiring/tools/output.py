@@ -117,15 +117,15 @@ def _act(options: Namespace) -> int:
     Raises:
         ConfigError: Several options are "-", or there is no standard output.
     """
-    wanted = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
-    if len(wanted) > 1:
-        raise ConfigError(f"--{wanted[0]} - and --{wanted[1]} -: standard output takes one of them")
-    if wanted and sys.stdout is None:
-        raise ConfigError(f"--{wanted[0]} -: standard output is closed")
+    dashed = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
+    if len(dashed) > 1:
+        raise ConfigError(f"--{dashed[0]} - and --{dashed[1]} -: standard output takes one of them")
+    if dashed and sys.stdout is None:
+        raise ConfigError(f"--{dashed[0]} -: standard output is closed")
     # A job that a benchmark has started leaves the results to the benchmark.
-    if not wanted or getattr(options, "part", None):
+    if not dashed or getattr(options, "part", None):
         return int(options.action(options))
-    setattr(options, wanted[0], sys.stdout)
+    setattr(options, dashed[0], sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
         return int(options.action(options))
 

@@ -95,14 +95,14 @@ def _over_size(axes: "Sequence[Axes]", rows: Sequence[Row], *keys: str) -> None:
     levels = list(dict.fromkeys(level for _, level in curves))
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
         members = curves[name, level]
-        look: dict[str, Any] = {
+        style: dict[str, Any] = {
             **curve_style(names.index(name)),
             "label": f"{name} ({level})" if len(levels) > 1 else name,
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
         for panel, key in zip(axes, keys):
-            panel.loglog(sizes, [row[key] for row in members], **look)
+            panel.loglog(sizes, [row[key] for row in members], **style)
     for panel in axes:
         panel.set_xlabel("array size")
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
@@ -116,11 +116,11 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     on_node = any(row["contender"] in LIMITS for row in rows)
     members = [known[size] for size in sorted(known)]
     sizes = [row["bytes"] for row in members]
-    look: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
-                            "label": "memory copy" if on_node else "limit: link rate"}
-    axes[0].plot(sizes, [row["limit_us"] for row in members], **look)
+    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
+                             "label": "memory copy" if on_node else "limit: link rate"}
+    axes[0].plot(sizes, [row["limit_us"] for row in members], **style)
     # busbw is inversely proportional to the time.
-    axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
+    axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **style)
 
 
 def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
@@ -208,9 +208,9 @@ def over_nodes(axes: "Sequence[Axes]", rows: Sequence[Row], name_key: str, time_
     """
     for i, name in enumerate(dict.fromkeys(row[name_key] for row in rows)):
         members = [row for row in rows if row[name_key] == name]
-        look = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
+        style = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
         for panel, key in zip(axes, (time_key, "efficiency_percent")):
-            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
+            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **style)
     axes[1].set_ylim(0, 105)
     nodes = list(dict.fromkeys(row["nodes"] for row in rows))
     shown = nodes[::-1][::max(1, -(-len(nodes) // 7))]

@@ -86,12 +86,12 @@ class JobTrace:
             print(f"mpiring: {warning}", file=sys.stderr)
 
 
-def open_job(folder: str, wanted: str | None) -> JobTrace:
+def open_job(folder: str, prefix: str | None) -> JobTrace:
     """Return the traces of a job.
 
     Args:
         folder: Folder of the traces.
-        wanted: Beginning of the job's name; None for the only job.
+        prefix: Beginning of the job's name; None for the only job.
 
     Raises:
         ConfigError: There are no traces, or traces of several jobs.
@@ -110,13 +110,13 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
     if not jobs:
         raise ConfigError(f"{folder}: there are no traces; set MPIRING_TRACE={folder} for the job "
                           f"that is to write them")
-    fitting = [job for job in jobs if wanted is None or job.startswith(wanted)]
-    if len(fitting) != 1:
+    matching = [job for job in jobs if prefix is None or job.startswith(prefix)]
+    if len(matching) != 1:
         listed = "; ".join(f"{job} ({len(ranks)} of {ranks[0].size} ranks)"
                            for job, ranks in jobs.items())
         raise ConfigError(f"{folder} has traces of {listed}; choose one with --job NAME")
-    ranks = sorted(jobs[fitting[0]], key=lambda trace: trace.rank)
-    return JobTrace(fitting[0], ranks, [*warnings, *_missing(ranks)])
+    ranks = sorted(jobs[matching[0]], key=lambda trace: trace.rank)
+    return JobTrace(matching[0], ranks, [*warnings, *_missing(ranks)])
 
 
 def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
@@ -125,9 +125,9 @@ def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
     if absent:
         yield (f"{len(absent)} of {ranks[0].size} ranks have left no trace, the first is rank "
                f"{absent[0]}: waiting for them counts as exposed communication")
-    unended = [trace for trace in ranks if trace.end is None]
-    if unended:
-        yield (f"{len(unended)} traces have no end, the first is {unended[0].path}: their last "
+    unclosed = [trace for trace in ranks if trace.end is None]
+    if unclosed:
+        yield (f"{len(unclosed)} traces have no end, the first is {unclosed[0].path}: their last "
                f"moments may be missing, and their clocks were compared at the start only")
 
 

@@ -84,11 +84,12 @@ def environment_of(cluster: Cluster, text: str) -> Environment:
 
 def caveat_of(clusters: Sequence[Cluster]) -> str:
     """Return a warning if predictions are too short on some of these clusters; otherwise ""."""
-    crowded = [cluster for cluster in clusters if 0 < cluster.cores < cluster.ranks]
-    if not crowded:
-        return ""
-    return (f"# With more ranks than the {crowded[0].cores} cores, the system decides which ranks "
-            f"run first.\n# This is not simulated, so such predictions are lower bounds.")
+    for cluster in clusters:
+        if 0 < cluster.cores < cluster.ranks:
+            return (f"# With more ranks than the {cluster.cores} cores, the system decides which "
+                    f"ranks run first.\n"
+                    f"# This is not simulated, so such predictions are lower bounds.")
+    return ""
 
 
 def _counts(text: str) -> list[int]:

@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> int:
                   f"Measure again on idle cores,\nwith at most one rank per core.\n")
         _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
-            inside = comm.split(comm.node_rank)
-            if inside is not None:
-                _report(inside, f"Within a node: {inside.size} ranks", comm.rank == 0)
-                inside.close()
+            node_comm = comm.split(comm.node_rank)
+            if node_comm is not None:
+                _report(node_comm, f"Within a node: {node_comm.size} ranks", comm.rank == 0)
+                node_comm.close()
         rates = measure(comm)
         if comm.rank == 0:
             print(f"While all ranks combine and copy: simulate {rates.options}\n")
