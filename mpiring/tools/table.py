@@ -3,7 +3,7 @@
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,16 @@ def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str
     cells = [_text(row, column) for column in columns]
     numbers = [number for number, column in enumerate(columns) if column.key in best]
     return _line(cells, columns, dict.fromkeys(numbers, "bold"))
+
+
+def show(rows: Iterable[Row], columns: Sequence[Column]) -> list[Row]:
+    """Print a table, each row as soon as it is known; return the rows."""
+    print(head(columns), flush=True)
+    shown = []
+    for row in rows:
+        print(line(row, columns), flush=True)
+        shown.append(row)
+    return shown
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:

@@ -61,12 +61,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     listed = checkpoints(options.folder)
-    print(table.head(_CHECKPOINTS))
-    for each in listed:
-        print(table.line({
-            "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
-            "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
-            "megabytes": each.nbytes / 1e6 if each.manifest else None}, _CHECKPOINTS))
+    table.show(({
+        "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
+        "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
+        "megabytes": each.nbytes / 1e6 if each.manifest else None} for each in listed),
+        _CHECKPOINTS)
     if any(each.is_damaged for each in listed):
         print(f"\nmpiring checkpoint verify {options.folder} names what is damaged")
     return 0
@@ -103,9 +102,7 @@ def _print_arrays(arrays: Iterable[tuple[str, str, Stored, int]]) -> None:
                                  ("bytes", 1))]
     # A file from consolidate has a single state, without a name.
     columns = columns if any(row["state"] for row in rows) else columns[1:]
-    print(table.head(columns))
-    for row in rows:
-        print(table.line(row, columns))
+    table.show(rows, columns)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -86,9 +86,7 @@ def run(options: argparse.Namespace) -> int:
     about = environment_of(cluster, "" if options.against else (
         f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "))
     print(table.note(f"mpiring {__version__} simulate: {about['cluster']}"))
-    print(table.head(columns))
-    for row in rows:
-        print(table.line(row, columns))
+    table.show(rows, columns)
     clusters = [replace(cluster.of(row["nodes"], row["ranks"] // row["nodes"]),
                         cores=row.get("cores", cluster.cores)) for row in rows]
     if caveat := caveat_of(clusters):

@@ -93,11 +93,8 @@ def run(options: argparse.Namespace) -> int:
     columns = _AGAINST if options.against else _COLUMNS
     print(table.note(f"mpiring {__version__} simulate step: {about['cluster']}"))
     print(table.note(about["recorded"]))
-    print(table.head(columns), flush=True)
-    rows = []
-    for row in (_against if options.against else _scaling)(options, profile, cluster):
-        print(table.line(row, columns), flush=True)
-        rows.append(row)
+    predict = _against if options.against else _scaling
+    rows = table.show(predict(options, profile, cluster), columns)
     for line in _notes(options, rows, cluster):
         print(line)
     write_files("steps against" if options.against else "predicted steps", about, rows, options,
