@@ -29,8 +29,8 @@ With --sharded, it also predicts the communication of a sharded optimizer: the r
 gradients and the allgather of weights. Each rank ("sharded") or each node ("once per node") stores
 the weights.
 
-With --against, it predicts the sizes, hosts and ranks of a file of `bench allreduce --json`, and
-prints the deviation."""
+With --against, it predicts the results in a file of `bench allreduce --json`, for the same sizes,
+hosts and ranks, and prints the deviation."""
 
 _COLUMNS = [
     Column("nodes", 6), Column("ranks", 7), Column("algorithm", -12),

@@ -17,20 +17,20 @@ _OPTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[str], Any], str]]] = {
     "between nodes": (
         ("--latency", "latency_s", parse_time, "time of a message between nodes (default: 2us)"),
         ("--bandwidth", "bandwidth", parse_rate,
-         "rate of a node's interface, each way, as 100gbit or 5GB/s (default: 100gbit)"),
+         "rate of a node's interface, each way, such as 100gbit or 5GB/s (default: 100gbit)"),
         ("--goodput", "goodput", above_zero,
          "share of the bandwidth that is data, 0 to 1 (default: 0.97, for TCP on Ethernet 0.956)"),
         ("--burst", "burst_bytes", partial(parse_size, least=0),
-         "bytes that pass at once after a pause if only the mean rate is limited, as 128KiB in the "
-         "lab (default: 0)")),
+         "bytes that pass at once after a pause if only the mean rate is limited, such as 128KiB "
+         "in the lab (default: 0)")),
     "for each rank, while all ranks compute": (
         ("--reduction-rate", "reduction_rate", parse_rate,
          "rate at which combining reads and writes memory (default: 20GB/s)"),
         ("--message-overhead", "overhead_s", parse_time,
-         "processor time of a message in mpiring's schedules, at either end (default: 5us)"),
+         "processor time per message in mpiring's schedules, at either end (default: 5us)"),
         ("--mpi-overhead", "mpi_overhead_s", parse_time,
-         "processor time of a message in MPI and the system, at either end, which the latency does "
-         "not include if ranks share cores (default: 0us)"),
+         "processor time per message in MPI and the system, at either end, in addition to the "
+         "latency, for ranks that share cores (default: 0us)"),
         ("--copy-rate", "copy_rate", parse_rate,
          "rate at which the system copies messages between nodes, at either end, as for TCP, on "
          "the core of the program (default: no copies)"),
@@ -53,7 +53,8 @@ def declare_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=positive, default=8, metavar="N",
                         help="number of ranks on each node (default: 8)")
     for title, prices in _OPTIONS.items():
-        group = parser.add_argument_group(title, "times as 2us or 1ms, rates as 100gbit or 5GB/s")
+        group = parser.add_argument_group(
+            title, "times like 2us or 1ms, rates like 100gbit or 5GB/s")
         for option, field, parse, text in prices:
             group.add_argument(option, dest=field, type=checked(parse), help=text,
                                default=getattr(Cluster, field),

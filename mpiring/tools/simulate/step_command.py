@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Predicts the training steps of a job on another cluster, from the trace of a short run. The trace
-says how long each step computed, and when each gradient was ready. Record it with DataParallel and
-a plain optimizer, on one rank or several:
+contains the compute time of each step, and the time when each gradient was ready. Record it with
+DataParallel and a plain optimizer, on one or more ranks:
 
     MPIRING_TRACE=FOLDER mpirun -n 1 python train.py
 
@@ -64,7 +64,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME",
                         help="name of the job, or its beginning, if the folder has several")
     parser.add_argument("--bucket-bytes", type=checked(parse_size), metavar="SIZE",
-                        help="length of a bucket in bytes, as 4MiB (default: that of DataParallel)")
+                        help="length of a bucket, such as 4MiB (default: as in DataParallel)")
     parser.add_argument("--compare", action="store_true", help="also predict other strategies")
     parser.add_argument("--against", nargs="+", metavar="FOLDER", default=[],
                         help="folders of other traces, to compare their steps with predictions")
