@@ -86,8 +86,9 @@ class _Windows(Windows):
         return [x[:] for _ in positions]
 
 
-# Function that returns the schedule of a rank's operation.
+# Functions that return the schedule of a rank's operation, the second one on a vector.
 Build = Callable[["SimulatedOperation"], Schedule[None]]
+VectorBuild = Callable[["SimulatedOperation", Array], Schedule[None]]
 
 
 class Simulation:
@@ -234,8 +235,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     return SimulatedTime(network.time_s - began_s, simulation.how)
 
 
-def _schedule(name: str, case: Case,
-              ) -> Callable[[SimulatedOperation, Array], Schedule[None]] | None:
+def _schedule(name: str, case: Case) -> VectorBuild | None:
     """Return the function that builds the schedule of an algorithm; None if it cannot run."""
     if name in SHARDED:
         return lambda call, x: call.announced(_exchange(call, x, once=name == "once per node"))

@@ -18,7 +18,7 @@ from ...buckets.bucket import BucketPlan, plan, usual_bytes
 from ...config import Config
 from ...simulated.network import SimulatedNetwork, cyclic
 from ...transport.base import Schedule
-from .algorithms import Build, SimulatedOperation, Simulation
+from .algorithms import SimulatedOperation, Simulation, VectorBuild
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
@@ -60,11 +60,13 @@ class BucketOperation(NamedTuple):
     Attributes:
         after: Events that it waits for before it begins.
         build: Function that returns the schedule.
+        bucket: Bucket that it communicates.
         done: Event that is set at its end.
     """
 
     after: Sequence[Flag]
-    build: Build
+    build: VectorBuild
+    bucket: BucketPlan
     done: Flag
 
 
@@ -80,12 +82,12 @@ class RankStep:
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
 
-    def submit(self, after: Sequence[Flag], build: Build) -> Flag:
-        """Add an operation; return the event that is set when it is complete."""
+    def submit(self, after: Sequence[Flag], build: VectorBuild, bucket: BucketPlan) -> Flag:
+        """Add an operation on a bucket; return the event that is set when it is complete."""
         in_flight = Config().operations_in_flight
         if len(self.operations) >= in_flight:
             after = [*after, self.operations[-in_flight].done]
-        self.operations.append(BucketOperation(after, build, done := Flag()))
+        self.operations.append(BucketOperation(after, build, bucket, done := Flag()))
         return done
 
 
@@ -187,14 +189,14 @@ def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
         ranks: Work of each rank, with equally many operations.
     """
     def operate(index: int, call: SimulatedOperation) -> Schedule[None]:
-        operation = ranks[call.rank].operations[index]
-        yield operation.after
+        after, build, bucket, done = ranks[call.rank].operations[index]
+        yield after
         if simulation.symmetry is not None:
             # A network on which nodes send in a circle cannot carry exchanges in pairs, so the
             # shortest buckets go straight to all nodes.
             call.tuning = replace(call.tuning, direct_nodes=call.size)
-        yield from call.announced(operation.build(call))
-        operation.done.is_set = True
+        yield from call.announced(build(call, call.vector(bucket.size, bucket.dtype)))
+        done.is_set = True
 
     network, began_s = simulation.network, simulation.network.time_s
     # Computing advances last, so that arrived messages advance before its next slice.

@@ -6,12 +6,11 @@ from functools import partial
 
 import numpy as np
 
-from ...buckets.bucket import BucketPlan
 from ...collectives import ring
 from ...memory.arrays import Array, bounds_of
 from ...operations.algorithms import candidates
 from ...transport.base import Channel, Schedule
-from .algorithms import Build, SimulatedOperation, gather, scatter
+from .algorithms import SimulatedOperation, VectorBuild, gather, scatter
 from .codecs import REDUCERS, CodecPrices, measured
 from .profile import Profile, StepCompute
 from .step import Compute, Flag, RankStep, StepTime, Workload, predict_step
@@ -19,8 +18,6 @@ from .step import Compute, Flag, RankStep, StepTime, Workload, predict_step
 # Number of DiLoCo's steps between synchronizations, and number of random draws of their times.
 _LOCAL_STEPS, _DRAWS = 16, 8
 _BYTES = np.dtype(np.uint8)
-
-BucketSchedule = Callable[[SimulatedOperation, Array], Schedule[None]]
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,14 @@ def averaged(workload: Workload, step: StepCompute) -> RankStep:
     return _reduced(workload, step, _allreduce)
 
 
-def _reduced(workload: Workload, step: StepCompute, reduce: BucketSchedule) -> RankStep:
+def _reduced(workload: Workload, step: StepCompute, reduce: VectorBuild) -> RankStep:
     planned = RankStep()
     full, last = _backward(planned, workload, step, 0.0)
     if workload.cluster.ranks > 1:
         for bucket, flag in zip(workload.buckets, full):
             # Without overlap, they are sent at the end, one after the other.
             flag = flag if workload.overlaps else last
-            last = planned.submit([flag], _of_bucket(reduce, bucket))
+            last = planned.submit([flag], reduce, bucket)
     return planned
 
 
@@ -90,10 +87,6 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
         planned.computes.append(Compute(max(0.0, at_s - before_s), then=flag))
         before_s = max(before_s, at_s)
     return flags[:-1], flags[-1]
-
-
-def _of_bucket(run: BucketSchedule, bucket: BucketPlan) -> Build:
-    return lambda call: run(call, call.vector(bucket.size, bucket.dtype))
 
 
 def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
@@ -152,8 +145,7 @@ def sharded(workload: Workload, step: StepCompute, *, once: bool = False) -> Ran
     planned, buckets = RankStep(), workload.buckets
     # The updates are planned at the end, for slices only.
     full, _ = _backward(planned, workload, step, step.update_s)
-    scattered = [planned.submit([flag], _of_bucket(scatter, bucket))
-                 for bucket, flag in zip(buckets, full)]
+    scattered = [planned.submit([flag], scatter, bucket) for bucket, flag in zip(buckets, full)]
     _update(planned, workload, step, range(len(buckets)), scattered, once=once)
     return planned
 
@@ -166,8 +158,7 @@ def _update(planned: RankStep, workload: Workload, step: StepCompute, order: Ite
     for index in order:
         updated = Flag()
         planned.computes.append(Compute(update_s * buckets[index].size, after, updated))
-        arrived[index] = planned.submit(
-            [updated], _of_bucket(partial(gather, once=once), buckets[index]))
+        arrived[index] = planned.submit([updated], partial(gather, once=once), buckets[index])
     return arrived
 
 
@@ -199,7 +190,7 @@ def _sharded_with_overlap(workload: Workload, step: StepCompute) -> RankStep:
         planned.computes.append(Compute((ended_s - began_s) * share, [arrived[index]]))
     full, _ = _backward(planned, workload, step, ended_s)
     for bucket, flag in zip(buckets, full):
-        planned.submit([flag], _of_bucket(scatter, bucket))
+        planned.submit([flag], scatter, bucket)
     return planned
 
 
@@ -213,7 +204,7 @@ def _local(workload: Workload) -> StepTime | None:
     def synchronized(work: Workload, step: StepCompute) -> RankStep:
         planned, last = RankStep(), list[Flag]()
         for bucket in work.buckets:
-            last = [planned.submit(last, _of_bucket(_allreduce, bucket))]
+            last = [planned.submit(last, _allreduce, bucket)]
         return planned
 
     communication = predict_step(workload, synchronized, steps=1)
