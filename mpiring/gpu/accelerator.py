@@ -1,8 +1,8 @@
 """Uses PyTorch accelerators, including GPUs that are not from NVIDIA, without CuPy.
 
 Copies and sums are PyTorch operations on separate streams. There are no other kernels, and
-processes do not open each other's memory: data goes through pinned host memory. GPUs of NVIDIA and
-AMD appear as "cuda", GPUs of Intel as "xpu".
+processes do not open each other's memory; data is sent through pinned host memory. GPUs of NVIDIA
+and AMD appear as "cuda", GPUs of Intel as "xpu".
 
 Any thread may call these functions, which leave its current device and stream unchanged.
 """
@@ -26,8 +26,8 @@ _PORTABLE = 1
 _OPS = {"sum": torch.add, "mean": torch.add, "prod": torch.mul,
         "max": torch.maximum, "min": torch.minimum,
         "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
-# PyTorch computes these as signed integers: sums, products and bits are the same, and the order is
-# the same once the sign bits are swapped.
+# PyTorch computes these as signed integers. Sums, products and bits are the same; so is the order
+# after the sign bits are inverted.
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 _devices: dict[torch.device, Device] = {}
@@ -54,7 +54,7 @@ def available(kind: str = "") -> torch.device:
 
 def in_use(stream: torch.Stream) -> AbstractContextManager[Any]:
     """Make a stream the current one of this thread, in a `with` block."""
-    # It remembers the previous stream, so each use, in any thread, needs a separate object.
+    # The object remembers the previous stream, so each use, in any thread, needs a separate object.
     same: AbstractContextManager[Any] = torch.Stream(
         stream.stream_id, stream.device_index, stream.device_type)
     return same
@@ -82,13 +82,13 @@ class AcceleratorEvent(Mark):
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
-        # `record_event` of a torch.cuda stream would return an event that only such streams know.
+        # `record_event` of a torch.cuda stream would return an event for torch.cuda streams only.
         self.event = torch.Event(stream.device)
         with torch.accelerator.device_index(self._index):
             self.event.record(stream)
 
     def _query(self) -> bool:
-        # Otherwise CUDA would open the first GPU in a new thread.
+        # Otherwise, in a new thread, CUDA would open the first GPU.
         with torch.accelerator.device_index(self._index):
             return bool(self.event.query())
 
@@ -110,7 +110,7 @@ class AcceleratorStream:
     @contextmanager
     def _used(self) -> Iterator[None]:
         """Make the stream and its GPU the current ones in a `with` block."""
-        # A stream of another GPU alone would leave this thread with a context on both GPUs.
+        # With a stream of another GPU alone, this thread would keep contexts on both GPUs.
         with torch.accelerator.device_index(self._index), self._stream:
             yield
 
@@ -134,7 +134,7 @@ class AcceleratorStream:
         if op in ("max", "min") and dtype in _UNSIGNED:
             function = functools.partial(_with_signs_swapped, function)
         wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
-        # The first result is written before sources after the second are read.
+        # The first result is written before the third and later sources are read.
         overwrites = any(results[0].data_ptr() == x.data_ptr() for x in xs[2:])
         with self._used():
             total = torch.empty_like(results[0], dtype=torch.float32 if wide else None) if (
@@ -151,7 +151,7 @@ class AcceleratorStream:
                 _copy(result, total)
 
     def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return a number on the GPU; for one on the host, PyTorch would multiply by 1 / x."""
+        """Return a number on the GPU; for a number on the host, PyTorch multiplies by 1 / x."""
         if (dtype, value) not in self._divisors:
             self._divisors[dtype, value] = torch.full(
                 (), value, dtype=dtype, device=self._stream.device)
@@ -191,7 +191,7 @@ class Accelerator(Gpu):
         self._where, self.unshared = where, unshared
         self.index = where.index
         self.name = f"GPU {where} ({torch.get_device_module(where).get_device_name(where)})"
-        # PyTorch's allocator reuses blocks among callers that allocate on one stream.
+        # PyTorch's allocator reuses blocks only for callers that allocate on the same stream.
         self._home = torch.Stream(where)
         self._streams: list[torch.Stream] = []
         self._lock = threading.Lock()
@@ -203,7 +203,7 @@ class Accelerator(Gpu):
         return AcceleratorStream(stream)
 
     def mark(self, stream: Any = None) -> AcceleratorEvent:
-        """Return a mark on a PyTorch stream; by default its current one."""
+        """Return a mark on a PyTorch stream, by default the current one."""
         return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
 
     def follow(self, event: Event) -> None:
@@ -221,7 +221,7 @@ class Accelerator(Gpu):
         return _elements_of(x, torch_dtype(x.dtype)).view(shape)
 
     def is_finite(self, x: torch.Tensor) -> bool:
-        """Return whether a tensor is finite; wait for the work on its user's stream."""
+        """Return whether a tensor is finite; wait for the work on the user's stream."""
         return bool(torch.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
@@ -242,7 +242,7 @@ class Accelerator(Gpu):
                 self._home.synchronize()
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{nbytes} bytes on {self.name}: {error}") from error
-        # When it dies, PyTorch reuses its block only after the work queued on these streams.
+        # After the tensor is freed, PyTorch waits for these streams before it reuses the block.
         for stream in self._streams:
             memory.record_stream(stream)
         return DeviceVector(device, memory.data_ptr(), nbytes, np.dtype(np.uint8), memory)
@@ -260,13 +260,13 @@ class Accelerator(Gpu):
         with torch.accelerator.device_index(self.index):
             status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
             if status:
-                # CUDA keeps an error until the next query, which must not be the user's kernel.
+                # CUDA keeps an error until the next call, which must not be the user's kernel.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=self._where)
         return status, f"cudaHostRegister's status {status}"
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), torch.accelerator.device_index(self.index):
             torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -288,7 +288,7 @@ def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
         x: Vector in a tensor's memory.
         dtype: PyTorch dtype with the vector's item size.
     """
-    # Views of the owner would not do: it may have any shape and dtype, and a gradient.
+    # The owner cannot be viewed, because it may have any shape and dtype, and require a gradient.
     storage = x.owner.untyped_storage()
     start = (x.address - storage.data_ptr()) // x.itemsize
     return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (x.size,), (1,))
@@ -301,7 +301,7 @@ def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def _with_signs_swapped(function: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor,
                         out: torch.Tensor) -> None:
-    """Call a function that orders signed numbers on unsigned ones."""
+    """Apply a function that orders signed numbers to unsigned numbers."""
     a, b = (_sign_swapped(x, torch.empty_like(x)) for x in (a, b))
     _sign_swapped(function(a, b, out=a), out)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def device_named(requested: "str | Device", local_rank: int) -> Device:
-    """Return the GPU of a name.
+    """Return the GPU with this name.
 
     Args:
         requested: Name "cuda", or "cuda:" and a number; or the device itself.
-        local_rank: Number of this rank on its node, whose ranks use the GPUs in turn.
+        local_rank: Number of this rank on its node; "cuda" assigns the GPUs to ranks in turn.
 
     Raises:
         ConfigError: There is no such GPU.
@@ -43,13 +44,13 @@ def device_named(requested: "str | Device", local_rank: int) -> Device:
 
 
 def gpu_named(requested: object) -> tuple[str, int | None]:
-    """Return kind and number of a name like "cuda:1"; None as the number of "cuda".
+    """Return the kind and the number in a name like "cuda:1"; the number is None in "cuda".
 
     Args:
         requested: Name, or an object that prints as one.
 
     Raises:
-        ConfigError: It names no kind of GPU.
+        ConfigError: This is not the name of a GPU.
     """
     match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(requested), re.ASCII)
     if match is None:
@@ -72,9 +73,9 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
     Raises:
         ConfigError: As for `memory.arrays.flat`.
-        MissingDependencyError: It is on a GPU, and CuPy is not installed.
+        MissingDependencyError: The array is on a GPU, and CuPy is not installed.
     """
-    # NumPy arrays first, since on a node an allreduce takes only 10 µs.
+    # NumPy arrays come first, because an allreduce on one node takes only 10 µs.
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
@@ -90,11 +91,11 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
 
 def is_on_gpu(x: Any) -> bool:
-    """Return whether `x` is on a GPU: a CuPy array, or one with `__cuda_array_interface__`."""
+    """Return whether `x` is on a GPU, as a CuPy array or with `__cuda_array_interface__`."""
     try:
         return hasattr(x, "__cuda_array_interface__")
     except RuntimeError:
-        # Raised by a PyTorch tensor on a GPU that must be detached first.
+        # Raised by a PyTorch tensor on a GPU that requires a gradient.
         return True
 
 
@@ -110,7 +111,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         writeable: If true, refuse arrays that cannot be written to.
 
     Raises:
-        ConfigError: It is no such array, or it is masked, not contiguous, or read-only.
+        ConfigError: The object is not such an array, or is masked, not contiguous, or read-only.
         MissingDependencyError: CuPy or a GPU is missing.
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
@@ -120,7 +121,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     if isinstance(x, package.ndarray):
         _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
-        return _vector_written(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
+        return _vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -130,14 +131,15 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     strides = interface.get("strides")
-    # Without strides it is C-contiguous.
-    _refuse_strides(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
+    # Without strides, the array is C-contiguous.
+    _refuse_strides(shape, strides, strides is None or as_strided(
+        np.empty((), dtype), shape, strides).flags.c_contiguous)
     address, read_only = interface["data"]
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return _vector_written(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    return _vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
 
 
 def _interface_of(x: Any) -> Any:
@@ -153,8 +155,8 @@ def _interface_of(x: Any) -> Any:
     return interface
 
 
-def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-                    owner: object) -> DeviceVector:
+def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
+               owner: object) -> DeviceVector:
     """Return memory of an NVIDIA GPU as a vector.
 
     Args:
@@ -190,7 +192,7 @@ def _by_pytorch(where: "torch.device", unshared: str = "by CuPy, and on NVIDIA's
 
 
 def _by_cupy(where: "torch.device") -> Device:
-    """Open a GPU through CuPy if it is from NVIDIA and CuPy is installed; else through PyTorch."""
+    """Open an NVIDIA GPU through CuPy if it is installed, and other GPUs through PyTorch."""
     if sys.modules["torch"].version.hip is not None:
         return _by_pytorch(where)
     from . import cuda
@@ -220,7 +222,7 @@ class UserStream:
         return device_of(self._where)
 
     def vector(self, x: "torch.Tensor") -> DeviceVector:
-        """Return a contiguous tensor's elements, which are ready once a `mark` is done."""
+        """Return a contiguous tensor's elements, which are ready when a `mark` is done."""
         return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
     def mark(self) -> Event:
@@ -244,10 +246,3 @@ def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:
             f"array of shape {shape} with strides {strides} is not contiguous, so it cannot "
             f"be combined in place; pass a contiguous array: y = cupy.ascontiguousarray(x), "
             f"and afterwards x[...] = y")
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements are contiguous in C order."""
-    expected = [itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
-    return not all(shape) or all(
-        length == 1 or stride == right for length, stride, right in zip(shape, strides, expected))

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -48,8 +49,8 @@ class ArrayCarrier:
         self._staging = Staging(device.gpu)
         # Held by the loading and the consuming thread.
         self._lock = threading.Lock()
-        # Memory of freed batches, and the same with the event after which it may be overwritten.
-        self._dead: deque[DeviceVector] = deque()
+        # Memory of freed batches; idle memory, with the event after which it may be overwritten.
+        self._freed: deque[DeviceVector] = deque()
         self._idle: list[tuple[DeviceVector, Event]] = []
 
     def send(self, xs: Sequence[Any]) -> Arrive:
@@ -64,7 +65,7 @@ class ArrayCarrier:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
         self._staging.release(slot, copied)
-        # The layout without the arrays, which the loader may reuse.
+        # The layout does not refer to the arrays, which the loader may reuse.
         layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, layout)
 
@@ -83,14 +84,14 @@ class ArrayCarrier:
                  layout: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
         gpu = self._device.gpu
         with self._lock:
-            if self._dead:
-                # This event follows all work on these arrays on the current stream of the consuming
-                # thread, even if another thread freed them.
+            if self._freed:
+                # This event follows all work on the freed arrays on the current stream of the
+                # consuming thread, even if another thread freed them.
                 until = gpu.mark()
-                while self._dead:
-                    self._idle.append((self._dead.popleft(), until))
+                while self._freed:
+                    self._idle.append((self._freed.popleft(), until))
         gpu.follow(copied)
-        owner = _BatchMemory(memory, self._dead)
+        owner = _BatchMemory(memory, self._freed)
         return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=owner), shape)
                 for start, nbytes, dtype, shape in layout]
 
@@ -98,18 +99,18 @@ class ArrayCarrier:
 class _BatchMemory:
     """Owner of the arrays of a batch; returns their memory when all of them are freed."""
 
-    def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
-        self._memory, self._dead = memory, dead
+    def __init__(self, memory: DeviceVector, freed: deque[DeviceVector]) -> None:
+        self._memory, self._freed = memory, freed
 
     def __del__(self) -> None:
-        self._dead.append(self._memory)
+        self._freed.append(self._memory)
 
 
 class TensorCarrier:
     """Copies PyTorch's dense CPU tensors to a GPU; see Carrier.
 
-    PyTorch keeps pinned memory until copies from it are done, and GPU memory until the streams on
-    which it was recorded have finished.
+    PyTorch keeps pinned memory until copies from it are done. It keeps GPU memory until the work on
+    all streams on which the memory was recorded is done.
 
     Args:
         kind: Kind of GPU: "cuda" or "xpu".
@@ -130,7 +131,7 @@ class TensorCarrier:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
         starts, nbytes = aligned_offsets([x.nbytes for x in xs])
-        # Pinning memory initializes the current GPU, so select the right one first.
+        # Pinning memory initializes the current GPU, so make this GPU the current one first.
         with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             for part, x in zip(tensors_at(pinned, starts, xs), xs):
@@ -155,8 +156,6 @@ def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any
 
 def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of arrays of these sizes in one buffer, and its size in bytes."""
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    aligned = (-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes)
+    *starts, end = accumulate(aligned, initial=0)
     return starts, end

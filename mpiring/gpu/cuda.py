@@ -1,8 +1,8 @@
 """Uses NVIDIA GPUs through CuPy, which only this file imports, when a GPU is first needed.
 
-Any thread may call these functions, which leave its current device unchanged. One exception: if a
-thread has used no GPU yet, the GPU used here stays current. Switching back would open a context of
-some hundred MB on a GPU that may never be used.
+Any thread may call these functions, which leave its current device unchanged. There is one
+exception: if a thread has not used a GPU before, the GPU used here stays current. Switching back
+would open a context of several hundred MB on a GPU that may never be used.
 """
 
 import functools
@@ -23,10 +23,10 @@ from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
 _NOT_READY, _PORTABLE = 600, 1
-# cudaMalloc cuts smaller allocations out of blocks of this size. Processes can only open complete
-# blocks of each other, so each allocation has its own block.
+# cudaMalloc places smaller allocations in blocks of this size. Other processes can only open
+# complete blocks, so each allocation has its own block.
 _BLOCK_BYTES = 2 << 20
-# Blocks of threads that keep each multiprocessor busy; loops in the kernels cover the rest.
+# Number of thread blocks that keep a multiprocessor busy; loops in the kernels do the rest.
 _BLOCKS_EACH = 8
 
 _devices: dict[int, Device] = {}
@@ -86,7 +86,7 @@ def device(index: int) -> Device:
     """Return a GPU; the same object each time.
 
     Args:
-        index: Number of the GPU among those that this process sees, as CUDA counts.
+        index: Number of the GPU among those that this process sees, as in CUDA.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -108,14 +108,14 @@ class CudaEvent(Mark):
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
         self._cuda = cuda
-        # CuPy destroys the event with this object; CUDA allows that before the GPU reaches it.
+        # CuPy destroys the event with this object, which may be before the GPU reaches the event.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
 
     def _query(self) -> bool:
         runtime = self._cuda.runtime
-        # Otherwise CUDA would open the first GPU in a new thread.
+        # Otherwise, in a new thread, CUDA would open the first GPU.
         with self._cuda.current():
             status = runtime.eventQuery(self.pointer)
         if status not in (0, _NOT_READY):
@@ -203,7 +203,7 @@ class CudaStream:
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
-            # CUDA recognizes from the addresses which of them are on a GPU.
+            # CUDA recognizes GPU memory by its address.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
 
@@ -231,11 +231,11 @@ class Cuda(Gpu):
     """An NVIDIA GPU; see gpu.Gpu.
 
     Args:
-        index: Number of the GPU among those that this process sees, as CUDA counts.
+        index: Number of the GPU among those that this process sees, as in CUDA.
 
     Attributes:
         cupy, runtime: CuPy, and its module for CUDA's runtime.
-        max_blocks: Number of blocks of threads in one launch.
+        max_blocks: Largest number of thread blocks in one launch.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -273,7 +273,7 @@ class Cuda(Gpu):
         return CudaStream(self)
 
     def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a stream: PyTorch's, one at a pointer, or by default CuPy's current."""
+        """Return a mark on a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
         with self.current():
             if stream is None:
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
@@ -324,7 +324,7 @@ class Cuda(Gpu):
 
     def free(self, address: int) -> None:
         """Free an allocation."""
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), self.current():
             self.runtime.free(address)
 
@@ -332,7 +332,7 @@ class Cuda(Gpu):
         """Return page-locked host memory, as bytes."""
         pinned_memory = self.cupy.cuda.pinned_memory
         with self.current():
-            # CuPy's pool might lend it out again while a copy is in flight.
+            # CuPy's pool might lend the memory again while a copy is in flight.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 
@@ -345,7 +345,7 @@ class Cuda(Gpu):
         return 0, ""
 
     def _unregister(self, address: int) -> None:
-        # At the end of the process CUDA may already be gone.
+        # At the end of the process, CUDA may already be shut down.
         with suppress(RuntimeError), self.current():
             self.runtime.hostUnregister(address)
 

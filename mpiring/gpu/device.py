@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,15 +19,15 @@ from ..memory.window import PAGE_BYTES
 
 # Pause between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
-# Number of idle scratch vectors, of few lengths: enough for all operations in flight. Returning one
-# to CUDA would wait for all queued work.
+# Number of idle scratch vectors, of few lengths, to keep. It is sufficient for all operations in
+# flight. Returning a vector to CUDA would wait for all queued work.
 _MAX_IDLE = 64
 _UNIT_BYTES = 2 << 20
 # Idle memory beyond both limits is freed, the oldest first. Pinning a page again costs ten times as
 # much as copying it, but no other program can use pinned memory.
 _KEEP, _KEEP_BYTES = 16, 256 << 20
-# Number of slots, the oldest ones, that are tested for whether the GPU still uses them.
-_LOOKS = 4
+# Number of slots, the oldest first, that are tested for whether a copy still uses them.
+_MAX_TESTED = 4
 # cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP uses the same values.
 _SUCCESS, _ALREADY = 0, 712
 
@@ -147,8 +147,8 @@ class Gpu(Protocol):
         """Lock the pages of host memory for as long as its array lives; idempotent.
 
         If this fails, copies take longer, and a warning is logged. Memory that does not begin at
-        a page is ignored: other memory may be in its pages, and CUDA refuses copies of memory that
-        is partly locked.
+        a page is ignored, because other memory may be in its pages, and CUDA refuses copies of
+        memory that is partly locked.
         """
         root, address = memory, memory.ctypes.data
         while isinstance(root.base, np.ndarray):
@@ -169,7 +169,7 @@ class Gpu(Protocol):
                          "each other", memory.nbytes, self.name, text)
 
     def _unpin(self, address: int) -> None:
-        # Without the lock: the garbage collector may call this in a thread that holds it.
+        # Do not acquire the lock: the garbage collector may call this in a thread that holds it.
         self._unregister(address)
         _pinned.discard(address)
 
@@ -219,14 +219,14 @@ class Gpu(Protocol):
         """
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether such an array is finite; wait for the work queued on it."""
+        """Return whether an array from `array` is finite; wait for the work queued on it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceVector:
-    """A contiguous vector in a GPU's memory; schedules cut it like a NumPy vector.
+    """A contiguous vector in a GPU's memory; schedules slice it like a NumPy vector.
 
-    Only `Device`, and GPU-aware MPI, access its elements.
+    Only `Device` and GPU-aware MPI access its elements.
 
     Attributes:
         device: Device that copies and combines it.
@@ -283,7 +283,7 @@ class DeviceVector:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The interface that mpi4py uses to send bytes, which must be ready."""
+        """The interface by which mpi4py sends the bytes, which must be ready."""
         return {"shape": (self.size,), "typestr": self.dtype.str, "version": 3, "strides": None,
                 "data": (self.address if self.size else 0, False), "stream": None}
 
@@ -294,7 +294,7 @@ def address_of(x: Any) -> int:
 
 
 def await_event(event: Event) -> None:
-    """Return when the work queued before an event is done."""
+    """Wait until the work queued before an event is done."""
     while not event.test():
         time.sleep(_PAUSE_S)
 
@@ -311,17 +311,17 @@ class Staging:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        # In the order in which they were returned.
+        # In the order in which slots were returned.
         self._idle: list[_Slot] = []
         self._idle_bytes = 0
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> Array:
-        """Return memory of at least `nbytes` that nothing uses."""
-        # Few lengths, so that slots of one operation fit the next.
+        """Return unused memory of at least `nbytes`."""
+        # There are few lengths, so that slots can be reused by other operations.
         size = 1 << max(nbytes - 1, 4095).bit_length()
         busy: list[_Slot] = []
-        while len(busy) < _LOOKS and (slot := self._removed(size)) is not None:
+        while len(busy) < _MAX_TESTED and (slot := self._removed(size)) is not None:
             if _is_free(slot):
                 break
             busy.append(slot)
@@ -334,7 +334,7 @@ class Staging:
     def release(self, slot: Array, until: Event | None = None) -> None:
         """Return memory to the pool; a copy may use it until an event."""
         self._add((slot, until))
-        for _ in range(_LOOKS):
+        for _ in range(_MAX_TESTED):
             if len(self._idle) <= _KEEP or self._idle_bytes <= _KEEP_BYTES:
                 break
             oldest = self._removed()
@@ -357,18 +357,18 @@ class Staging:
 
 
 def _is_free(slot: _Slot) -> bool:
-    """Return whether no copy uses a slot. It calls CUDA, so do not hold the lock."""
+    """Return whether no copy uses a slot; do not hold the lock, because this calls CUDA."""
     until = slot[1]
     return until is None or until.test()
 
 
 class _Queue:
-    """A stream that is marked, and that waits for others, only if new work was queued.
+    """A stream that is marked, and waits for other streams, only if new work was queued.
 
     A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40 µs.
 
     Args:
-        stream: Stream; call `changes` before queueing work on it.
+        stream: Stream; use `changes` to queue work on it.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -383,7 +383,7 @@ class _Queue:
         return self._mark
 
     def follow(self, *others: "_Queue") -> None:
-        """Make work that is queued from now on wait for what the others have queued."""
+        """Make work that is queued from now on wait for the queued work of other streams."""
         for other in others:
             mark = other.mark()
             if self._known.get(other) is not mark:
@@ -397,35 +397,32 @@ class _Queue:
         return self._stream
 
 
-@dataclass
 class Device:
     """A GPU with separate streams for uploads, downloads and work.
 
-    Queued work sees the results of the work queued before it. One exception: as for a message that
-    is being sent, wait for a copy to the host before you overwrite its source. Copies in both
-    directions overlap. Nothing waits for the user's streams, because operations begin only when
-    vectors are `ready`. Any thread may call it.
+    Queued work sees the results of the work queued before it. There is one exception: wait for a
+    copy to the host before you overwrite its source, as for a message that is being sent. Copies in
+    both directions overlap. Nothing waits for the user's streams, because operations begin only
+    when their vectors are `ready`. Any thread may call it.
 
     Args:
         gpu: GPU to use.
 
     Attributes:
-        scratch: Memory on the GPU, for schedules. Queued work may still use returned memory, which
-            is free for work that is queued later.
+        gpu: The argument of the same name.
+        scratch: Memory on the GPU, for schedules. Queued work may still use memory that was
+            returned; only work that is queued later may overwrite it.
         staging: Pinned host memory, for single copies.
     """
 
-    gpu: Gpu
-    scratch: Scratch = field(init=False)
-    staging: Staging = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
         self._uploads, self._downloads, self._work, self._marks = (
-            _Queue(self.gpu.stream()) for _ in range(4))
+            _Queue(gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
         self.scratch = Scratch(
             _MAX_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
-        self.staging = Staging(self.gpu)
+        self.staging = Staging(gpu)
 
     def __repr__(self) -> str:
         return self.gpu.name
@@ -435,7 +432,7 @@ class Device:
         return self.gpu.allocate(nbytes, self)
 
     def vector_at(self, address: int, n: int, dtype: DTypeLike, owner: object) -> DeviceVector:
-        """Return memory of the GPU that a user owns as a vector.
+        """Return a user's GPU memory as a vector.
 
         Args:
             address: Address of the first element; 0 if there is none.
@@ -498,7 +495,7 @@ class Device:
 
     @contextmanager
     def _uploaded(self, sources: Sequence[Any]) -> Iterator[list[DeviceVector]]:
-        """Lend vectors on the GPU: copies of those in host memory, and the others themselves."""
+        """Lend vectors on the GPU, which are copies if the sources are in host memory."""
         hosts = [x for x in sources if isinstance(x, np.ndarray)]
         if not hosts:
             yield list(sources)
@@ -517,12 +514,12 @@ class Device:
     def event(self) -> Event:
         """Return an event of all queued work."""
         with self._lock:
-            # On a separate stream, so that none of the others waits.
+            # The mark is on a separate stream, so that no other stream waits.
             self._marks.follow(self._uploads, self._downloads, self._work)
             return self._marks.mark()
 
 
 def _rounded(nbytes: int) -> int:
-    """Round up to one of few lengths, which is at most a quarter longer unless short."""
+    """Round up to one of few lengths; long vectors become at most a quarter longer."""
     unit = max(_UNIT_BYTES, 1 << max(nbytes.bit_length() - 3, 0))
     return max(1, -(-nbytes // unit)) * unit

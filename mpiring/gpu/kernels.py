@@ -1,9 +1,9 @@
 """Generates the CUDA C++ code that combines vectors: a kernel per op, dtype and count.
 
 Sums and products are computed in the order of the sources, and never contracted (`OPTIONS`), so
-that results are bitwise identical to the host's `Reduction`. Three things may differ: the payload
-of a NaN, the sign of zero if max or min chooses between both, and the last bit of complex products.
-NumPy contracts such products on some processors.
+that results are bitwise identical to those of `Reduction` on the host. Three things may differ: the
+payload of a NaN, the sign of zero in max and min of two zeros, and the last bit of complex
+products. NumPy contracts such products on some processors.
 """
 
 import functools
@@ -29,7 +29,7 @@ _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
 
 # Conversions between the types T (in memory) and W (in arithmetic). Tests on the host lack the
 # GPU's instructions.
-_HALVES = """
+_SIXTEEN = {"float16": """
 #ifdef __CUDA_ARCH__
 __device__ inline float widened(unsigned short x) {
     float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;
@@ -38,8 +38,7 @@ __device__ inline unsigned short narrowed(float x) {
     unsigned short y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
 }
 #endif
-"""
-_BFLOATS = """
+""", "bfloat16": """
 __device__ inline float widened(unsigned short x) {
     return __uint_as_float((unsigned int)x << 16);
 }
@@ -49,14 +48,20 @@ __device__ inline unsigned short narrowed(float x) {
     if (x != x) return (unsigned short)(bits >> 16 | 0x40u);
     return (unsigned short)(bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
 }
-"""
-_SIXTEEN = {"float16": _HALVES, "bfloat16": _BFLOATS}
+"""}
 _PLAIN = """
 __device__ inline W widened(T x) { return (W)x; }
 __device__ inline T narrowed(W x) { return (T)x; }
 """
 
 _COMBINE = """
+// Without __grid_constant__, dynamically indexed parameters are copied to each thread's memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+#define MPIRING_CONSTANT __grid_constant__
+#else
+#define MPIRING_CONSTANT
+#endif
+
 struct alignas(16) Pack { T lane[LANES]; };
 
 struct Job {
@@ -69,7 +74,7 @@ struct Job {
 };
 
 extern "C" __global__ void __launch_bounds__(%(threads)d)
-%(name)s(const %(constant)s Job job) {
+%(name)s(const MPIRING_CONSTANT Job job) {
     const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = first; i < job.packs; i += step) {
@@ -102,22 +107,13 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
     }
 }
 """
-# Without it, dynamically indexed parameters are copied to each thread's private memory.
-_CONSTANT = """
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
-#define MPIRING_CONSTANT __grid_constant__
-#else
-#define MPIRING_CONSTANT
-#endif
-"""
-
 
 _building = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel that is given one struct by value.
+    """A kernel that accepts one struct by value.
 
     Attributes:
         name: Name of the function; unique to the source.
@@ -131,7 +127,7 @@ class Kernel:
 
     @functools.cached_property
     def _opaque(self) -> np.dtype[Any]:
-        # CuPy reads the description of a dtype, which takes 30 µs for a struct with names.
+        # CuPy reads the description of a dtype; for a struct with names, this takes 30 µs.
         return np.dtype(f"V{self.parameters.itemsize}")
 
     def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
@@ -155,7 +151,7 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
         cuda: Module `cupy.cuda`.
         index: Number of the GPU, which must be current.
     """
-    # If two threads compiled it, one result would be dropped and unloaded, perhaps while it runs.
+    # If two threads compiled it, one of the kernels would be unloaded, perhaps while it runs.
     with _building:
         if (kernel, index) not in _built:
             code, _ = cuda.compiler.compile_using_nvrtc(
@@ -168,7 +164,7 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
 
 @dataclass(frozen=True)
 class Packing:
-    """Cut of vectors of n elements into packs of 16 bytes; see Job in the source.
+    """Division of vectors of n elements into packs of 16 bytes; see Job in the source.
 
     Attributes:
         head: Number of elements before the first pack.
@@ -194,7 +190,7 @@ def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
 def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
     """Return how to divide ("none", "over" a divisor or "times" a factor), and the number.
 
-    Division by a power of two equals a multiplication, which takes fewer instructions.
+    A division by a power of two is replaced with a multiplication, which takes fewer instructions.
     """
     if divisor == 1:
         return "none", 1.0
@@ -209,7 +205,7 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
 
     Args:
         op: Name of the op, see Reduction; a mean is a sum with a division.
-        dtype: Any dtype but long doubles.
+        dtype: Any dtype except long doubles.
         sources, outs: Number of vectors; a kernel accepts about 500.
         divides: Kind of division, from `division`.
     """
@@ -222,10 +218,9 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
                  f"LANES = {PACK_BYTES // dtype.itemsize};\n"
                  f"typedef {'double' if divisor.itemsize == 8 else 'float'} D;\n")
     unrolled = _UNROLLED if max(sources, outs) <= _UNROLLED else _UNROLLED // 2
-    body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled,
-                       "constant": "MPIRING_CONSTANT"}
-    return Kernel(name, _CONSTANT + constants + _types(op, dtype) + _both(op, of)
-                  + _divided(of, divides) + body, parameters)
+    body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled}
+    return Kernel(name, constants + _types(op, dtype) + _both(op, of) + _divided(of, divides)
+                  + body, parameters)
 
 
 def _types(op: str, dtype: np.dtype[Any]) -> str:
@@ -239,7 +234,7 @@ def _types(op: str, dtype: np.dtype[Any]) -> str:
     if of in FLOATING:
         kind = wide = "float" if size == 4 else "double"
     elif op in ("sum", "prod"):
-        # Unsigned, and no narrower than int, so that overflow wraps and is no error in C++.
+        # Unsigned, and no narrower than int, so that overflow wraps, as C++ guarantees.
         kind, wide = _UNSIGNED[size], _UNSIGNED[max(size, 4)]
     else:
         kind = wide = (_SIGNED if dtype.kind == "i" else _UNSIGNED)[size]

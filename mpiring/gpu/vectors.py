@@ -52,7 +52,7 @@ def zeros(n: int, dtype: DTypeLike, device: Device | None) -> Any:
 
 
 def moved(x: Array, device: Device | None) -> Any:
-    """Return a vector's elements on a GPU; without one, the vector itself.
+    """Return a vector's elements on a GPU; without a GPU, the vector itself.
 
     Args:
         x: Vector in any host memory.
@@ -69,7 +69,7 @@ def moved(x: Array, device: Device | None) -> Any:
 
 
 def on_host(x: Any) -> Array:
-    """Return a copy in host memory; wait until it is complete."""
+    """Return a copy of a vector in host memory; wait until the copy is complete."""
     if not isinstance(x, DeviceVector):
         copy: Array = x.copy()
         return copy
@@ -128,7 +128,7 @@ def convert(out: Any, x: Any) -> None:
 
 
 def bits_of(x: DeviceVector) -> DeviceVector:
-    """Return a vector; for bfloat16, its bits as uint16, since CuPy before 14 has no bfloat16."""
+    """Return a vector; for bfloat16, its bits as uint16, because CuPy before 14 has no bfloat16."""
     return x.view(np.uint16) if dtype_name(x.dtype) == "bfloat16" else x
 
 

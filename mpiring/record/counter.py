@@ -12,8 +12,8 @@ from ..transport.layout import (
     RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
 from .flight import Flight
 
-# Number of calls that are known by their identities. Beyond it, calls are forgotten that are
-# neither in the ring nor among the newer half.
+# Number of calls that are known by their identities. Beyond it, the older half is forgotten, except
+# for calls in the ring.
 _MAX_CALLS = 4 * RING
 _FORGOTTEN = Call("a fast call", "of long ago")
 
@@ -82,7 +82,7 @@ class OperationCounter:
         self.words[COUNTER_GATE] &= ~reason
 
     def fork(self) -> None:
-        """Close the gate in a fork, which may have no thread that could release the lock."""
+        """Close the gate in a forked process, where no thread may be left to release the lock."""
         self._lock = threading.RLock()
         self.words[COUNTER_HELD] = 0
         self.close(GATE_FORKED)
@@ -96,18 +96,18 @@ class OperationCounter:
         """
         with self:
             if len(self._calls) >= _MAX_CALLS:
-                noted = {identity for identity, *_ in self._noted()}
-                noted.update(range(self._identity - _MAX_CALLS // 2, self._identity + 1))
-                self._calls = {key: call for key, call in self._calls.items() if key in noted}
+                recorded = {identity for identity, *_ in self._ring_entries()}
+                recorded.update(range(self._identity - _MAX_CALLS // 2, self._identity + 1))
+                self._calls = {key: call for key, call in self._calls.items() if key in recorded}
             self._identity += 1
             self._calls[self._identity] = call, algorithm
             return self._identity
 
     def flights(self, last: int = RING) -> list[Flight]:
         """Return the last fast calls as operations, the newest last."""
-        return [self._flight(*entry) for entry in self._noted(last)]
+        return [self._flight(*entry) for entry in self._ring_entries(last)]
 
-    def _noted(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
+    def _ring_entries(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
         calls = self.fast_calls
         for k in range(max(0, calls - min(last, RING)), calls):
             entry = COUNTER_RING + k % RING * RING_WORDS

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..operations.agreement import Call
 
-# Reports cut a call's text to this length: the names of all gradients in a bucket fill pages.
+# Reports truncate calls to this length, because a call may name all gradients of a bucket.
 _WIDTH = 100
 
 
@@ -15,10 +15,10 @@ class Flight:
 
     Attributes:
         call: Description of the operation.
-        sequence: Number among its communicator's operations.
+        sequence: Number of the operation in its communicator.
         group: Name of its communicator; see Recorder.name.
         algorithm: Algorithm of an allreduce; "" if there is no choice, or if it is not yet known.
-        called_s, started_s, ended_s: Times of time.monotonic(); 0 for events that are yet to come.
+        called_s, started_s, ended_s: Times of time.monotonic(); 0 for future events.
         exposed_s: Seconds that callers have waited for it.
     """
 

@@ -19,7 +19,7 @@ from .flight import Flight
 from .flight_file import pickled
 from .trace_file import TraceFile
 
-# Enough for a few steps of a large model; a megabyte at most.
+# Number of operations: a few steps of a large model, and a megabyte at most.
 CAPACITY = 1024
 _NAME_WIDTH = 40
 # Seconds between two saves, because all other ranks may ask for a report at once.
@@ -57,7 +57,7 @@ class Recorder:
         """Return a new name for a communicator, the same on all its ranks.
 
         Args:
-            ranks: Ranks of the first communicator, whose own name is "".
+            ranks: Ranks of the new communicator, as numbered in the first one, whose name is "".
 
         Collective: yes, among these ranks, but without a message. Blocking: no.
         """
@@ -80,7 +80,7 @@ class Recorder:
     def waited_for_data(self, began_s: float, ended_s: float) -> None:
         """Record when the program waited for its next batch."""
         if self.trace is not None:
-            self.trace.waited_for_data(began_s, ended_s)
+            self.trace.span("wait for data", "data", began_s, ended_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -109,8 +109,7 @@ class Recorder:
         """Return a line for each of the last operations, the newest last."""
         now = time.monotonic()
         clock_s = time.time() - now
-        flights = self._last(min(last, CAPACITY))
-        return [flight.line(now, clock_s) for flight in flights]
+        return [flight.line(now, clock_s) for flight in self._last(min(last, CAPACITY))]
 
     def _last(self, last: int) -> list[Flight]:
         """Return the last operations, the newest last."""
@@ -138,8 +137,8 @@ class Recorder:
         """Save the last operations in a file for PyTorch's `fr_trace`; see flight_file.
 
         Args:
-            folder: Folder for the file, made if needed; by default that of the trace. Without a
-                trace, nothing is saved.
+            folder: Folder for the file, created if needed; by default the folder of the trace.
+                Without a trace, nothing is saved by default.
 
         Returns:
             Text with the file's name, to append to a report.
@@ -167,7 +166,7 @@ class Recorder:
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """Return ranks as ranges; a long text is cut, and ends with a digest of the complete text."""
+    """Return ranks as ranges; a long string is truncated, and ends with a digest of all ranks."""
     text = ranges(ranks)
     return text if len(text) <= _NAME_WIDTH else (
         f"{text[:_NAME_WIDTH - 10]}…{zlib.crc32(text.encode()):08x}")

@@ -1,4 +1,4 @@
-"""Statistics of what communication costs a rank, also for Prometheus and TensorBoard."""
+"""Statistics of a rank's communication costs, also for Prometheus and TensorBoard."""
 
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -21,7 +21,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r'\"', "\n": r"\n"})
 
 @dataclass(frozen=True)
 class Statistics:
-    """Costs on this rank of a communicator's operations, or of the operations of a training step.
+    """Costs, on this rank, of the operations of a communicator, or of a training step.
 
     `print` shows them as a sentence.
 
@@ -34,8 +34,8 @@ class Statistics:
         dense_bytes: Bytes that this rank would have sent to other nodes without compression of
             gradients; 0 if there are no gradients.
         encode_s, decode_s: Seconds of compressing and decompressing gradients.
-        wire_s: Seconds that compressed buckets waited for other nodes, added up over the buckets
-            in flight.
+        wire_s: Seconds that compressed buckets waited for other nodes, summed over the buckets in
+            flight.
     """
 
     operations: int = 0
@@ -79,7 +79,7 @@ class Statistics:
     def openmetrics(self, **labels: object) -> str:
         """Return the costs as counters in the OpenMetrics text format, which Prometheus reads.
 
-        Counters must not decrease: `comm.statistics` only grows, but add up costs of single steps.
+        Counters must not decrease. `comm.statistics` only grows; add up the costs of single steps.
 
         Args:
             labels: Labels of all values, such as `rank=comm.rank`.

@@ -31,10 +31,10 @@ _PERIOD_S = 0.25
 _MAX_EVENTS = 1 << 16
 # A limit on disk use: at 5 kB per step, about 50,000 steps.
 _MAX_BYTES = 256 << 20
-# For this many steps, the trace also contains the times when each gradient became ready. This is
-# enough to learn how they vary, and takes a few megabytes for a large model.
+# For this many steps, the trace also contains the time when each gradient became ready. This is
+# enough to learn how these times vary, and takes a few megabytes for a large model.
 _DETAILED_STEPS = 500
-# The fastest of this many answers counts, because disturbances only make them slower.
+# The fastest of this many round trips counts, because disturbances only make them slower.
 _ANSWERS = 20
 
 Event = dict[str, Any]
@@ -57,7 +57,7 @@ class ClockReading(NamedTuple):
 
 
 def compare_clocks(comm: Any) -> ClockReading:
-    """Return the offset from rank 0's clock, from the fastest of several questions and answers.
+    """Return the offset from rank 0's clock, as measured by the fastest of several round trips.
 
     In step k, ranks 2^k to 2^(k+1) ask the 2^k ranks before them, which already know their offsets.
     This takes ceil(log2 p) steps. The errors along the path from rank 0 add up.
@@ -68,37 +68,37 @@ def compare_clocks(comm: Any) -> ClockReading:
     Collective: yes. Blocking: yes.
     Source: Cristian, Distributed Computing 3, 1989.
     """
-    reading, asks = ClockReading(time.monotonic()), 1
-    while asks < comm.size:
-        if asks <= comm.rank < 2 * asks:
-            reading = _ask_clock(comm, comm.rank - asks)
-        elif comm.rank < asks and comm.rank + asks < comm.size:
-            _answer_clock(comm, comm.rank + asks, reading)
-        asks *= 2
+    reading, synchronized = ClockReading(time.monotonic()), 1
+    while synchronized < comm.size:
+        if synchronized <= comm.rank < 2 * synchronized:
+            reading = _ask_clock(comm, comm.rank - synchronized)
+        elif comm.rank < synchronized and comm.rank + synchronized < comm.size:
+            _answer_clock(comm, comm.rank + synchronized, reading)
+        synchronized *= 2
     return reading
 
 
 def _ask_clock(comm: Any, other: int) -> ClockReading:
-    box, best = np.zeros(3), ClockReading(error_s=math.inf)
+    buffer, best = np.zeros(3), ClockReading(error_s=math.inf)
     for _ in range(_ANSWERS):
         began = time.monotonic()
-        comm.Send(box, other)
-        comm.Recv(box, other)
+        comm.Send(buffer, other)
+        comm.Recv(buffer, other)
         ended = time.monotonic()
-        its_time, its_offset, its_error = box.tolist()
-        error = (ended - began) / 2 + its_error
+        other_time, other_offset, other_error = buffer.tolist()
+        error = (ended - began) / 2 + other_error
         if error < best.error_s:
             middle = (began + ended) / 2
-            best = ClockReading(middle, middle - its_time + its_offset, error)
+            best = ClockReading(middle, middle - other_time + other_offset, error)
     return best
 
 
 def _answer_clock(comm: Any, other: int, reading: ClockReading) -> None:
-    box = np.zeros(3)
+    buffer = np.zeros(3)
     for _ in range(_ANSWERS):
-        comm.Recv(box, other)
-        box[:] = time.monotonic(), reading.offset_s, reading.error_s
-        comm.Send(box, other)
+        comm.Recv(buffer, other)
+        buffer[:] = time.monotonic(), reading.offset_s, reading.error_s
+        comm.Send(buffer, other)
 
 
 class TraceFile:
@@ -128,7 +128,7 @@ class TraceFile:
         self._written = 0
         self._lane_ends: list[float] = []
         self._threads: dict[int, int] = {threading.get_ident(): PROGRAM}
-        # Held to write. Reentrant, because a signal handler may ask for a report.
+        # Held while writing; reentrant, because a signal handler may ask for a report.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._start = compare_clocks(self._comm)
@@ -138,16 +138,16 @@ class TraceFile:
         self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
         self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
         self.path = f"{self._path('trace')}.json"
-        # fr_trace expects that the name ends with the rank.
+        # fr_trace expects the name to end with the rank.
         self.flight_path = self._path("flight")
         self._file = self._open()
-        self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
-                     *_named(self._rank, PROGRAM, "program")])
+        self._write([*self._about(), *self._lane_name(STEPS, "training steps"),
+                     *self._lane_name(PROGRAM, "program")])
         self._thread = threading.Thread(target=self._loop, name="mpiring trace", daemon=True)
         self._thread.start()
 
     def _open(self) -> int | None:
-        """Return a new file; rank 0 warns of ranks that cannot create theirs."""
+        """Return a new file; rank 0 logs a warning if ranks cannot create their files."""
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -173,10 +173,6 @@ class TraceFile:
         """Record when a caller waited for an operation."""
         self._add(self._wait, flight, began_s, ended_s, threading.get_ident())
 
-    def waited_for_data(self, began_s: float, ended_s: float) -> None:
-        """Record when the program waited for its next batch."""
-        self._add(self._data, began_s, ended_s, threading.get_ident())
-
     def step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
              ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
@@ -184,7 +180,7 @@ class TraceFile:
 
     def model(self, **about: Any) -> None:
         """Record the model that is trained from now on."""
-        self._add(lambda: [_metadata(self._rank, "model", about)])
+        self._add(lambda: [self._metadata("model", about)])
 
     def span(self, name: str, category: str, began_s: float, ended_s: float, **about: Any) -> None:
         """Record any other activity of the rank."""
@@ -240,7 +236,7 @@ class TraceFile:
                 make, *arguments = self._events.popleft()
                 events += make(*arguments)
             if self._left_out:
-                events.append(_metadata(self._rank, "left out", {"events": self._left_out}))
+                events.append(self._metadata("left out", {"events": self._left_out}))
                 self._left_out = 0
             self._write(events)
 
@@ -279,23 +275,28 @@ class TraceFile:
         """Return events that describe this rank."""
         host = os.uname().nodename
         return [
-            _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
-            _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
-            _metadata(self._rank, "mpiring", {
-                "job": self._job, "rank": self._rank, "size": self._comm.size,
-                "node": self._node}),
+            self._metadata("process_name", {"name": f"rank {self._rank} on {host}"}),
+            self._metadata("process_sort_index", {"sort_index": self._rank}),
+            self._metadata("mpiring", {"job": self._job, "rank": self._rank,
+                                       "size": self._comm.size, "node": self._node}),
             # Horovod's timelines also have this event.
-            _metadata(self._rank, "start", {
-                "start_time_since_epoch_in_micros": time.time_ns() // 1000}),
+            self._metadata("start", {"start_time_since_epoch_in_micros": time.time_ns() // 1000}),
             self._clock("clock at start", self._start)]
 
+    def _metadata(self, name: str, about: dict[str, Any], **fields: Any) -> Event:
+        return {"name": name, "ph": "M", "pid": self._rank, **fields, "args": about}
+
+    def _lane_name(self, lane: int, name: str) -> list[Event]:
+        return [self._metadata("thread_name", {"name": name}, tid=lane),
+                self._metadata("thread_sort_index", {"sort_index": lane}, tid=lane)]
+
     def _clock(self, name: str, reading: ClockReading) -> Event:
-        return _metadata(self._rank, name, {
+        return self._metadata(name, {
             "at_us": self._us(reading.at_s), "offset_us": round(reading.offset_s * 1e6, 3),
             "error_us": round(reading.error_s * 1e6, 3)})
 
     def _us(self, seconds: float) -> float:
-        """Return a time of this rank's clock in µs since the start of the trace on rank 0's."""
+        """Convert a time of this rank's clock to µs of rank 0's clock since the trace began."""
         return round((seconds - self._start.offset_s - self._zero_s) * 1e6, 3)
 
     def _slice(self, lane: int, name: str, category: str, began_s: float, ended_s: float,
@@ -322,17 +323,11 @@ class TraceFile:
                 return OPERATIONS + index, []
         self._lane_ends.append(ended_s)
         lane = OPERATIONS + len(self._lane_ends) - 1
-        return lane, _named(self._rank, lane, f"operations {len(self._lane_ends)}")
+        return lane, self._lane_name(lane, f"operations {len(self._lane_ends)}")
 
     def _wait(self, flight: Flight, began_s: float, ended_s: float, thread: int) -> list[Event]:
-        lane, events = self._thread_lane(thread)
-        return [*events, self._slice(
-            lane, f"wait for {_short(flight)}", "wait", began_s, ended_s,
-            sequence=flight.sequence, group=flight.group)]
-
-    def _data(self, began_s: float, ended_s: float, thread: int) -> list[Event]:
-        lane, events = self._thread_lane(thread)
-        return [*events, self._slice(lane, "wait for data", "data", began_s, ended_s)]
+        about = {"sequence": flight.sequence, "group": flight.group}
+        return self._span(f"wait for {_short(flight)}", "wait", began_s, ended_s, about, thread)
 
     def _span(self, name: str, category: str, began_s: float, ended_s: float,
               about: dict[str, Any], thread: int) -> list[Event]:
@@ -344,13 +339,13 @@ class TraceFile:
         if thread in self._threads:
             return self._threads[thread], []
         self._threads[thread] = lane = PROGRAM + len(self._threads)
-        return lane, _named(self._rank, lane, f"waits of thread {lane}")
+        return lane, self._lane_name(lane, f"waits of thread {lane}")
 
     def _step(self, number: int, began_s: float, ready_s: Sequence[float], waited_s: float,
               ended_s: float, tokens: float | None) -> list[Event]:
-        weighed = {} if tokens is None else {"tokens": tokens}
+        extra = {} if tokens is None else {"tokens": tokens}
         step = self._slice(
-            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
+            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **extra)
         first_s = min(ready_s, default=0.0)
         if not began_s < first_s < waited_s:
             return [step]
@@ -361,15 +356,5 @@ class TraceFile:
 
 
 def _short(flight: Flight) -> str:
-    """Return an operation's name, short enough for a picture, like "bucket 3"."""
+    """Return a name like "bucket 3", which is short enough for a picture."""
     return flight.call.label.partition(" (")[0] or flight.call.kind
-
-
-def _metadata(rank: int, name: str, about: dict[str, Any]) -> Event:
-    return {"name": name, "ph": "M", "pid": rank, "args": about}
-
-
-def _named(rank: int, lane: int, name: str) -> list[Event]:
-    return [{"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}},
-            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": lane,
-             "args": {"sort_index": lane}}]

@@ -3,7 +3,7 @@
 It needs neither threads nor real time: an event queue gives the same result for the same seed. A
 message costs latency plus bytes over bandwidth. Messages that share a node's full-duplex network
 interface (NIC) share its bandwidth. Computing takes time if it has a price: a busy rank neither
-posts requests nor continues. With a seed the network is an adversary: it delays and reorders
+posts requests nor continues. With a seed, the network is an adversary: it delays and reorders
 whatever MPI allows, reads send buffers late, and fills receive buffers with junk until the message
 arrives.
 """
@@ -138,17 +138,17 @@ class _Interface:
         self._burst_s = link.burst_bytes / link.bandwidth
         self._free_s = -math.inf
         self._flows: dict[_Flow, deque[tuple[float, _Passed]]] = {}
-        self._at_work = False
+        self._is_serving = False
 
     def carry(self, flow: _Flow, nbytes: float, passed: _Passed) -> None:
         """Accept bytes that arrive now, behind those of the same flow."""
         self._flows.setdefault(flow, deque()).append((nbytes, passed))
-        if not self._at_work:
+        if not self._is_serving:
             self._serve()
 
     def _serve(self) -> None:
-        """Pass all bytes that can pass now, flows in turn; continue when they have passed."""
-        now_s, self._at_work = self._clock.time_s, True
+        """Pass all bytes that can pass now, with flows in turn; continue when they have passed."""
+        now_s, self._is_serving = self._clock.time_s, True
         while self._flows and self._free_s <= now_s:
             flow = next(iter(self._flows))
             waiting = self._flows.pop(flow)
@@ -158,7 +158,7 @@ class _Interface:
             start_s = max(now_s - self._burst_s, self._free_s)
             self._free_s = start_s + nbytes / self._link.bandwidth
             passed(max(now_s, start_s), max(now_s, self._free_s))
-        self._at_work = bool(self._flows)
+        self._is_serving = bool(self._flows)
         if self._flows:
             self._clock.at(self._free_s, self._serve)
 
@@ -189,7 +189,7 @@ class _Wires:
         """
         latency_s = slowness * self._link.latency_s
         if self._link.bandwidth == math.inf:
-            # There is nothing to share: a shortcut, which most adversarial networks use.
+            # There is no bandwidth to share. Most adversarial networks use this shortcut.
             left(self._clock.time_s)
             landed(self._clock.time_s + latency_s)
             return
@@ -219,13 +219,13 @@ class SimulatedNetwork:
         within: Link between two ranks of a node.
         node_of: Node of each rank; or a number n, so that ranks r with equal `r // n` share a node.
         computing: Costs of computing.
-        seed: Seed that makes the network a deterministic adversary; None for none.
+        seed: Seed that makes the network a deterministic adversary; None for an ordinary network.
         faults: Faults that occur.
         payload: If false, move only sizes; then pass `ghost` arrays to the schedules.
 
     Attributes:
         node_of: Node of each rank.
-        stepped: Ranks whose schedules are run: all.
+        stepped: Ranks whose schedules are run; here, all ranks.
         slack_bytes: Largest accepted difference from a message's expected length.
         time_s: Virtual time until the last rank has finished, in seconds.
         bytes_sent, messages_sent: Number of bytes and messages that each rank has sent.
@@ -285,7 +285,7 @@ class SimulatedNetwork:
             for tag, program in enumerate(programs):
                 channel = _Channel(self, rank, self.size, tag)
                 self._tasks[rank].append(Task(program(channel)))
-            self._at(self.time_s, rank, lambda: None)
+            self.at(self.time_s, lambda: None, rank)
         while self._events:
             self.time_s, _, _, waking, action = heapq.heappop(self._events)
             action()
@@ -311,7 +311,7 @@ class SimulatedNetwork:
         return tasks[0].result if len(tasks) == 1 else [task.result for task in tasks]
 
     def _waits(self, rank: int) -> str:
-        """Return a text about what a rank waits for; "" if it has finished."""
+        """Return a description of what a rank waits for; "" if it has finished."""
         tasks = self._tasks[rank]
         if all(task.done for task in tasks) or rank in self._errors:
             return ""
@@ -321,16 +321,11 @@ class SimulatedNetwork:
                  for task in tasks for request in task.pending if not request.test()]
         return f"rank {rank} waits for {', '.join(waits)}"
 
-    def _at(self, time_s: float, rank: int, action: Callable[[], None]) -> None:
-        """Do `action` at a virtual time, then resume `rank` as far as possible."""
+    def at(self, time_s: float, action: Callable[[], None], rank: int | None = None) -> None:
+        """Do `action` at a virtual time, then resume `rank`, if given, as far as possible."""
         self._count += 1
-        shuffle = self._random.random() if self._random else 0.0
+        shuffle = self._random.random() if self._random and rank is not None else 0.0
         heapq.heappush(self._events, (time_s, shuffle, self._count, rank, action))
-
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Do `action`, which concerns no particular rank, at a virtual time."""
-        self._count += 1
-        heapq.heappush(self._events, (time_s, 0.0, self._count, None, action))
 
     def work(self, rank: int, seconds: float, *, on_own_core: bool = False) -> None:
         """Keep a rank busy: it sends messages and continues only after this work.
@@ -347,7 +342,7 @@ class SimulatedNetwork:
             if self._cores and seconds else now_s + seconds)
 
     def worked(self, rank: int) -> Request:
-        """Return a request that is complete when a rank has done its present work."""
+        """Return a request that is complete when a rank has finished its current work."""
         request = _Pending("the end of its own work")
         self._complete(request, rank, self.clock_s(rank))
         return request
@@ -358,7 +353,7 @@ class SimulatedNetwork:
 
     def later(self, delay_s: float, rank: int, action: Callable[[], None]) -> None:
         """Do `action` on a rank after a virtual time; an adversary waits longer."""
-        self._at(self.time_s + delay_s + self._delay_s(), rank, action)
+        self.at(self.time_s + delay_s + self._delay_s(), action, rank)
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
@@ -378,7 +373,7 @@ class SimulatedNetwork:
         """Resume a busy rank once, after its work, however many events occur meanwhile."""
         if rank not in self._to_wake:
             self._to_wake.add(rank)
-            self._at(self.clock_s(rank), rank, lambda: self._to_wake.discard(rank))
+            self.at(self.clock_s(rank), lambda: self._to_wake.discard(rank), rank)
 
     def _send(self, channel: _Channel, array: Array, dest: int) -> _Pending:
         source, nbytes = channel.rank, array.nbytes
@@ -397,14 +392,14 @@ class SimulatedNetwork:
         lost = (source, dest, index) in self._lost
         self.work(source, self._overhead_s)
         if self.clock_s(source) > self.time_s:
-            self._at(self.clock_s(source), source, lambda: self._depart(
-                channel, message, dest, lost))
+            self.at(self.clock_s(source), lambda: self._depart(channel, message, dest, lost),
+                    source)
         else:
             self._depart(channel, message, dest, lost)
         return request
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
-        """Start a message on its way; handle its departure and its arrival."""
+        """Send a message through the network; handle its departure and its arrival."""
         source_node, dest_node = self.node_of[channel.rank], self.node_of[dest]
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
@@ -420,8 +415,8 @@ class SimulatedNetwork:
             if not lost:
                 lane.last_arrival_s = max(time_s + self._delay_s(), lane.last_arrival_s)
                 if source_node != dest_node:
-                    self._at(lane.last_arrival_s, to, lambda: self.work(to, copying_s))
-                self._at(lane.last_arrival_s, to, lambda: self._arrive(lane, message, source))
+                    self.at(lane.last_arrival_s, lambda: self.work(to, copying_s), to)
+                self.at(lane.last_arrival_s, lambda: self._arrive(lane, message, source), to)
 
         factor = self._slow.get(channel.rank, 1.0)
         if source_node == dest_node:
@@ -438,7 +433,7 @@ class SimulatedNetwork:
             self.work(channel.rank, copying_s)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:
-        """Return the sender of a message, and the stepped rank at which it arrives."""
+        """Return the sender and the receiver of a message, as seen by the simulated ranks."""
         return source, dest
 
     def _delay_s(self) -> float:
@@ -448,7 +443,7 @@ class SimulatedNetwork:
         return self._random.choice((0.0, self._random.expovariate(1.0)))
 
     def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
-        self._at(time_s, rank, partial(setattr, request, "complete", True))
+        self.at(time_s, partial(setattr, request, "complete", True), rank)
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
         request = _Pending(f"{array.nbytes} bytes from rank {source} ({channel})")
@@ -477,7 +472,7 @@ class SimulatedNetwork:
             if message.late:
                 self._complete(message.request, source, self.time_s)
             if dest is not None:
-                self._at(self.time_s, dest, lambda: None)
+                self.at(self.time_s, lambda: None, dest)
 
 
 def cyclic(node: int, nodes: int) -> int:
@@ -491,11 +486,11 @@ def pairwise(node: int, nodes: int) -> int:
 
 
 class SymmetricNetwork(SimulatedNetwork):
-    """A cluster of which only the ranks of node 0 are run, because all nodes do the same at once.
+    """A cluster of which only the ranks of node 0 run, because all nodes do the same at once.
 
     A message to another node arrives as the message that the opposite node sends to node 0. Chunks
-    are assumed to be equal, although they may differ by an element. The network can neither carry
-    data, nor run a schedule that treats nodes differently.
+    are assumed to be equal, although they may differ by an element. The network carries no data,
+    and cannot run a schedule that treats nodes differently.
 
     Args:
         nodes, ranks_per_node: Size of the cluster.

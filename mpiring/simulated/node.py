@@ -19,7 +19,7 @@ class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
     With a seed in the network, each rank sees the flags of other ranks late. It sees everything
-    else at once, also data that is written too early. Slots contain junk at first.
+    else at once, including data that is written too early. Slots contain junk at first.
 
     Args:
         network: Network with the clock and the nodes.
@@ -37,7 +37,7 @@ class SimulatedMemory:
             self.members[node].append(rank)
         # Words, headers and slots (by area) that all ranks have written.
         self.words: list[dict[int, int]] = [{} for _ in network.node_of]
-        self.texts: list[dict[int, bytes]] = [{} for _ in network.node_of]
+        self.texts = [_Texts() for _ in network.node_of]
         self.slots: dict[tuple[int, int], Array] = {}
         self.ranks = [_RankMemory(self, rank) for rank in range(len(network.node_of))]
 
@@ -60,7 +60,7 @@ class _RankMemory(NodeMemory):
         self._shared = shared
         super().__init__((), ranks.index(rank), ranks, array("q", bytes(8 * COUNTER_WORDS)))
         self.words: Any = [_Words(shared, other, rank) for other in ranks]
-        self.texts: Any = [_Texts(shared.texts[other]) for other in ranks]
+        self.texts: Any = [shared.texts[other] for other in ranks]
         self.others = [words for words in self.words if words.owner != rank]
 
     def slots(self, area: int, dtype: "np.dtype[Any]", size: int | None) -> Sequence[Array]:
@@ -103,21 +103,18 @@ class _Words:
 
 def _show(flags: dict[int, int], word: int, value: int) -> None:
     """Make a flag visible to a rank."""
-    # Of two flags of one rank, the later one may become visible first.
+    # The later of two flags of a rank may become visible first.
     flags[word] = max(value, flags.get(word, 0))
 
 
-class _Texts:
+class _Texts(dict[Any, bytes]):
     """The headers of a rank's operations, by their offset."""
 
-    def __init__(self, texts: dict[int, bytes]) -> None:
-        self._texts = texts
-
     def __getitem__(self, part: slice) -> bytes:
-        return self._texts.get(part.start, b"")
+        return self.get(part.start, b"")
 
     def __setitem__(self, part: slice, text: bytes) -> None:
-        self._texts[part.start] = text
+        super().__setitem__(part.start, text)
 
 
 def _is_flag(word: int) -> bool:

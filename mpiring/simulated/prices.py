@@ -18,8 +18,8 @@ class Link:
     Attributes:
         latency_s: Seconds before the first byte arrives.
         bandwidth: Bytes per second afterwards.
-        burst_bytes: Number of bytes that pass without waiting after a pause. Links of clouds and of
-            Linux's `tc tbf` are limited on average only, by a bucket of tokens.
+        burst_bytes: Number of bytes that pass without waiting after a pause. Links in clouds, and
+            links with Linux's `tc tbf`, are limited only on average, by a token bucket.
     """
 
     latency_s: float = 0.0
@@ -32,9 +32,9 @@ class Computing:
     """Costs of computing.
 
     Attributes:
-        overhead_s: Cost of each message for its sender and for its receiver.
-        copy_rate: Bytes per second at which both copy a message between nodes, as the system does
-            for TCP.
+        overhead_s: Seconds that each message costs its sender, and also its receiver.
+        copy_rate: Bytes per second at which the sender and the receiver copy messages between
+            nodes, as the system does for TCP.
         cores: Number of cores on which all ranks compute, as in a lab; 0 for one core per rank.
     """
 
@@ -54,7 +54,7 @@ class Cores:
         self._free_s = [-math.inf] * count
 
     def take(self, now_s: float, seconds: float, number: int | None = None) -> float:
-        """Return the time at which work is done that can begin at `now_s`.
+        """Return the time at which work that can begin at `now_s` is done.
 
         Args:
             now_s: Time at which the work can begin.
@@ -71,7 +71,7 @@ class Cores:
 
 
 class _Ghost(np.ndarray[Any, np.dtype[Any]]):
-    """A vector without memory: all elements are a single one, which is never written."""
+    """A vector without memory: its elements are all the same one, which is never written."""
 
     copied: Callable[[int], None] | None = None
 
@@ -128,7 +128,7 @@ class PricedCombine(NoCombine):
     Args:
         work: Function that keeps the rank busy for a number of seconds.
         rate: Bytes per second that it reads and writes.
-        copied: Bytes per second that it copies to one vector, where it reads and writes each.
+        copied: Bytes per second of a copy to one vector, which reads and writes each byte.
     """
 
     def __init__(self, work: Callable[[float], None], rate: float,

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Turn a parser's ConfigError into argparse's error, which names the option."""
+    """Return a parser that raises argparse's error, which names the option, for ConfigError."""
     def parsed(text: str) -> T:
         try:
             return parse(text)
@@ -21,12 +21,12 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def listed(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Parse a list "A,B" item by item, and drop repeated items."""
+    """Return a parser of lists like "A,B", which drops repeated items."""
     return lambda text: list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Parse a list of these names."""
+    """Return a parser of lists of these names."""
     def parsed(name: str) -> str:
         if name not in known:
             raise ArgumentTypeError(f"{name!r}: expected some of {', '.join(known)}")
@@ -35,7 +35,7 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 
 def positive(text: str, least: int = 1) -> int:
-    """Parse a whole number of at least 1, or `least`."""
+    """Parse a whole number that is at least `least`."""
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text!r}: expected {least} or more")
     return int(text)

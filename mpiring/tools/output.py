@@ -1,4 +1,4 @@
-"""Opens what a command writes to: files, and standard output, which it may lose."""
+"""Opens the outputs of a command: files, and standard output, whose reader may go away."""
 
 import contextlib
 import errno
@@ -11,12 +11,12 @@ from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import ConfigError, MpiringError
 
-# One of these options may be "-".
+# Options with the name of a file; one of them may be "-", for standard output.
 _OPTIONS = ("json", "csv", "output")
 _FORWARD_S = 0.2
 
 T = TypeVar("T")
-# A path, or an open stream, as standard output.
+# A path, or an open stream such as standard output.
 Target = str | os.PathLike[str] | TextIO
 
 
@@ -25,7 +25,7 @@ class OutputError(Exception):
 
 
 class Output:
-    """Standard output that raises OutputError, so that its errors are not taken for a file's."""
+    """Standard output whose errors are OutputError, unlike the errors of files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -37,10 +37,10 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text.
+        """Write a string.
 
         Raises:
-            OutputError: The disk is full, or the reader has gone.
+            OutputError: The disk is full, or the reader has closed the pipe.
         """
         return _unless_lost(lambda: self._stream.write(text))
 
@@ -48,7 +48,7 @@ class Output:
         """Flush the stream.
 
         Raises:
-            OutputError: As of `write`.
+            OutputError: See `write`.
         """
         _unless_lost(self._stream.flush)
 
@@ -63,15 +63,29 @@ def _unless_lost(action: Callable[[], T]) -> T:
 def run(parse: Callable[[], Namespace]) -> int:
     """Run the `action` of a command line, and return the exit status.
 
+    The status is 1 if standard output cannot be written to. A message then gives the reason, unless
+    the reader has closed the pipe, as with `| head`.
+
     Args:
-        parse: Returns the options of the command line.
+        parse: Function that returns the options of the command line.
     """
-    return guarded(lambda: _status(parse()))
-
-
-def _status(options: Namespace) -> int:
+    if sys.stdout is None:
+        return _status(parse)
+    out = Output(sys.stdout)
     try:
-        return alone(options.action, options)
+        with contextlib.redirect_stdout(cast(TextIO, out)):
+            try:
+                return _status(parse)
+            finally:
+                out.flush()
+    except OutputError as error:
+        _end(cast(OSError, error.__cause__))
+        return 1
+
+
+def _status(parse: Callable[[], Namespace]) -> int:
+    try:
+        return _act(parse())
     except MpiringError as error:
         # In one write: ranks that print it at once would mix up their lines.
         sys.stderr.write(f"mpiring: {error}\n")
@@ -80,67 +94,45 @@ def _status(options: Namespace) -> int:
         return 130
 
 
-def guarded(command: Callable[[], int]) -> int:
-    """Run a command, and return its exit status; 1 if its output is lost, with a line of why.
-
-    If the reader has gone, as with `| head`, there is no such line.
-    """
-    if sys.stdout is None:
-        return command()
-    out = Output(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(cast(TextIO, out)):
-            try:
-                return command()
-            finally:
-                out.flush()
-    except OutputError as error:
-        _end(cast(OSError, error.__cause__))
-        return 1
-
-
 def _end(reason: OSError) -> None:
-    """Print why the output is lost, and end the job if there are other ranks."""
+    """Print why standard output failed, and end the job if there are other ranks."""
     if reason.errno != errno.EPIPE:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mpiring: standard output: {reason.strerror}\n")
             sys.stderr.flush()
-    # Python would write the rest of the buffer when the process ends.
+    # When the process ends, Python would try again to write the rest of the buffer.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
-        # Other ranks would wait for this one. The launcher first has to forward the message.
+        # Other ranks would wait for this one. Give the launcher time to forward the message.
         time.sleep(_FORWARD_S)
         mpi.COMM_WORLD.Abort(1)
         # MPICH's MPI_Abort may return.
         os._exit(1)
 
 
-def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
-    """Run a command; if an option reserves standard output for results, print elsewhere.
-
-    Args:
-        options: The option that is "-" becomes the stream.
+def _act(options: Namespace) -> int:
+    """Run the action; if an option is "-", print all other output on standard error.
 
     Raises:
-        ConfigError: Several of them are, or there is no standard output.
+        ConfigError: Several options are "-", or there is no standard output.
     """
-    wanted = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
-    if len(wanted) > 1:
-        raise ConfigError(f"--{wanted[0]} - and --{wanted[1]} -: standard output takes one of them")
-    if wanted and sys.stdout is None:
-        raise ConfigError(f"--{wanted[0]} -: standard output is closed")
-    # A part of a benchmark leaves results to the process that started it.
-    if not wanted or getattr(options, "part", None):
-        return command(options)
-    setattr(options, wanted[0], sys.stdout)
+    dashed = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
+    if len(dashed) > 1:
+        raise ConfigError(f"--{dashed[0]} - and --{dashed[1]} -: standard output takes one of them")
+    if dashed and sys.stdout is None:
+        raise ConfigError(f"--{dashed[0]} -: standard output is closed")
+    # A job that a benchmark has started leaves the results to the benchmark.
+    if not dashed or getattr(options, "part", None):
+        return int(options.action(options))
+    setattr(options, dashed[0], sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
-        return command(options)
+        return int(options.action(options))
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors into ours, while a file is written.
+    """Convert OSError to ConfigError while a file is written.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -170,7 +162,7 @@ def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Ite
 
 
 def refuse_unwritable(path: Target) -> None:
-    """Raise if a file could not be written later; do not create it.
+    """Raise an error if a file cannot be written; do not create it.
 
     Raises:
         ConfigError: The file cannot be written.

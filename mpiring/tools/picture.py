@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# Pictures have no background. Each of these colors is visible on a white page and on a dark one.
-# Text has the same contrast to both, 4.3, which is the most there is. The first four are of Okabe
-# and Ito, which color-blind readers can distinguish; there must be one for each contender.
+# Pictures are transparent, and each color is visible on white pages and on dark pages. The color of
+# text has the same contrast with both, 4.3, which is the maximum. The first four colors are by
+# Okabe and Ito; color-blind readers can distinguish them. Each contender needs a different color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#6A7FDB", "#8C6BB1",
           "#A0522D", "#117733", "#C44E7B", "#7F7F00", "#00868B", "#AA4499", "#5B8C5A")
 INK = "#797979"
@@ -25,9 +25,9 @@ _MARKERS = "osD^vPX<>hp*d8"
 INCHES = (7.2, 3.4)
 _DPI = 200
 _POINTS = 10
-# More curves than these have a legend; fewer have their names at their ends.
+# With more curves than this, there is a legend; otherwise, each name is at the end of its curve.
 _MAX_NAMED = 8
-# If all its labels are so short, a legend has three columns, otherwise two.
+# A legend has three columns if no label is longer than this, otherwise two.
 _LONGEST_OF_THREE = 24
 _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
           "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
@@ -40,11 +40,11 @@ _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _P
 
 
 def refuse_undrawable(path: str) -> None:
-    """Raise if no picture of this name can be drawn.
+    """Raise an error if no picture with this name can be drawn.
 
     Raises:
-        ConfigError: Its ending names no format that matplotlib knows.
-        MissingDependencyError: There is no matplotlib.
+        ConfigError: matplotlib does not know the format of the extension.
+        MissingDependencyError: matplotlib is not installed.
     """
     try:
         import matplotlib.figure
@@ -59,17 +59,17 @@ def refuse_undrawable(path: str) -> None:
 @contextmanager
 def picture(path: str, heights: Sequence[float], columns: int, caption: str,
             ) -> "Iterator[Sequence[Sequence[Axes]]]":
-    """Yield the panels of a picture, row by row, to be drawn on; then write it.
+    """Yield the empty panels of a picture, row by row; write the picture at the end.
 
     Args:
-        path: Its ending sets the format: .png, .pdf, .svg.
+        path: Name of the file, whose extension sets the format: .png, .pdf, .svg.
         heights: Heights of the rows, in inches.
-        columns: Panels in each row.
+        columns: Number of panels in each row.
         caption: Text above all panels.
 
     Raises:
         ConfigError: The file cannot be written.
-        MissingDependencyError: There is no matplotlib.
+        MissingDependencyError: matplotlib is not installed.
     """
     refuse_undrawable(path)
     from matplotlib import rc_context
@@ -87,7 +87,7 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
             figure.legend(handles, labels, loc="outside lower center", ncols=columns,
                           frameon=False)
         figure.suptitle(caption, fontsize=_POINTS)
-        # Equal rows make an equal SVG: no date.
+        # Without a date, identical rows produce identical SVG files.
         undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
         with writing(path):
             figure.savefig(path, dpi=_DPI, metadata=undated)
@@ -98,26 +98,26 @@ def _is_curve(handle: "Artist") -> bool:
 
 
 def _name_curves(axes: "Axes", height: float) -> None:
-    """Write the names of curves next to the panel, in their colors, each close to its end.
+    """Write the names of curves next to the panel, each in its color, close to the curve's end.
 
     Args:
-        height: Height of the panel, in inches, with its labels.
+        axes: Panel with the curves.
+        height: Height of the panel with its labels, in inches.
     """
     to_axes = axes.transScale + axes.transLimits
     axes.autoscale_view()
-    lasts = [(1.0, float(np.asarray(line.get_ydata())[-1])) for line in axes.get_lines()]
-    ends = sorted((float(to_axes.transform([last])[0][1]), number)
-                  for number, (line, last) in enumerate(zip(axes.get_lines(), lasts))
-                  if not str(line.get_label()).startswith("_"))
+    ends = sorted(
+        (to_axes.transform((1.0, np.asarray(line.get_ydata())[-1]))[1], number, line)
+        for number, line in enumerate(axes.get_lines())
+        if not str(line.get_label()).startswith("_"))
     gap = 1.2 * _POINTS / 72 / (0.75 * height)
-    for (_, number), place in zip(ends, _spread([end for end, _ in ends], gap)):
-        line = axes.get_lines()[number]
+    for (_, _, line), place in zip(ends, _spread([end for end, *_ in ends], gap)):
         axes.text(1.03, place, str(line.get_label()), transform=axes.transAxes, va="center",
                   color=line.get_color())
 
 
 def _spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending places apart until each is a gap from the next, within 0 and 1 if they fit."""
+    """Move ascending positions at least `gap` apart, and keep them within 0 and 1 if they fit."""
     spread: list[float] = []
     for place in places:
         spread.append(max(place, spread[-1] + gap if spread else 0.0))
@@ -129,13 +129,13 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def name_bars(axes: "Axes", names: Sequence[str]) -> None:
-    """Write names next to horizontal bars, the first at the top."""
+    """Label horizontal bars; the first is at the top."""
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
 
 
 def curve_style(number: int) -> dict[str, Any]:
-    """Return color and marker of a curve, by its number."""
+    """Return the color and the marker of the curve with this number."""
     return {"color": COLORS[number % len(COLORS)], "marker": _MARKERS[number % len(_MARKERS)],
             "markersize": 3.5}

@@ -1,4 +1,4 @@
-"""Draws what `--json` writes."""
+"""Draws the results that `--json` writes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +22,9 @@ class Drawing(NamedTuple):
     """How the results of a benchmark are drawn.
 
     Attributes:
-        draw: Draws rows on the panels of a line.
-        columns: Number of panels of a line.
-        title: Returns the title of a line, given one of its rows, and all rows.
+        draw: Function that draws rows on a line of panels.
+        columns: Number of panels in a line.
+        title: Function that returns the title of a line, from one of its rows and all rows.
     """
 
     draw: "Callable[[Sequence[Axes], Sequence[Row]], None]"
@@ -44,12 +44,15 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
     """Write a picture of the results of a benchmark.
 
     Args:
-        path: Its ending sets the format: .png, .pdf, .svg.
-        drawings: Functions that draw results, by the benchmark's name.
+        path: Name of the file, whose extension sets the format: .png, .pdf, .svg.
+        benchmark: Name of the benchmark.
+        about: Machine and software with which the results were measured.
+        rows: Results.
+        drawings: Drawing of each benchmark, by its name.
 
     Raises:
         ConfigError: There is nothing to draw, or the file cannot be written.
-        MissingDependencyError: There is no matplotlib.
+        MissingDependencyError: matplotlib is not installed.
     """
     drawing = drawings.get(benchmark)
     if not rows or drawing is None:
@@ -73,7 +76,7 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def _latencies(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw time over size, and MPI's own over it, a curve per contender."""
+    """Draw time, and speedup over MPI's own call, over size, a curve per contender."""
     # One legend serves the panels of all collectives.
     rows = [{**row, "contender": "MPI's own"} if row["contender"].startswith("MPI_") else row
             for row in rows]
@@ -92,36 +95,36 @@ def _over_size(axes: "Sequence[Axes]", rows: Sequence[Row], *keys: str) -> None:
     levels = list(dict.fromkeys(level for _, level in curves))
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
         members = curves[name, level]
-        look: dict[str, Any] = {
+        style: dict[str, Any] = {
             **curve_style(names.index(name)),
             "label": f"{name} ({level})" if len(levels) > 1 else name,
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
         for panel, key in zip(axes, keys):
-            panel.loglog(sizes, [row[key] for row in members], **look)
+            panel.loglog(sizes, [row[key] for row in members], **style)
     for panel in axes:
         panel.set_xlabel("array size")
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
 
 
 def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the least time that the memory or the link allows."""
+    """Draw the shortest time that the memory or the link allows."""
     known = {row["bytes"]: row for row in rows if row["limit_us"] == row["limit_us"]}
     if not known:
         return
     on_node = any(row["contender"] in LIMITS for row in rows)
     members = [known[size] for size in sorted(known)]
     sizes = [row["bytes"] for row in members]
-    look: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
-                            "label": "memory copy" if on_node else "limit: link rate"}
-    axes[0].plot(sizes, [row["limit_us"] for row in members], **look)
-    # busbw scales as one over the time.
-    axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
+    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
+                             "label": "memory copy" if on_node else "limit: link rate"}
+    axes[0].plot(sizes, [row["limit_us"] for row in members], **style)
+    # busbw is inversely proportional to the time.
+    axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **style)
 
 
 def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
-    """Label sizes, from the largest on, as far as there is room."""
+    """Label as many sizes as there is space for, including the largest."""
     shown = [sizes[-1]]
     for size in reversed(sizes[:-1]):
         if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MAX_LABELS):
@@ -133,7 +136,7 @@ def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
 
 
 def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw compute and the time that communication adds; and the share that was hidden."""
+    """Draw compute, the time that communication adds, and the hidden share of communication."""
     names = [f"{row['contender']}\n{row['compute']} compute" for row in rows]
     positions = range(len(rows))
     compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
@@ -153,7 +156,7 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the time of a step, with the scaling efficiency next to it."""
+    """Draw the time of a step, labeled with the scaling efficiency."""
     bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
         COLORS[0] if "mpiring" in row["contender"] else GRAY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
@@ -175,36 +178,41 @@ def _reducer_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def model_title(row: Row, rows: Sequence[Row]) -> str:
-    """Return the name and the size of a row's model, if it has a name."""
+    """Return the name and the size of a row's model; "" if it has no name."""
     return f"{row['model']}, {row['parameters'] / 1e6:.1f} M parameters" if "model" in row else ""
 
 
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per algorithm."""
-    names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for i, name in enumerate(names):
-        members = [row for row in rows if row["algorithm"] == name]
-        nodes = [row["nodes"] for row in members]
-        look = {**curve_style(i), "label": name, "linewidth": 1.2}
-        axes[0].plot(nodes, [row["ms"] for row in members], **look)
-        axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
-        chosen = [row for row in members if row["selected"]]
-        axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
-                     markersize=8, markerfacecolor="none", markeredgecolor=INK,
-                     label="what auto takes" if i + 1 == len(names) else None)
+    over_nodes(axes, rows, "algorithm", "ms")
+    chosen = [row for row in rows if row["selected"]]
+    axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
+                 markersize=8, markerfacecolor="none", markeredgecolor=INK,
+                 label="what auto takes")
     limits = {row["nodes"]: row["limit_ms"] for row in rows}
     axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
                  label="byte limit")
     axes[0].set_yscale("log")
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    axes[1].set_ylim(0, 105)
-    over_nodes(axes, list(limits))
     axes[0].set_ylabel("time of an allreduce (ms)")
     axes[1].set_ylabel("byte limit / time (%)")
 
 
-def over_nodes(axes: "Sequence[Axes]", nodes: Sequence[int]) -> None:
-    """Let panels have numbers of nodes from left to right, some of which are written."""
+def over_nodes(axes: "Sequence[Axes]", rows: Sequence[Row], name_key: str, time_key: str) -> None:
+    """Draw time and efficiency over the number of nodes, a curve per name.
+
+    Args:
+        axes: Panels for time and efficiency.
+        rows: Results.
+        name_key, time_key: Keys of the name and the time in a row.
+    """
+    for i, name in enumerate(dict.fromkeys(row[name_key] for row in rows)):
+        members = [row for row in rows if row[name_key] == name]
+        style = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
+        for panel, key in zip(axes, (time_key, "efficiency_percent")):
+            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **style)
+    axes[1].set_ylim(0, 105)
+    nodes = list(dict.fromkeys(row["nodes"] for row in rows))
     shown = nodes[::-1][::max(1, -(-len(nodes) // 7))]
     for panel in axes:
         panel.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""Reads and writes results as JSON and CSV, with the machine and the software; draws them."""
+"""Reads, writes and draws results; files also describe the machine and the software."""
 
 import argparse
 import csv
@@ -23,30 +23,31 @@ from .table import Environment, Row
 
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
-# Linux' numbers.
+# Linux scheduling policies by number.
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
 
 
 def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
-    """Declare the options.
+    """Declare the options for output files.
 
     Args:
-        content: Content of the files, for the help.
+        parser: Parser of the command.
+        content: Content of the files, for the help texts.
     """
     for name in "--json", "--csv":
         parser.add_argument(name, metavar="FILE",
                             help=f"file for {content}, or - for standard output")
     parser.add_argument("--plot", metavar="FILE.png",
-                        help="picture to draw of the results (needs matplotlib)")
+                        help="file for a picture of the results (needs matplotlib)")
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse files that could not be written, before anything is measured.
+    """Refuse files that cannot be written, before anything is measured.
 
     Raises:
-        ConfigError: A folder is missing or read-only, a picture's format is unknown, or two
+        ConfigError: A folder is missing or read-only, the format of the picture is unknown, or two
             files are the same.
-        MissingDependencyError: A picture needs matplotlib.
+        MissingDependencyError: The picture needs matplotlib, which is not installed.
     """
     paths = [path for path in (options.json, options.csv, options.plot) if path]
     for path in paths:
@@ -69,7 +70,7 @@ def write_files(name: str, about: Environment, rows: Sequence[Row], options: arg
 
 
 def now() -> str:
-    """Return date and time, with the time zone."""
+    """Return the date and the time, with the time zone."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -119,7 +120,7 @@ def _cpu() -> str:
 
 
 def _scheduling() -> str | None:
-    """Return this process's class in the scheduler, its priority there or its niceness (Linux)."""
+    """Return the scheduling policy of this process, with its priority or niceness (Linux)."""
     if not hasattr(os, "sched_getscheduler"):
         return None
     priority = os.sched_getparam(0).sched_priority
@@ -128,7 +129,7 @@ def _scheduling() -> str | None:
 
 
 def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
-    """Write rows and environment; missing values are null."""
+    """Write rows and environment; NaN is written as null."""
     content = {"benchmark": benchmark, "environment": about,
                "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
     with opened(path) as file:
@@ -136,13 +137,13 @@ def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[
 
 
 def read_json(path: str) -> tuple[str, Environment, list[Row]]:
-    """Read benchmark, environment and rows from `write_json`.
+    """Return the benchmark, the environment and the rows in a file from `write_json`.
 
     Args:
-        path: "-" is standard input.
+        path: Name of the file; "-" for standard input.
 
     Raises:
-        ConfigError: It is no such file.
+        ConfigError: The file cannot be read, or is not from `write_json`.
     """
     try:
         content = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text())
@@ -155,7 +156,7 @@ def read_json(path: str) -> tuple[str, Environment, list[Row]]:
 
 
 def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Write the environment in lines that begin with #, and rows under a header."""
+    """Write the environment as lines that begin with #, then the rows below a header."""
     with opened(path) as file:
         for key, value in about.items():
             text = value if isinstance(value, str) else json.dumps(value)
@@ -167,14 +168,14 @@ def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> No
 
 
 def _finite(value: Any) -> Any:
-    """Return None for NaN, which JSON lacks; also in lists."""
+    """Replace NaN, which JSON lacks, with None, also in lists."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and value != value else value
 
 
 def _number(value: Any) -> Any:
-    """Return NaN for None; also in lists."""
+    """Replace None with NaN, also in lists."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     return float("nan") if value is None else value

@@ -1,24 +1,21 @@
-"""Prints rows as a table of fixed columns, so that it can begin before the last row is known."""
+"""Formats rows as lines of a table with fixed columns, which can be printed one by one."""
 
-import importlib
-import io
 import math
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..text import ranks_on_nodes
 
-# A result; and where and with what results were measured.
+# A result; and the machine and the software with which results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
-# Longest line that commands print, but for values that are longer.
+# Longest line that commands print, unless a single value is longer.
 WIDTH = 100
 # Follows the best value of a row if there is no bold type.
 _MARK = "*"
-_GAP = 2
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,9 @@ class Column:
         key: Key of its values in rows.
         width: Width in characters; negative to align left.
         digits: Number of significant digits of numbers; None for text.
-        title: Its head; by default the key, with blanks.
-        interval: If true, rows also have the ends of the interval of the value, with the key and
-            "_low" or "_high".
+        title: Heading; by default the key, with spaces for underscores.
+        interval: If true, rows also contain the ends of the value's interval; their keys have the
+            suffixes "_low" and "_high".
     """
 
     key: str
@@ -42,23 +39,33 @@ class Column:
 
 
 def head(columns: Sequence[Column]) -> str:
-    """Return the line above a table."""
+    """Return the header line of a table."""
     cells = [column.key.replace("_", " ") if column.title is None else column.title
              for column in columns]
     return _line(cells, columns, dict.fromkeys(range(len(columns)), "underline"))
 
 
 def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str:
-    """Return a row; a missing value is a dash.
+    """Return the line of a row; a dash stands for a missing value.
 
     Args:
         row: Values by key.
         columns: Columns of the table.
-        best: Keys of values that are bold in a terminal, and marked elsewhere.
+        best: Keys of values that are bold in a terminal, and marked with * elsewhere.
     """
     cells = [_text(row, column) for column in columns]
     numbers = [number for number, column in enumerate(columns) if column.key in best]
     return _line(cells, columns, dict.fromkeys(numbers, "bold"))
+
+
+def show(rows: Iterable[Row], columns: Sequence[Column]) -> list[Row]:
+    """Print a table, each row as soon as it is known; return the rows."""
+    print(head(columns), flush=True)
+    shown = []
+    for row in rows:
+        print(line(row, columns), flush=True)
+        shown.append(row)
+    return shown
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
@@ -69,41 +76,29 @@ def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str
         columns: Columns of the table.
         styles: "bold" or "underline", by the number of a cell.
     """
-    if _has_rich():
-        return _styled(cells, columns, styles)
-    marks = [_MARK if styles.get(number) == "bold" else " " * (number < len(cells) - 1)
-             for number in range(len(cells))]
-    return " ".join(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}{mark}"
-                    for cell, column, mark in zip(cells, columns, marks)).rstrip()
+    render = _renderer() or _marked
+    return " ".join(
+        render(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}",
+               styles.get(number, "")) for number, (cell, column) in enumerate(zip(cells, columns))
+    ).rstrip()
 
 
-def _has_rich() -> bool:
-    """Return whether standard output is a terminal, and the package rich is installed."""
+def _marked(cell: str, style: str) -> str:
+    return cell + (_MARK if style == "bold" else " ")
+
+
+def _renderer() -> Callable[[str, str], str] | None:
+    """Return a function that adds escape codes; None without a terminal, or without rich."""
     if sys.stdout is None or not sys.stdout.isatty():
-        return False
+        return None
     try:
-        importlib.import_module("rich.table")
+        from rich.console import Console
+        from rich.style import Style
     except ImportError:
-        return False
-    return True
-
-
-def _styled(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
-    """Return cells as a line of a table by rich, with the escape codes of terminals."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-    grid = Table.grid(padding=(0, _GAP, 0, 0))
-    widths = [max(len(cell), abs(column.width)) for cell, column in zip(cells, columns)]
-    for column, width in zip(columns, widths):
-        grid.add_column(justify="left" if column.width < 0 else "right", width=width)
-    grid.add_row(*[Text(cell, styles.get(number, "")) for number, cell in enumerate(cells)])
-    width = sum(widths) + _GAP * len(cells)
-    console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    with console.capture() as captured:
-        console.print(grid)
-    text: str = captured.get()
-    return text.rstrip()
+        return None
+    if Console().is_dumb_terminal:
+        return None
+    return lambda cell, style: Style.parse(style).render(cell) + " "
 
 
 def _text(row: Row, column: Column) -> str:
@@ -120,13 +115,13 @@ def _text(row: Row, column: Column) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """Return a number with so many significant digits, and all digits before the point."""
+    """Return a number with `digits` significant digits, but all digits before the point."""
     exponent = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
 def note(text: str) -> str:
-    """Return a text above a table, in lines that begin with "# "."""
+    """Return a note above a table, wrapped in lines that begin with "# "."""
     return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 

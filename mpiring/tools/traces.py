@@ -1,4 +1,4 @@
-"""Reads the traces of a job's ranks, also of a job that was killed while it wrote them."""
+"""Reads the traces of a job's ranks, even if the job was killed while it wrote them."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ..text import ranks_on_nodes
 
 Event = dict[str, Any]
 
-# Of the end of a file; the last lines are in it.
+# Length of the end of a file, which contains the last lines.
 _TAIL_BYTES = 4096
 _NO_CLOCK = {"at_us": 0.0, "offset_us": 0.0, "error_us": 0.0}
 
@@ -24,9 +24,10 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
-        path: Its file.
-        job, rank, size, node: The rank's; `size` is the number of ranks.
-        start, end: Its clock compared with rank 0's; no `end` where the trace was not closed.
+        path: File of the trace.
+        job: Name of the job.
+        rank, size, node: Number of the rank, number of ranks, and number of the rank's node.
+        start, end: Its clock compared with rank 0's; `end` is None if the trace was not closed.
     """
 
     path: Path
@@ -38,14 +39,14 @@ class RankTrace:
     end: dict[str, float] | None
 
     def events(self) -> Iterator[Event]:
-        """Yield its events, in the order in which they ended, by rank 0's clock."""
+        """Yield its events in the order in which they ended, with times of rank 0's clock."""
         for event in _lines(self.path):
             if "ts" in event:
                 event["ts"] = round(event["ts"] - self._drift_us(event["ts"]), 3)
             yield event
 
     def _drift_us(self, at_us: float) -> float:
-        """Return by how much this clock is ahead of rank 0's, against the start."""
+        """Return how far this clock has moved ahead of rank 0's clock since the start."""
         if self.end is None or self.end["at_us"] <= self.start["at_us"]:
             return 0.0
         share = (at_us - self.start["at_us"]) / (self.end["at_us"] - self.start["at_us"])
@@ -53,7 +54,7 @@ class RankTrace:
 
     @property
     def error_us(self) -> float:
-        """Largest measured error of its times against rank 0's clock."""
+        """Largest error of its times relative to rank 0's clock."""
         return max(clock["error_us"] for clock in (self.start, self.end or self.start))
 
 
@@ -62,8 +63,9 @@ class JobTrace:
     """The traces of the ranks of one job.
 
     Attributes:
-        ranks: In order.
-        warnings: Texts on what is missing.
+        name: Name of the job.
+        ranks: Traces in the order of the ranks.
+        warnings: Messages about missing data.
     """
 
     name: str
@@ -72,27 +74,27 @@ class JobTrace:
 
     @property
     def caption(self) -> str:
-        """Size of the job, and precision of its clocks."""
+        """Description of the job's size and the precision of its clocks."""
         nodes = len({rank.node for rank in self.ranks})
         error = max(rank.error_us for rank in self.ranks)
         return (f"job {self.name}: {ranks_on_nodes(self.ranks[0].size, nodes)}, "
                 f"clocks within {error:.0f} µs")
 
     def warn(self) -> None:
-        """Print on standard error what is missing."""
+        """Print the warnings on standard error."""
         for warning in self.warnings:
             print(f"mpiring: {warning}", file=sys.stderr)
 
 
-def open_job(folder: str, wanted: str | None) -> JobTrace:
+def open_job(folder: str, prefix: str | None) -> JobTrace:
     """Return the traces of a job.
 
     Args:
-        folder: Holds the traces.
-        wanted: The beginning of the job's name; None for the only job.
+        folder: Folder of the traces.
+        prefix: Beginning of the job's name; None for the only job.
 
     Raises:
-        ConfigError: There are none, or of several jobs.
+        ConfigError: There are no traces, or traces of several jobs.
     """
     jobs: dict[str, list[RankTrace]] = {}
     warnings = []
@@ -108,29 +110,29 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
     if not jobs:
         raise ConfigError(f"{folder}: there are no traces; set MPIRING_TRACE={folder} for the job "
                           f"that is to write them")
-    fitting = [job for job in jobs if wanted is None or job.startswith(wanted)]
-    if len(fitting) != 1:
+    matching = [job for job in jobs if prefix is None or job.startswith(prefix)]
+    if len(matching) != 1:
         listed = "; ".join(f"{job} ({len(ranks)} of {ranks[0].size} ranks)"
                            for job, ranks in jobs.items())
         raise ConfigError(f"{folder} has traces of {listed}; choose one with --job NAME")
-    ranks = sorted(jobs[fitting[0]], key=lambda trace: trace.rank)
-    return JobTrace(fitting[0], ranks, [*warnings, *_missing(ranks)])
+    ranks = sorted(jobs[matching[0]], key=lambda trace: trace.rank)
+    return JobTrace(matching[0], ranks, [*warnings, *_missing(ranks)])
 
 
 def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield texts on what is missing of a job."""
+    """Yield messages about missing data of a job."""
     absent = sorted(set(range(ranks[0].size)) - {trace.rank for trace in ranks})
     if absent:
         yield (f"{len(absent)} of {ranks[0].size} ranks have left no trace, the first is rank "
                f"{absent[0]}: waiting for them counts as exposed communication")
-    unended = [trace for trace in ranks if trace.end is None]
-    if unended:
-        yield (f"{len(unended)} traces have no end, the first is {unended[0].path}: their last "
+    unclosed = [trace for trace in ranks if trace.end is None]
+    if unclosed:
+        yield (f"{len(unclosed)} traces have no end, the first is {unclosed[0].path}: their last "
                f"moments may be missing, and their clocks were compared at the start only")
 
 
 def _opened(path: Path) -> RankTrace | None:
-    """Read the first and the last lines of a trace; None where they do not name a rank."""
+    """Read the first and the last lines of a trace; return None if they do not name a rank."""
     about: dict[str, Any] = {}
     for event in _lines(path):
         if event.get("ph") != "M":
@@ -148,14 +150,14 @@ def _opened(path: Path) -> RankTrace | None:
 
 
 def _is_rank(about: Any) -> bool:
-    """Return whether a trace says whose it is; the job's name becomes a part of a file's."""
+    """Return whether this names a job and a rank; a file's name will contain the job's name."""
     return (isinstance(about, dict) and about.keys() == {"job", "rank", "size", "node"}
             and isinstance(about["job"], str) and "/" not in about["job"]
             and all(isinstance(about[name], int) for name in ("rank", "size", "node")))
 
 
 def _lines(path: Path) -> Iterator[Event]:
-    """Yield the events of a file, a line each; none where a line was cut off."""
+    """Yield the events of a file, one per line; skip truncated lines."""
     with open(path, errors="replace", opener=regular) as file:
         for line in file:
             event = _parsed(line)
@@ -167,6 +169,6 @@ def _parsed(line: str) -> Event | None:
     try:
         event = json.loads(line.strip(" ,\n"))
     except (ValueError, RecursionError):
-        # The brackets around all events, and the end of a job that was killed.
+        # A bracket around all events, or the last line of a killed job.
         return None
     return event if isinstance(event, dict) and isinstance(event.get("name"), str) else None

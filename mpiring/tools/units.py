@@ -1,42 +1,51 @@
-"""Reads sizes, rates, times and counts from text, and writes sizes."""
+"""Parses sizes, rates, times and counts, and formats sizes."""
 
 import re
+from collections.abc import Mapping
 
 from ..errors import ConfigError
 
-_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(iB|B)?", re.IGNORECASE)
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)(bit|B/s)", re.IGNORECASE)
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)", re.IGNORECASE)
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s)")
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
+# Values of units, in lower case.
+_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3}
+_COUNTS = {prefix: 1000 ** power for prefix, power in _PREFIXES.items()}
+_SIZES = {f"{prefix}{unit}": base ** power for prefix, power in _PREFIXES.items()
+          for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))}
+_RATES = {f"{prefix}{unit}": factor / bits for prefix, factor in _COUNTS.items()
+          for unit, bits in (("bit", 8), ("b/s", 1))}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RANGE_FACTOR = 4
 
 
+def _value(text: str, units: Mapping[str, float]) -> float | None:
+    """Return the value of a number with a unit; None for other strings."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2].lower() not in units:
+        return None
+    return float(match[1]) * units[match[2].lower()]
+
+
 def parse_size(text: str, least: int = 1) -> int:
-    """Return a number of bytes, 65,536 of "64K" and "64KiB", 64,000 of "64KB".
+    """Return a number of bytes: 65,536 for "64K" and "64KiB", 64,000 for "64KB".
 
     Raises:
-        ConfigError: Not a size, or less than `least`.
+        ConfigError: It is not a size, or is less than `least`.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    nbytes = _value(text, _SIZES)
+    if nbytes is None:
         raise ConfigError(f"size {text!r}: expected a number of bytes, as 8, 64K, 1MiB or 20MB")
-    number, prefix, unit = match.groups()
-    base = 1000 if (unit or "").upper() == "B" and prefix else 1024
-    nbytes = int(float(number) * base ** _PREFIXES[prefix.upper()])
     if nbytes < least:
         raise ConfigError(f"size {text!r}: expected {least} byte or more")
-    return nbytes
+    return int(nbytes)
 
 
 def parse_sizes(text: str) -> list[int]:
     """Return the sizes in a list, "8,64K,1M", or in a range of factors of 4, "8..64M".
 
-    A range is counted down from its end, so that the end is in it; so is the start.
+    A range includes its end and its start; the factors count from the end.
 
     Raises:
-        ConfigError: Not a size, or a range that runs backwards.
+        ConfigError: An item is not a size, or the end of a range is less than its start.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -55,43 +64,40 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes per second: "1gbit" is 125,000,000, "5GB/s" is 5,000,000,000.
+    """Return bytes per second: 125,000,000 for "1gbit", 5,000,000,000 for "5GB/s".
 
     Raises:
-        ConfigError: Not a rate.
+        ConfigError: It is not a rate.
     """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+    rate = _value(text, _RATES)
+    if not rate:
         raise ConfigError(f"rate {text!r}: expected a number with kbit, mbit or gbit, as 1gbit, "
                           f"or with bytes, as 5GB/s")
-    number, prefix, unit = match.groups()
-    return float(number) * 1000.0 ** _PREFIXES[prefix.upper()] / (8 if unit.lower() == "bit" else 1)
+    return rate
 
 
 def parse_count(text: str) -> int:
-    """Return a number of things: "13M" is 13,000,000.
+    """Return a count: 13,000,000 for "13M".
 
     Raises:
-        ConfigError: Not a number above 0.
+        ConfigError: It is not a number above 0.
     """
-    match = _COUNT.fullmatch(text)
-    count = int(float(match[1]) * 1000 ** _PREFIXES[match[2].upper()]) if match else 0
+    count = int(_value(text, _COUNTS) or 0)
     if count < 1:
         raise ConfigError(f"number {text!r}: expected one above 0, as 13M")
     return count
 
 
 def parse_time(text: str) -> float:
-    """Return seconds: "2us" is 0.000002.
+    """Return seconds: 0.000002 for "2us".
 
     Raises:
-        ConfigError: Not a time.
+        ConfigError: It is not a time.
     """
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
+    seconds = _value(text, _TIMES)
+    if seconds is None:
         raise ConfigError(f"time {text!r}: expected a number with ns, us, ms or s, as 2us")
-    number, unit = match.groups()
-    return float(number) * _SECONDS[unit]
+    return seconds
 
 
 def size_text(nbytes: float) -> str:

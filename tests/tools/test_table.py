@@ -29,7 +29,7 @@ def test_a_table_in_a_terminal(monkeypatch):
     row = {"name": "a[b]", "value": 1.0, "more": 123456.0}
     plain = table.head(columns), table.line(row, columns)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "rich.table", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     assert (table.head(columns), table.line(row, columns)) == plain
     monkeypatch.undo()
     needed("rich")

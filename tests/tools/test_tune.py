@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpiring.operations.model import Curve, Model
-from mpiring.tools.tune import command, quiet
+from mpiring.tools.tune import command, rates
 
 
 def model(**times_us):
@@ -44,8 +44,8 @@ def test_the_table(capsys):
 def test_a_rank_that_does_not_get_its_core_is_named(monkeypatch):
     """Its own clock shows it, whatever else runs on the machine."""
     used = iter([0.0, 0.03])
-    monkeypatch.setattr(quiet, "time", SimpleNamespace(
+    monkeypatch.setattr(rates, "time", SimpleNamespace(
         perf_counter=time.perf_counter, thread_time=lambda: next(used)))
     comm = SimpleNamespace(barrier=lambda: None, allgather_object=lambda mine: [1.01, mine, 0.97])
-    share, rank = quiet.least_share(comm)
-    assert rank == 1 and share == pytest.approx(0.3, abs=0.2) and share < quiet.ENOUGH
+    share, rank = rates.least_share(comm)
+    assert rank == 1 and share == pytest.approx(0.3, abs=0.2) and share < rates.ENOUGH

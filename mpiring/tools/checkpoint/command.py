@@ -23,9 +23,9 @@ Shows and checks checkpoints, without the job that has written them:
     mpiring checkpoint verify FOLDER
     mpiring checkpoint consolidate FOLDER OUT.safetensors
 
-`consolidate` makes one file of the newest complete checkpoint, with whole arrays instead of the
-slices of its ranks. mpiring.resilience.load_file and mpiring.torch.load_file return the state that
-was saved; the package safetensors reads the arrays by name."""
+`consolidate` writes the newest complete checkpoint to one file, with complete arrays instead of the
+slices of each rank. mpiring.resilience.load_file and mpiring.torch.load_file return the saved state
+from this file; the package safetensors reads its arrays by name."""
 _CHECKPOINTS = (Column("name", -16, title="checkpoint"), Column("step", 8),
                 Column("written", -25), Column("ranks", 5), Column("megabytes", 9, 3, "MB"),
                 Column("state", -1))
@@ -33,7 +33,7 @@ _WIDEST = 60
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Declare the commands."""
+    """Declare the commands and their options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
@@ -50,10 +50,10 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
     folder = "folder of checkpoints"
     add("list", _list, "list the checkpoints in a folder", folder)
-    add_step(add("show", _show, "show the arrays in a checkpoint, or in a file of consolidate",
-                 f"{folder}, or file of consolidate"), "the newest that is complete")
+    add_step(add("show", _show, "show the arrays in a checkpoint, or in a file from consolidate",
+                 f"{folder}, or file from consolidate"), "the newest that is complete")
     add_step(add("verify", _verify, "compare files with their hashes; status 1 if one is damaged",
-                 f"{folder}, or file of consolidate"), "all checkpoints")
+                 f"{folder}, or file from consolidate"), "all checkpoints")
     joined = add("consolidate", _consolidate, "write one file with complete arrays", folder)
     joined.add_argument("out", metavar="OUT", type=Path, help="file to write")
     add_step(joined, "the newest that is complete")
@@ -61,12 +61,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     listed = checkpoints(options.folder)
-    print(table.head(_CHECKPOINTS))
-    for each in listed:
-        print(table.line({
-            "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
-            "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
-            "megabytes": each.nbytes / 1e6 if each.manifest else None}, _CHECKPOINTS))
+    table.show(({
+        "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
+        "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
+        "megabytes": each.nbytes / 1e6 if each.manifest else None} for each in listed),
+        _CHECKPOINTS)
     if any(each.is_damaged for each in listed):
         print(f"\nmpiring checkpoint verify {options.folder} names what is damaged")
     return 0
@@ -83,13 +82,13 @@ def _show(options: argparse.Namespace) -> int:
           + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()) + "\n")
     _print_arrays(list(arrays_of(checkpoint)))
     if facts["size"] > 1:
-        print("\nreplicated: equal on all ranks; sharded: complete arrays, of which each rank has "
-              "saved a part;\nown: of rank 0, as an example of all ranks")
+        print("\nreplicated: equal on all ranks; sharded: complete arrays, saved in slices by the "
+              "ranks;\nown: arrays of rank 0, as an example of all ranks")
     return 0
 
 
 def _size(checkpoint: Checkpoint) -> str:
-    """Return number and length of the files."""
+    """Return the number and the total length of the files."""
     files = count(len(checkpoint.manifest["files"]), "file")
     return f"{files}, {table.significant(checkpoint.nbytes / 1e6, 3)} MB"
 
@@ -101,15 +100,13 @@ def _print_arrays(arrays: Iterable[tuple[str, str, Stored, int]]) -> None:
     columns = [Column(key, sign * min(_WIDEST, max([len(key), *(len(row[key]) for row in rows)])))
                for key, sign in (("state", -1), ("array", -1), ("dtype", -1), ("shape", 1),
                                  ("bytes", 1))]
-    # A file of consolidate has one state.
+    # A file from consolidate has a single state, without a name.
     columns = columns if any(row["state"] for row in rows) else columns[1:]
-    print(table.head(columns))
-    for row in rows:
-        print(table.line(row, columns))
+    table.show(rows, columns)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Print a line for each checkpoint and each damaged file; return 1 if there is one."""
+    """Print a line for each checkpoint and each damaged file; return 1 if a file is damaged."""
     if options.folder.is_file():
         return _verify_file(options.folder)
     matching = [each for each in checkpoints(options.folder) if each.step is not None

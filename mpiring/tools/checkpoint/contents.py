@@ -1,4 +1,4 @@
-"""Reads facts, arrays and damage of checkpoints, without loading them."""
+"""Describes checkpoints, lists their arrays, and finds damage, without loading them."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ class Checkpoint:
     """A checkpoint in a folder.
 
     Attributes:
-        path: Its folder.
-        state: Whether it is complete, in words.
-        manifest: Its manifest; empty if that cannot be read.
+        path: Folder of the checkpoint.
+        state: Description of whether it is complete.
+        manifest: Manifest of the checkpoint; empty if it cannot be read.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """Step of the training; None if its name has none."""
+        """Training step; None if the name of the folder contains none."""
         return step_of(self.path.name) if _is_named(self.path) else None
 
     @property
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Length of all its files, in bytes."""
+        """Total length of its files, in bytes."""
         return sum(self.manifest.get("files", {}).values())
 
 
@@ -51,7 +51,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints in a folder, the newest last.
 
     Raises:
-        CheckpointError: It is not a folder, or it cannot be read.
+        CheckpointError: This is not a folder, or it cannot be read.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
@@ -72,7 +72,7 @@ def _described(path: Path, usable: list[str]) -> Checkpoint:
     """Describe a checkpoint.
 
     Args:
-        path: Its folder.
+        path: Folder of the checkpoint.
         usable: Names of the checkpoints that a job may resume from, the newest first.
     """
     if not _is_named(path):
@@ -96,7 +96,7 @@ def chosen(folder: Path, step: int | None) -> Checkpoint:
     """Return the newest complete checkpoint, or the newest one of a step.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no such checkpoint.
     """
     matching = [each for each in checkpoints(folder) if each.manifest
                 and (each.state.startswith("complete") if step is None else each.step == step)]
@@ -107,7 +107,7 @@ def chosen(folder: Path, step: int | None) -> Checkpoint:
 
 
 def damaged_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Read all files, compare their hashes, and yield what is wrong with each damaged file."""
+    """Read all files, compare their hashes, and yield a message about each damaged file."""
     for file, nbytes in checkpoint.manifest["files"].items():
         try:
             verify(checkpoint.path / file, nbytes)
@@ -116,9 +116,9 @@ def damaged_files(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def arrays_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Stored, int]]:
-    """Yield the arrays of a checkpoint: state, name, dtype and shape, bytes.
+    """Yield the arrays of a checkpoint: state, name, dtype and shape, number of bytes.
 
-    Of the states of single ranks, that of rank 0 stands for all.
+    The states of single ranks are represented by the state of rank 0.
 
     Raises:
         CheckpointError: A file cannot be read.
@@ -132,14 +132,14 @@ def arrays_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Stored, int]]:
 
 
 def arrays_in(path: Path, nbytes: int | None = None) -> Iterator[tuple[str, Stored, int]]:
-    """Yield the arrays of a file: name, dtype and shape, bytes.
+    """Yield the arrays of a file: name, dtype and shape, number of bytes.
 
     Args:
-        path: The file.
-        nbytes: Its length; None for any.
+        path: File to read.
+        nbytes: Expected length of the file; None for any.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The file cannot be read.
     """
     tree = rebuild(tree_text(path, nbytes), defaultdict(lambda: None), STORED_KINDS)
     for keys, leaf in leaves(tree):

@@ -1,4 +1,4 @@
-"""Runs each algorithm of the table, and a sharded step's exchange, on a simulated cluster."""
+"""Simulates each algorithm, and the communication of a sharded step, on a cluster."""
 
 import contextlib
 import math
@@ -15,12 +15,12 @@ from ...collectives.operation import Tuning
 from ...memory.arrays import Array, bounds_of, slice_of
 from ...memory.reduction import Combine
 from ...memory.scratch import Scratch
-from ...operations.algorithms import NAMES, Case, Halves, choose, choose_halves, named
+from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
 from ...operations.windows import Windows
-from ...simulated.network import SimulatedNetwork, cyclic, pairwise
+from ...simulated.network import cyclic, pairwise
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
 from ...transport.base import HEADER_BYTES, Channel, Node, Schedule
@@ -28,8 +28,8 @@ from . import mpich
 from .cluster import Cluster, Symmetry
 
 DTYPE = np.dtype(np.float32)
-# With bursts, a call depends on earlier calls, which have emptied the bucket of tokens. As in a
-# benchmark, calls follow each other until they have sent so many bursts.
+# With bursts, a call depends on earlier calls, which have emptied the token bucket. As in a
+# benchmark, calls are repeated until they have sent this many bursts.
 _BURSTS = 8
 
 
@@ -37,8 +37,8 @@ class SimulatedTime(NamedTuple):
     """The predicted time of an algorithm.
 
     Attributes:
-        seconds: Seconds of a call.
-        how: "stepped" if all ranks were run, or "symmetry" if one node stands for all.
+        seconds: Duration of a call, in seconds.
+        how: "stepped" if all ranks were simulated, "symmetry" if one node represented all nodes.
     """
 
     seconds: float
@@ -57,12 +57,24 @@ class SimulatedTransport:
         self._net: Any = net
 
     def channel(self, sequence: int) -> OperationChannel:
-        """Return the operation's channel, whatever its number."""
+        """Return the channel of the operation, whose number does not matter."""
         return self._net  # type: ignore[no-any-return]
 
 
+def resources(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows) -> Resources:
+    """Return the resources of one rank's operation.
+
+    Args:
+        net: Channel of the operation.
+        nodes: Ranks of each node.
+        windows: Memory that ranks share.
+    """
+    return Resources(cast(Transport, SimulatedTransport(net)), Turns(), Scratch(keep=0), windows,
+                     range(net.size), nodes)
+
+
 class _Windows(Windows):
-    """Windows that hold the vectors of all ranks."""
+    """Windows that contain the vectors of all ranks."""
 
     def position_of(self, x: Array) -> tuple[int, int]:
         return 0, 0
@@ -74,36 +86,77 @@ class _Windows(Windows):
         return [x[:] for _ in positions]
 
 
+# Functions that return the schedule of a rank's operation, the second one on a vector.
+Build = Callable[["SimulatedOperation"], Schedule[None]]
+VectorBuild = Callable[["SimulatedOperation", Array], Schedule[None]]
+
+
+class Simulation:
+    """A simulated cluster that runs groups of operations, one group after the other.
+
+    Args:
+        cluster: Cluster to simulate.
+        symmetry: Symmetry by which one node represents all; None to simulate all ranks.
+        in_python: If true, each message costs the overhead of schedules in Python.
+
+    Attributes:
+        cluster, symmetry: The arguments of the same names.
+        network, memory: Network and memory of the cluster.
+        nodes: Ranks of each node.
+        how: "stepped" or "symmetry"; see SimulatedTime.
+    """
+
+    def __init__(self, cluster: Cluster, symmetry: Symmetry | None, *,
+                 in_python: bool = True) -> None:
+        self.cluster, self.symmetry = cluster, symmetry
+        self.network = cluster.network(symmetry, in_python=in_python)
+        self.memory = SimulatedMemory(
+            self.network, barrier_s=cluster.barrier_s,
+            slot_bytes=max(Tuning.short_bytes, Tuning.eager_bytes))
+        r = cluster.ranks_per_node
+        self.nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
+        self.how = "stepped" if symmetry is None else "symmetry"
+        self._operations = 0
+
+    def run(self, *builds: Build,
+            programs: Sequence[Callable[[Channel], Schedule[None]]] = ()) -> None:
+        """Run operations and other programs on all ranks at once.
+
+        Args:
+            builds: Functions that return the schedules of operations.
+            programs: Programs that advance after the operations; see SimulatedNetwork.run.
+        """
+        def operation(build: Build, number: int, net: Channel) -> Schedule[None]:
+            return build(SimulatedOperation(self, net, number))
+
+        self.network.run(*(partial(operation, build, number)
+                           for number, build in enumerate(builds, self._operations)), *programs)
+        self._operations += len(builds)
+
+
 class SimulatedOperation(Collectives):
     """One rank's operation on vectors without memory: copying and combining only take time.
 
     Args:
-        cluster: Its prices.
-        nodes: The ranks of each node.
-        network, memory: Network and memory of the cluster.
+        simulation: Simulated cluster.
         net: The operation's channel.
         number: Number of the operation.
-        in_pairs: If true, and a node stands for all, nodes exchange in pairs, not in a circle.
 
     Attributes:
-        work: Keeps the rank busy for so many seconds.
+        work: Function that keeps the rank busy for a number of seconds.
     """
 
-    __slots__ = ("_cluster", "_in_pairs", "work")
+    __slots__ = ("_simulation", "work")
 
-    def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
-                 network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
-                 number: int, *, in_pairs: bool = False) -> None:
-        transport = cast(Transport, SimulatedTransport(net))
-        super().__init__(
-            Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
-            memory.node(net.rank, number), number)
-        self._cluster, self.work = cluster, partial(network.work, net.rank)
-        self._in_pairs = in_pairs
+    def __init__(self, simulation: Simulation, net: Channel, number: int) -> None:
+        super().__init__(resources(net, simulation.nodes, _Windows()),
+                         simulation.memory.node(net.rank, number), number)
+        self._simulation = simulation
+        self.work = partial(simulation.network.work, net.rank)
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
-        rate = self._cluster.node_bandwidth
+        rate = self._simulation.cluster.node_bandwidth
         return ghost(n, dtype, lambda nbytes: self.work(nbytes / rate))
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
@@ -111,17 +164,19 @@ class SimulatedOperation(Collectives):
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        """Return what takes the time of combining."""
-        return PricedCombine(self.work, self._cluster.reduction_rate, self._cluster.node_bandwidth)
+        """Return a Combine that only takes time."""
+        cluster = self._simulation.cluster
+        return PricedCombine(self.work, cluster.reduction_rate, cluster.node_bandwidth)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
-        r, net = self._cluster.ranks_per_node, self.net
+        """Run a schedule, and exchange the headers of the nodes, as `agreement.agreed` does."""
+        r, net = self._simulation.cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
             header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
-            # If one node stands for all in pairs, its header is answered by its receiver.
-            before = after if self._in_pairs else (net.rank - r) % net.size
+            # If one node represents all, and nodes exchange in pairs, the receiver sends its own.
+            in_pairs = self._simulation.symmetry is pairwise
+            before = after if in_pairs else (net.rank - r) % net.size
             headers = [net.irecv(header, before), net.isend(header, after)]
         first = next(schedule)
         yield (*headers, *first)
@@ -129,15 +184,15 @@ class SimulatedOperation(Collectives):
 
 
 ALGORITHMS = NAMES[1:]
-# A reduce-scatter of gradients and an allgather of weights, of which each rank has a copy, or
-# each node has one.
+# A reduce-scatter of gradients and an allgather of weights. Each rank, or each node, has a copy of
+# the weights.
 SHARDED = ("sharded", "once per node")
-# In these, all nodes do the same in a circle.
+# Algorithms in which all nodes send in a circle.
 _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 
 
 def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
-    """Return how one node stands for all; None if all ranks are to be run.
+    """Return the symmetry by which one node represents all; None if all ranks must be simulated.
 
     Args:
         name, nbytes: Arguments of `predict`.
@@ -146,70 +201,52 @@ def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
     is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
                    and cluster.nodes > tuning.direct_nodes)
     if name in SHARDED and is_doubling:
-        # A part in pairs, a part in a circle.
+        # Nodes send in pairs in one half, and in a circle in the other.
         return None
     if name == "native" or is_doubling:
-        # Exchanges in pairs are equal on all nodes if their number is a power of two.
+        # Exchanges in pairs are the same on all nodes if the number of nodes is a power of two.
         partners = cluster.ranks if name == "ring" else cluster.nodes
         return None if partners & partners - 1 else pairwise
     return cyclic if name in _CYCLIC else None
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
-    """Return how long an allreduce takes on a cluster; None if the algorithm cannot run.
+    """Return the time of an allreduce on a cluster; None if the algorithm cannot run there.
 
     Args:
         name: One of ALGORITHMS or SHARDED.
-        nbytes: Length of the array.
-        fold: If false, run all ranks in any case.
+        cluster: Cluster to simulate.
+        nbytes: Length of the array in bytes.
+        fold: If false, simulate all ranks even if one node could represent all.
     """
-    tuning = Tuning()
     schedule = _schedule(
-        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning))
+        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning()))
     if schedule is None or cluster.ranks == 1:
         return None
     fold &= cluster.nodes > 1 and not cluster.cores
     symmetry = symmetry_of(name, cluster, nbytes) if fold else None
-    r = cluster.ranks_per_node
-    nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
-    network = cluster.network(symmetry, in_python=name != "native")
-    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s, slot_bytes=max(
-        tuning.short_bytes, tuning.eager_bytes))
-    operation, last = 0, False
+    simulation = Simulation(cluster, symmetry, in_python=name != "native")
+    network, last = simulation.network, False
     while not last:
         last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
         began_s = network.time_s = network.time_s + cluster.pause_s
-
-        def program(net: Channel, number: int = operation) -> Schedule[None]:
-            call = SimulatedOperation(cluster, nodes, network, memory, net, number,
-                                      in_pairs=symmetry is pairwise)
-            return schedule(call, call.vector(n))
-
-        network.run(program)
-        operation += 1
-    return SimulatedTime(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
+        simulation.run(lambda call: schedule(call, call.vector(n)))
+    return SimulatedTime(network.time_s - began_s, simulation.how)
 
 
-def _schedule(name: str, case: Case,
-              ) -> Callable[[SimulatedOperation, Array], Schedule[None]] | None:
-    """Return what builds the schedule of a row of the table, or of a sharded step's exchange.
-
-    Returns:
-        None where it cannot run.
-    """
+def _schedule(name: str, case: Case) -> VectorBuild | None:
+    """Return the function that builds the schedule of an algorithm; None if it cannot run."""
     if name in SHARDED:
         return lambda call, x: call.announced(_exchange(call, x, once=name == "once per node"))
     row = named(name)
     if row is None or row.refusal(case):
         return None
-    variant = row.variant(case)
     if name == "native":
         return lambda call, x: mpich.allreduce(
             call.net, call.node.size, x, call.vector(x.size),
             call.combiner("sum", DTYPE, call.size))
-    return lambda call, x: call.announced(
-        variant.allreduce(call, x, "sum", call.combiner("sum", DTYPE, call.size)))
+    return lambda call, x: call.announced(call.allreduce(x, algorithm=name))
 
 
 def _exchange(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
@@ -219,30 +256,27 @@ def _exchange(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[Non
 
 def scatter(call: SimulatedOperation, x: Array) -> Schedule[None]:
     """Run the reduce-scatter of gradients of a sharded step."""
-    return _halves(call, x).reduce_scatter(call, x, bounds_of(x.size, call.size), "sum",
-                                           call.combiner("sum", x.dtype, call.size))
+    yield from call.reduce_scatter(x)
 
 
 def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
     """Run the allgather of weights of a sharded step.
 
     Args:
-        once: If true, weights are once in the memory of each node.
+        call, x: Operation, and vector of the weights.
+        once: If true, each node stores the weights once.
     """
-    bounds = bounds_of(x.size, call.size)
-    return (call.allgather_once(x, bounds=bounds) if once else
-            _halves(call, x).allgather(call, x, bounds))
-
-
-def _halves(call: SimulatedOperation, x: Array) -> Halves:
-    return choose_halves(Case(x.nbytes, x.dtype, "sum", call.size, len(call.nodes), call.tuning))
+    return (call.allgather_once(x, bounds=bounds_of(x.size, call.size)) if once else
+            call.allgather(x))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:
-    """Return the algorithm that "auto" would take for a sum of float32.
+    """Return the algorithm that "auto" would use for a sum of float32.
 
     Args:
-        seconds: Times that ranks of such a cluster would measure, by algorithm.
+        cluster: Cluster on which the algorithms were measured or simulated.
+        nbytes: Length of the array in bytes.
+        seconds: Time of each algorithm, by its name.
     """
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())

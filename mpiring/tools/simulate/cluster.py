@@ -1,4 +1,4 @@
-"""Describes a cluster in a few numbers, and the least time of an allreduce there."""
+"""Describes a cluster by a few numbers, and computes the least time of an allreduce on it."""
 
 import math
 from collections.abc import Callable
@@ -12,23 +12,23 @@ Symmetry = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes with equally many ranks, and their costs.
+    """Identical nodes with the same number of ranks, and their costs.
 
     Attributes:
+        nodes, ranks_per_node: Number of nodes, and of ranks on each.
         latency_s: Seconds of a message between nodes.
         bandwidth: Bytes per second of a node's network interface, each way.
-        goodput: Share of it that is data.
+        goodput: Share of the bandwidth that carries data.
         burst_bytes: Bytes that pass at the sender's full speed after a pause; see Link.
         overhead_s: CPU time per message of mpiring's schedules in Python, at either end.
         mpi_overhead_s: CPU time per message in MPI and the system, at either end.
-        copy_rate: Bytes per second that the system copies of a message between nodes, at either
-            end, as for TCP; 0 if the interface reads and writes memory by itself.
+        copy_rate: Bytes per second at which the system copies messages between nodes, at either
+            end, as for TCP; 0 if the interface reads and writes memory directly.
         reduction_rate: Bytes per second that a rank reads and writes, while all ranks combine.
-        node_latency_s, node_bandwidth: Seconds, and bytes per second, of copies between ranks of a
-            node, for each rank.
+        node_latency_s, node_bandwidth: Latency in seconds, and bytes per second, of each rank's
+            copies within a node.
         barrier_s: Seconds of a barrier in a node's shared memory.
-        cores: Number of cores that all ranks share, as in a lab; 0 if each rank has a core to
-            itself.
+        cores: Number of cores that all ranks share, as in a lab; 0 if each rank has its own core.
     """
 
     nodes: int = 1
@@ -52,7 +52,7 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def of(self, nodes: int, ranks_per_node: int) -> "Cluster":
-        """Return the same kind of cluster in another size."""
+        """Return a cluster of another size with the same costs."""
         return replace(self, nodes=nodes, ranks_per_node=ranks_per_node)
 
     @property
@@ -63,10 +63,10 @@ class Cluster:
         return rounds * (self.latency_s + 2 * self.mpi_overhead_s * turns)
 
     def limit_s(self, nbytes: int) -> float:
-        """Return the least seconds in which the bytes of an allreduce can move.
+        """Return the least time, in seconds, in which the bytes of an allreduce can be moved.
 
-        Between N nodes, each interface sends and receives 2(N-1)/N of the array. In a node's
-        memory, each rank reads and writes as much as a copy of the array does.
+        Between N nodes, each interface sends and receives 2(N-1)/N of the array. Within a node,
+        each rank reads and writes as many bytes as a copy of the array does.
         """
         if self.nodes == 1:
             return nbytes / self.node_bandwidth if self.ranks > 1 else 0.0
@@ -77,7 +77,7 @@ class Cluster:
         """Return a simulated network of this cluster.
 
         Args:
-            symmetry: Partners of a node that stands for all; None to run all ranks.
+            symmetry: Symmetry by which one node represents all; None to simulate all ranks.
             in_python: If true, each message costs the overhead of schedules in Python.
         """
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)

@@ -1,21 +1,18 @@
 """Measures the cost and traffic of Reducers by running them on a few simulated nodes."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
 from ...buckets.bucket import Bucket, BucketPlan, TensorSpec
-from ...collectives.native import Turns
-from ...memory.scratch import Scratch
 from ...operations.operation import Collectives
-from ...operations.resources import Resources, Transport
 from ...operations.windows import Windows
 from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
-from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedTransport
+from ...transport.base import Schedule
+from .algorithms import resources
 from .profile import Profile
 
 # Each Reducer as a program writes it, its loss, and a function that makes one without warm-up. The
@@ -50,7 +47,7 @@ class CodecPrices:
 
 
 def measured(profile: Profile) -> list[CodecPrices]:
-    """Return the costs of each of REDUCERS on this machine.
+    """Measure the costs of each of REDUCERS on this machine.
 
     Args:
         profile: Profile of the model, which gives the shapes of the tensors to compress.
@@ -64,10 +61,9 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
     nbytes, dtype = 0, np.dtype(np.float32)
     for tensor in sorted(profile.tensors, key=lambda tensor: -tensor.size):
         if nbytes < _SAMPLE_BYTES:
-            row_bytes = max(1, dtype.itemsize * tensor.size // max(1, tensor.shape[0])
-                            if tensor.shape else 1)
-            rows = max(1, _SAMPLE_BYTES // row_bytes)
-            shape = (min(rows, tensor.shape[0]), *tensor.shape[1:]) if tensor.shape else ()
+            rows, *row = tensor.shape or (1,)
+            row_bytes = max(1, dtype.itemsize * math.prod(row))
+            shape = min(rows, max(1, _SAMPLE_BYTES // row_bytes)), *row
             yield (cut := replace(tensor, shape=shape, dtype=dtype))
             nbytes += dtype.itemsize * cut.size
 
@@ -85,7 +81,7 @@ class _Nodes:
     """A few simulated nodes with one rank each and random gradients in one bucket.
 
     Args:
-        make: Returns a Reducer.
+        make: Function that returns a Reducer.
         tensors: Tensors of the bucket.
         count: Number of nodes.
 
@@ -114,7 +110,7 @@ class _Nodes:
         return min(cost.encode_s for cost in costs), min(cost.decode_s for cost in costs)
 
     def sent(self) -> int:
-        """Return how many bytes a rank sends in a reduction."""
+        """Return the number of bytes that a rank sends in a reduction."""
         before = self._network.bytes_sent[0]
         self._reduce()
         return self._network.bytes_sent[0] - before
@@ -132,11 +128,5 @@ class _Nodes:
     def _run(self, build: Callable[[Collectives], Schedule[None]]) -> None:
         nodes = [[rank] for rank in range(self._network.size)]
         self._operations += 1
-
-        def program(net: Channel) -> Schedule[None]:
-            transport = cast(Transport, SimulatedTransport(net))
-            return build(Collectives(Resources(
-                transport, Turns(), Scratch(keep=0), Windows(), range(net.size), nodes), None,
-                self._operations))
-
-        self._network.run(program)
+        self._network.run(lambda net: build(
+            Collectives(resources(net, nodes, Windows()), None, self._operations)))

@@ -7,13 +7,13 @@ from ... import __version__
 from ...errors import ConfigError
 from .. import table
 from ..arguments import checked
-from ..results import check_files, command, declare_files, now, read_json, write_files
+from ..results import check_files, declare_files, read_json, write_files
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import step_command
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
-from .options import caption_of, caveat_of, cluster_of, declare_cluster
+from .options import caveat_of, cluster_of, declare_cluster, environment_of
 
 _DESCRIPTION = """\
 Predicts the time of an allreduce on another cluster. It runs the real algorithms on a simulated
@@ -29,8 +29,8 @@ With --sharded, it also predicts the communication of a sharded optimizer: the r
 gradients and the allgather of weights. Each rank ("sharded") or each node ("once per node") stores
 the weights.
 
-With --against, it predicts the sizes, hosts and ranks of a file of `bench allreduce --json`, and
-prints the deviation."""
+With --against, it predicts the results in a file of `bench allreduce --json`, for the same sizes,
+hosts and ranks, and prints the deviation."""
 
 _COLUMNS = [
     Column("nodes", 6), Column("ranks", 7), Column("algorithm", -12),
@@ -41,7 +41,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("size", 9),
     Column("contender", -14), Column("ms", 12, 4, "predicted ms"),
     Column("measured_ms", 12, 4), Column("ratio", 9, 3, "pred/meas")]
-# The names of algorithms in `bench allreduce`.
+# Algorithms by their names in `bench allreduce`.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
 
@@ -83,11 +83,10 @@ def run(options: argparse.Namespace) -> int:
     if not rows:
         raise ConfigError("there is nothing to predict: a single rank sends nothing; raise "
                           "--nodes or --ranks-per-node")
-    about = _about(options, cluster)
+    about = environment_of(cluster, "" if options.against else (
+        f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "))
     print(table.note(f"mpiring {__version__} simulate: {about['cluster']}"))
-    print(table.head(columns))
-    for row in rows:
-        print(table.line(row, columns))
+    table.show(rows, columns)
     clusters = [replace(cluster.of(row["nodes"], row["ranks"] // row["nodes"]),
                         cores=row.get("cores", cluster.cores)) for row in rows]
     if caveat := caveat_of(clusters):
@@ -96,27 +95,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
-    """Return the environment of the predictions."""
-    text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
-            if not options.against else "")
-    return {
-        "date": now(), "command": command(),
-        "mpiring": __version__,
-        "cluster": f"{text}{caption_of(cluster)}",
-        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
-
-
 def _size_text(nbytes: int) -> str:
-    """Return a size in decimal megabytes if it is a multiple, else in binary units."""
+    """Return a size in decimal megabytes if it is a multiple, otherwise in binary units."""
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 
-def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
-    rows = []
+def _scaling(options: argparse.Namespace, costs: Cluster) -> list[Row]:
+    names, rows = ALGORITHMS + SHARDED * options.sharded, []
     for nodes in options.nodes:
-        cluster = usual.of(nodes, usual.ranks_per_node)
-        predictions = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
+        cluster = costs.of(nodes, costs.ranks_per_node)
+        predictions = {name: prediction for name in names
                        if (prediction := predict(name, cluster, options.size)) is not None}
         seconds: dict[str, float] = {
             name: predictions[name].seconds for name in ALGORITHMS if name in predictions}
@@ -137,13 +125,13 @@ def _cores(about: Environment) -> int:
     return int(about["cores"]) if len(machines) == 1 else 0
 
 
-def _against(path: str, usual: Cluster) -> list[Row]:
+def _against(path: str, costs: Cluster) -> list[Row]:
     """Return a prediction for each median that a benchmark has measured."""
     benchmark, about, measured = read_json(path)
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equal numbers on all nodes")
-    cluster = replace(usual, nodes=about["nodes"], cores=_cores(about),
+    cluster = replace(costs, nodes=about["nodes"], cores=_cores(about),
                       ranks_per_node=about["ranks"] // about["nodes"])
     rows = []
     for row in measured:

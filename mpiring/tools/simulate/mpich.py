@@ -1,14 +1,14 @@
 """Models MPI's own allreduce between nodes as MPICH's schedules, without data.
 
-A node's first rank collects its node's contributions, the first ranks combine theirs,
-and hand the result back.
+The first rank of each node combines the contributions of its node. The first ranks then combine
+their results, and distribute the final result within their nodes.
 
-Precision, against MPICH 5.0.2 on hosts with a rank each and links of 1 Gbit/s, from 64 KiB
-to 16 MiB, with `UCX_RNDV_THRESH=inf`: within 3 % on three hosts. By default, UCX sends large
-messages over TCP by rendezvous; messages in opposite directions then often wait for each
-other, and four hosts take twice as long. Ranks that share cores drift apart, so that messages
-of two steps arrive at a host at once and delay each other. Four hosts on two cores took 1.0 to 1.5
-times as long as predicted at 16 MiB.
+Precision: compared with MPICH 5.0.2 on three hosts with one rank each and links of 1 Gbit/s, from
+64 KiB to 16 MiB, with `UCX_RNDV_THRESH=inf`, predictions are within 3 %. By default, UCX sends
+large messages over TCP by rendezvous; messages in opposite directions then often wait for each
+other, and four hosts take twice as long. Ranks that share cores drift apart, so messages of two
+steps arrive at a host at once and delay each other. Four hosts on two cores took 1.0 to 1.5 times
+as long as predicted at 16 MiB.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", IJHPCA 19(1), 2005, and MPICH's MPIR_Allreduce_intra_auto.
@@ -26,12 +26,14 @@ SHORT_BYTES = 2048
 
 def allreduce(net: Channel, ranks_per_node: int, x: Array, inbox: Array,
               combine: Combine) -> Schedule[None]:
-    """Combine `x` within each node, over the nodes' first ranks, and copy it to all.
+    """Combine `x` within each node, then over the first ranks of all nodes, and copy it to all.
 
     Args:
+        net: Channel of the operation.
         ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
-        x: Shape (n,).
-        inbox: Scratch vector of as many elements.
+        x: Contribution of this rank, of shape (n,); overwritten with the result.
+        inbox: Scratch vector of shape (n,).
+        combine: Function that combines two vectors.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -59,8 +61,7 @@ def _reduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[
 
 def _broadcast(net: Channel, x: Array) -> Schedule[None]:
     """Copy from rank 0, along a binomial tree."""
-    p, r = net.size, net.rank
-    mask = 1
+    p, r, mask = net.size, net.rank, 1
     while mask < p and not r & mask:
         mask *= 2
     if r:
@@ -72,21 +73,21 @@ def _broadcast(net: Channel, x: Array) -> Schedule[None]:
 
 
 def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
-    """Combine pairs of the first ranks until a power of two is left, which combines in its turn."""
+    """Combine pairs of ranks until a power of two remain; then combine the remaining ranks."""
     p, r = net.size, net.rank
     q = 1 << p.bit_length() - 1
     paired = 2 * (p - q)
-    aside = r < paired and r % 2 == 0
-    if aside:
+    drops_out = r < paired and r % 2 == 0
+    if drops_out:
         yield (net.isend(x, r + 1),)
     elif r < paired:
         yield (net.irecv(inbox, r - 1),)
         combine.accumulate(x, inbox)
-    if not aside:
+    if not drops_out:
         remaining = Members(net, [*range(1, paired, 2), *range(paired, p)])
         algorithm = _doubling if x.nbytes <= SHORT_BYTES or x.size < q else _halving
         yield from algorithm(remaining, x, inbox, combine)
-    if aside:
+    if drops_out:
         yield (net.irecv(x, r + 1),)
     elif r < paired:
         yield (net.isend(x, r - 1),)
@@ -105,7 +106,7 @@ def _doubling(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedul
 
 
 def _halving(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
-    """Exchange half of the rest at each distance, and gather on the way back: Rabenseifner's."""
+    """Exchange half of the rest at each distance, then gather in reverse order (Rabenseifner)."""
     halves = []
     for distance in _distances(net.size):
         peer, upper = net.rank ^ distance, bool(net.rank & distance)

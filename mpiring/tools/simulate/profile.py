@@ -1,7 +1,8 @@
-"""Reads from the trace of a job what a training step computes, without its communication."""
+"""Reads the compute times of training steps, without communication, from the trace of a job."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -10,22 +11,27 @@ from ...errors import ConfigError
 from ...memory.arrays import COMPLEX, FLOATING, dtype_named
 from ..traces import Event, JobTrace, RankTrace, open_job
 
-# The first recorded step follows that in which memory was touched and buckets were built again.
+# Number of steps to skip. Immediately before the first recorded step, memory was touched for the
+# first time, and buckets were rebuilt.
 _WARM_UP = 1
-# A step that computes so many times the median contains other work, such as a validation.
+# A step that computes this many times as long as the median includes other work, like validation.
 _LONG = 2.0
+# Categories of events; names of phases, and of the model's metadata.
+_KINDS = ("step", "ready", "wait", "forward", "optimizer", "model")
+
+_Events = dict[str, list[Event]]
 
 
 @dataclass(frozen=True)
 class StepCompute:
-    """The computing of one rank in one step, in seconds, without waits.
+    """Compute times of one rank in one step, in seconds, without waits.
 
     Attributes:
-        update_s: The optimizer's update, at the beginning of the step; 0 if that is unknown.
-        forward_s: Begin and end of the forward pass; both 0 if that is unknown.
+        update_s: Time of the optimizer's update, at the beginning of the step; 0 if unknown.
+        forward_s: Begin and end of the forward pass; both 0 if unknown.
         ready_s: Times at which each tensor's gradient was ready, in the model's order.
-        compute_s: All of the step.
-        step_s: The step with its waits.
+        compute_s: Compute time of the complete step.
+        step_s: Duration of the step, including waits.
     """
 
     update_s: float
@@ -40,12 +46,12 @@ class Profile:
     """The compute of a job's training steps.
 
     Attributes:
-        tensors: In the model's order.
-        steps: Of all ranks.
-        step_s: Median seconds of these steps, with all that they waited.
-        ranks, nodes: Of the job.
-        overlap: Buckets left during the backward pass.
-        caption: Says what was recorded.
+        tensors: Gradients, in the model's order.
+        steps: Steps of all ranks.
+        step_s: Median duration of these steps in seconds, including waits.
+        ranks, nodes: Number of ranks and number of nodes of the job.
+        overlap: Whether buckets were sent during the backward pass.
+        caption: Description of the recorded job.
     """
 
     tensors: Sequence[TensorSpec]
@@ -63,39 +69,25 @@ class Profile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all gradients."""
+        """Total length of all gradients, in bytes."""
         return sum(tensor.size * tensor.dtype.itemsize for tensor in self.tensors)
 
     @property
     def order(self) -> list[int]:
-        """The numbers of the tensors, in the order in which gradients become ready."""
+        """Numbers of the tensors, in the order in which their gradients become ready."""
         mean_s = [fmean(times) for times in zip(*(step.ready_s for step in self.steps))]
         return sorted(range(len(mean_s)), key=lambda tensor: mean_s[tensor])
 
 
-@dataclass
-class _Recorded:
-    """The events of one rank that matter here."""
-
-    models: list[Mapping[str, Any]] = field(default_factory=list)
-    steps: list[Event] = field(default_factory=list)
-    ready: list[Event] = field(default_factory=list)
-    spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-
-    def within(self, kind: str, began: float, ended: float) -> Iterator[tuple[float, float]]:
-        """Yield the spans of a kind that begin within a time."""
-        return (span for span in self.spans.get(kind, ()) if began <= span[0] < ended)
-
-
 def read_profile(folder: str, job: str | None) -> Profile:
-    """Return what the ranks of a job have computed.
+    """Return the profile of a job from its traces.
 
     Args:
-        folder: Holds the traces.
-        job: The beginning of the job's name; None for the only job.
+        folder: Folder of the traces.
+        job: Beginning of the job's name; None for the only job.
 
     Raises:
-        ConfigError: There is no trace, or it does not say when gradients became ready.
+        ConfigError: There is no trace, or it lacks the times when gradients became ready.
     """
     trace = open_job(folder, job)
     trace.warn()
@@ -103,7 +95,7 @@ def read_profile(folder: str, job: str | None) -> Profile:
     steps: list[StepCompute] = []
     for rank in trace.ranks:
         recorded = _read(rank)
-        for described in recorded.models:
+        for described in (event["args"] for event in recorded["model"]):
             if model is not None and described["tensors"] != model["tensors"]:
                 raise ConfigError(f"{rank.path}: several models were trained, or parameters were "
                                   f"frozen, while it was written; record a job that trains one")
@@ -121,48 +113,48 @@ def read_profile(folder: str, job: str | None) -> Profile:
                    f"{trace.caption.partition(', clocks')[0]}, {len(usual)} steps")
 
 
-def _read(rank: RankTrace) -> _Recorded:
-    recorded = _Recorded()
+def _read(rank: RankTrace) -> _Events:
+    """Return the events of a rank that are needed here."""
+    recorded: _Events = {kind: [] for kind in _KINDS}
     for event in rank.events():
-        category, began = event.get("cat"), event.get("ts", 0.0)
-        if event["name"] == "model" and event.get("ph") == "M":
-            recorded.models.append(event["args"])
-        elif category == "step":
-            recorded.steps.append(event)
-        elif category == "ready":
-            recorded.ready.append(event)
-        elif category in ("wait", "phase"):
-            kind = category if category == "wait" else event["name"]
-            recorded.spans.setdefault(kind, []).append((began, began + event["dur"]))
+        # Metadata, such as that of the model, has no category.
+        category = event.get("cat", event["name"])
+        kind = event["name"] if category == "phase" else category
+        if kind in recorded:
+            recorded[kind].append(event)
     return recorded
 
 
-def _steps(recorded: _Recorded) -> Iterator[StepCompute]:
-    """Yield the steps of a rank of which all is known."""
-    number = 0
-    for step in recorded.steps[_WARM_UP:]:
+def _steps(recorded: _Events) -> Iterator[StepCompute]:
+    """Yield the steps of a rank whose times are all known."""
+    ready_at = [event["ts"] for event in recorded["ready"]]
+    for step in recorded["step"][_WARM_UP:]:
         began, ended = step["ts"], step["ts"] + step["dur"]
-        while number < len(recorded.ready) and recorded.ready[number]["ts"] < began:
-            number += 1
-        ready = recorded.ready[number] if number < len(recorded.ready) else None
-        if ready is None or ready["ts"] >= ended or not ready["args"].get("at_us"):
-            continue
-        yield _step(recorded, began, ended, ready)
+        first = bisect_left(ready_at, began)
+        for ready in recorded["ready"][first:first + 1]:
+            if ready["ts"] < ended and ready["args"].get("at_us"):
+                yield _step(recorded, began, ended, ready)
 
 
-def _step(recorded: _Recorded, began: float, ended: float, ready: Event) -> StepCompute:
+def _spans(events: Sequence[Event], began: float, ended: float) -> list[tuple[float, float]]:
+    """Return the begin and the end of each event that begins within a time."""
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events
+            if began <= event["ts"] < ended]
+
+
+def _step(recorded: _Events, began: float, ended: float, ready: Event) -> StepCompute:
     """Return a step from its times, in microseconds, and the event of its gradients."""
     first, last = ready["ts"], ready["ts"] + ready["dur"]
-    waits = list(recorded.within("wait", began, last))
+    waits = _spans(recorded["wait"], began, last)
 
     def computed_s(at: float) -> float:
         """Return the seconds computed from the beginning of the step until a time."""
         waited = sum(max(0.0, min(stop, at) - start) for start, stop in waits)
         return max(0.0, at - began - waited) / 1e6
 
-    # Of several forward passes, for gradients that accumulate, the last one goes with the rest.
-    forward = [*recorded.within("forward", began, first)][-1:] or [(began, began)]
-    updates = recorded.within("optimizer", began, first)
+    # With accumulated gradients, there are several forward passes; this step contains the last.
+    forward = _spans(recorded["forward"], began, first)[-1:] or [(began, began)]
+    updates = _spans(recorded["optimizer"], began, first)
     return StepCompute(
         sum(stop - start for start, stop in updates) / 1e6,
         (computed_s(forward[0][0]), computed_s(forward[0][1])),

@@ -1,53 +1,51 @@
-"""Runs training steps on a simulated cluster, with recorded computing and the real schedules.
+"""Simulates training steps on a cluster, with recorded compute times and the real schedules.
 
 A rank computes in short slices, between which its messages advance. Operations in flight take
-processor time from the compute, as on a rank with one core. Ranks draw their steps at random from
-the recorded steps, so a step waits for the slowest rank, as real steps do. If one node stands for
-all, each of its ranks computes as long as the slowest of all nodes.
+processor time from computation, as on a rank with one core. Ranks draw their steps at random from
+the recorded steps, so a step waits for the slowest rank, as real steps do. If one node represents
+all nodes, each of its ranks computes as long as the slowest rank in the same place on any node.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
-from ...buckets.bucket import plan, usual_bytes
-from ...collectives.operation import Tuning
+from ...buckets.bucket import BucketPlan, plan, usual_bytes
 from ...config import Config
 from ...simulated.network import SimulatedNetwork, cyclic
-from ...simulated.node import SimulatedMemory
-from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedOperation
+from ...transport.base import Schedule
+from .algorithms import SimulatedOperation, Simulation, VectorBuild
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
-# A rank computes for so long before it tests its messages.
+# Time that a rank computes before it tests its messages.
 _SLICE_S = 1e-3
-# So many steps are run, and fewer if they take long, as the slowest of many ranks varies less.
+# Number of simulated steps; fewer with many ranks, because the slowest of many ranks varies less.
 _STEPS, _STEPS_OF_MANY, _MANY_RANKS = 5, 2, 1024
 _SEED = 0
 
 
 class Flag:
-    """Something that a rank has done; as a request, its other schedules wait for it."""
+    """An event on one rank; schedules of this rank can wait for it as for a request."""
 
     def __init__(self) -> None:
         self.is_set = False
 
     def test(self) -> bool:
-        """Return whether it is done."""
+        """Return whether the event has happened."""
         return self.is_set
 
 
 class Compute(NamedTuple):
-    """A part of the computing of a rank in a step, one after the other.
+    """A part of the computation of a rank in a step; the parts run one after the other.
 
     Attributes:
-        seconds: Seconds of computing.
-        after: Event that it waits for.
+        seconds: Compute time, in seconds.
+        after: Events that it waits for.
         then: Event that is set at its end.
     """
 
@@ -60,13 +58,15 @@ class BucketOperation(NamedTuple):
     """An operation that a rank has in flight while it computes.
 
     Attributes:
-        after: Event that its beginning waits for.
-        build: Returns the schedule.
+        after: Events that it waits for before it begins.
+        build: Function that returns the schedule.
+        bucket: Bucket that it communicates.
         done: Event that is set at its end.
     """
 
     after: Sequence[Flag]
-    build: Callable[[SimulatedOperation], Schedule[None]]
+    build: VectorBuild
+    bucket: BucketPlan
     done: Flag
 
 
@@ -75,40 +75,20 @@ class RankStep:
     """The work of one rank in one step.
 
     Attributes:
-        computes: Parts of computing, in their order.
-        operations: Operations in their order, of which at most `in_flight` advance at once.
+        computes: Parts of the computation, in their order.
+        operations: Operations in their order; at most `in_flight` advance at once.
     """
 
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
 
-    def submit(self, after: Sequence[Flag],
-               build: Callable[[SimulatedOperation], Schedule[None]]) -> Flag:
-        """Add an operation; return what is set when it is complete."""
+    def submit(self, after: Sequence[Flag], build: VectorBuild, bucket: BucketPlan) -> Flag:
+        """Add an operation on a bucket; return the event that is set when it is complete."""
         in_flight = Config().operations_in_flight
-        earlier = [operation.done for operation in self.operations[-in_flight:][:1]
-                   if len(self.operations) >= in_flight]
-        self.operations.append(BucketOperation([*after, *earlier], build, done := Flag()))
+        if len(self.operations) >= in_flight:
+            after = [*after, self.operations[-in_flight].done]
+        self.operations.append(BucketOperation(after, build, bucket, done := Flag()))
         return done
-
-
-class TrainedBucket(NamedTuple):
-    """A bucket of the model.
-
-    Attributes:
-        tensors: The numbers of its tensors, in the model's order.
-        size: Number of elements.
-        dtype: Of its elements.
-    """
-
-    tensors: Sequence[int]
-    size: int
-    dtype: "np.dtype[np.generic]"
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -116,8 +96,8 @@ class Workload:
     """A model on a cluster.
 
     Attributes:
-        profile: Computing of its steps.
-        cluster: The cluster.
+        profile: Profile of the model's training steps.
+        cluster: Cluster to simulate.
         bucket_bytes: Argument of DataParallel.
     """
 
@@ -125,19 +105,16 @@ class Workload:
     cluster: Cluster
     bucket_bytes: int | None = None
 
-    @functools.cached_property
-    def buckets(self) -> Sequence[TrainedBucket]:
+    @cached_property
+    def buckets(self) -> Sequence[BucketPlan]:
         """The buckets, in the order in which they are sent."""
-        tensors = self.profile.tensors
-        numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
-        nbytes = self.bucket_bytes or usual_bytes(self.cluster.nodes)
-        return [TrainedBucket([numbers[tensor.name] for tensor in bucket.tensors], bucket.size,
-                              bucket.dtype)
-                for bucket in plan([tensors[number] for number in self.profile.order], nbytes)]
+        return plan([self.profile.tensors[number] for number in self.profile.order],
+                    self.bucket_bytes or usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
-        """Return when each bucket can be sent: it is full, and so are those before."""
-        times = [max(step.ready_s[number] for number in bucket.tensors) for bucket in self.buckets]
+        """Return the time at which each bucket, and all buckets before it, are full."""
+        ready_s = {tensor.name: at_s for tensor, at_s in zip(self.profile.tensors, step.ready_s)}
+        times = [max(ready_s[tensor.name] for tensor in bucket.tensors) for bucket in self.buckets]
         return np.maximum.accumulate(times).tolist()  # type: ignore[no-any-return]
 
     @property
@@ -153,8 +130,8 @@ class StepTime(NamedTuple):
     """The predicted time of a step.
 
     Attributes:
-        seconds: Mean of several steps.
-        compute_s: Mean seconds of computing of the slowest rank.
+        seconds: Mean duration of several steps, in seconds.
+        compute_s: Mean compute time of the slowest rank, in seconds.
         how: "stepped" or "symmetry"; see SimulatedTime.
     """
 
@@ -165,30 +142,30 @@ class StepTime(NamedTuple):
 
 def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
                  fold: bool = True) -> StepTime:
-    """Return how long a training step takes.
+    """Return the time of a training step.
 
     Args:
-        workload: The model and the cluster.
-        planned: Returns what a rank does in a step.
-        steps: So many are run; by default a few.
-        fold: False runs all ranks in any case.
+        workload: Model and cluster.
+        planned: Function that returns the work of a rank in a step.
+        steps: Number of steps to simulate; by default a few.
+        fold: If false, simulate all ranks even if one node could represent all.
     """
     cluster, rng = workload.cluster, np.random.default_rng(_SEED)
     steps = steps or (_STEPS if cluster.ranks < _MANY_RANKS else _STEPS_OF_MANY)
     folded = fold and cluster.nodes > 1 and not cluster.cores
-    run = _Run(cluster, folded)
+    simulation = Simulation(cluster, cyclic if folded else None)
     seconds, computing = [], []
     for _ in range(steps):
-        computes = _drawn(workload.profile, cluster, rng, folded=folded)
+        computes = _draw(workload.profile, cluster, rng, folded=folded)
         ranks = [planned(workload, compute) for compute in computes]
         computing.append(max(sum(part.seconds for part in rank.computes) for rank in ranks))
-        seconds.append(run.step(ranks))
-    return StepTime(fmean(seconds), fmean(computing), "symmetry" if folded else "stepped")
+        seconds.append(_run_step(simulation, ranks))
+    return StepTime(fmean(seconds), fmean(computing), simulation.how)
 
 
-def _drawn(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
-           folded: bool) -> list[StepCompute]:
-    """Return what each rank that is run computes in a step."""
+def _draw(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
+          folded: bool) -> list[StepCompute]:
+    """Draw the recorded step that each simulated rank computes."""
     if not folded:
         return [profile.steps[i] for i in rng.integers(len(profile.steps), size=cluster.ranks)]
     rows = rng.integers(len(profile.steps), size=(cluster.ranks_per_node, cluster.nodes))
@@ -196,7 +173,7 @@ def _drawn(profile: Profile, cluster: Cluster, rng: np.random.Generator, *,
 
 
 def slowest(steps: Sequence[StepCompute]) -> StepCompute:
-    """Return a step that gets to each point when the last of these steps does."""
+    """Return a step that reaches each point when the last of these steps does."""
     return StepCompute(
         max(step.update_s for step in steps),
         (max(step.forward_s[0] for step in steps), max(step.forward_s[1] for step in steps)),
@@ -204,55 +181,28 @@ def slowest(steps: Sequence[StepCompute]) -> StepCompute:
         max(step.compute_s for step in steps), max(step.step_s for step in steps))
 
 
-class _Run:
-    """Steps that follow each other on one cluster.
+def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
+    """Run a step; return its seconds.
 
     Args:
-        folded: The ranks of one node stand for all.
+        simulation: Simulated cluster.
+        ranks: Work of each rank, with equally many operations.
     """
+    def operate(index: int, call: SimulatedOperation) -> Schedule[None]:
+        after, build, bucket, done = ranks[call.rank].operations[index]
+        yield after
+        if simulation.symmetry is not None:
+            # A network on which nodes send in a circle cannot carry exchanges in pairs, so the
+            # shortest buckets go straight to all nodes.
+            call.tuning = replace(call.tuning, direct_nodes=call.size)
+        yield from call.announced(build(call, call.vector(bucket.size, bucket.dtype)))
+        done.is_set = True
 
-    def __init__(self, cluster: Cluster, folded: bool) -> None:
-        self._cluster, self._folded, r = cluster, folded, cluster.ranks_per_node
-        self._nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
-        self._network = cluster.network(cyclic if folded else None, in_python=True)
-        tuning = Tuning()
-        self._memory = SimulatedMemory(
-            self._network, barrier_s=cluster.barrier_s,
-            slot_bytes=max(tuning.short_bytes, tuning.eager_bytes))
-        self._operations = 0
-
-    def step(self, ranks: Sequence[RankStep]) -> float:
-        """Run a step; return its seconds.
-
-        Args:
-            ranks: Work of each rank, with equally many operations.
-        """
-        network, began_s = self._network, self._network.time_s
-
-        def operation(index: int, number: int) -> Callable[[Channel], Schedule[None]]:
-            def program(net: Channel) -> Schedule[None]:
-                call = SimulatedOperation(
-                    self._cluster, self._nodes, network, self._memory, net, number)
-                if self._folded:
-                    # A network on which nodes send in a circle cannot carry exchanges in pairs:
-                    # the shortest buckets go straight to all nodes.
-                    call.tuning = replace(call.tuning, direct_nodes=net.size)
-                return _operated(call, ranks[net.rank].operations[index])
-
-            return program
-
-        count = len(ranks[0].operations)
-        # Last, so that arrived messages advance before the next slice of computing.
-        network.run(*(operation(index, self._operations + index) for index in range(count)),
-                    lambda net: _computed(network, net.rank, ranks[net.rank].computes))
-        self._operations += count
-        return network.time_s - began_s
-
-
-def _operated(call: SimulatedOperation, operation: BucketOperation) -> Schedule[None]:
-    yield operation.after
-    yield from call.announced(operation.build(call))
-    operation.done.is_set = True
+    network, began_s = simulation.network, simulation.network.time_s
+    # Computing advances last, so that arrived messages advance before its next slice.
+    simulation.run(*(partial(operate, index) for index in range(len(ranks[0].operations))),
+                   programs=[lambda net: _computed(network, net.rank, ranks[net.rank].computes)])
+    return network.time_s - began_s
 
 
 def _computed(network: SimulatedNetwork, rank: int, computes: Sequence[Compute]) -> Schedule[None]:

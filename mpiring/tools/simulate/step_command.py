@@ -10,34 +10,34 @@ from ...errors import ConfigError
 from ...text import ranks_on_nodes
 from .. import table
 from ..arguments import checked
-from ..picture import curve_style
 from ..plot import Drawing, over_nodes
-from ..results import check_files, command, declare_files, now, write_files
-from ..table import Column, Environment, Row
+from ..results import check_files, declare_files, write_files
+from ..table import Column, Row
 from ..units import parse_size, size_text
 from .cluster import Cluster
-from .options import caption_of, caveat_of, cluster_of, declare_cluster
+from .options import caveat_of, cluster_of, declare_cluster, environment_of
 from .profile import Profile, read_profile
 from .step import Workload, predict_step
-from .strategies import DATA_PARALLEL, Strategy, averaged, strategies
+from .strategies import DATA_PARALLEL, averaged, strategies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DESCRIPTION = """\
 Predicts the training steps of a job on another cluster, from the trace of a short run. The trace
-says how long each step computed, and when each gradient was ready. Record it with DataParallel and
-a plain optimizer, on one rank or several:
+contains the compute time of each step, and the time when each gradient was ready. Record it with
+DataParallel and a plain optimizer, on one or more ranks:
 
     MPIRING_TRACE=FOLDER mpirun -n 1 python train.py
 
-The real schedules then run on a simulated cluster, whose ranks compute as in steps that are drawn
-at random from the trace. Each rank computes as much as in the trace, for any number of ranks. The
-efficiency is the time of a step without communication over the time of a step.
+The real schedules then run on a simulated cluster, whose ranks repeat steps that are drawn at
+random from the trace. Each rank computes as much as in the trace, for any number of ranks. The
+efficiency is the time of a step without communication divided by the time of a step.
 
 With --compare, it also predicts steps with Sharded, with Reducers and with DiLoCo, and recommends
-one. It measures the codecs of Reducers on this machine, on tensors of the model. With --against, it
-predicts the steps of other traces on their numbers of nodes and ranks, and prints the deviation."""
+one. It measures the codecs of Reducers on this machine, with tensors of the model. With --against,
+it predicts the steps of other traces for their numbers of nodes and ranks, and prints the
+deviation."""
 
 _COLUMNS = [
     Column("nodes", 6), Column("ranks", 7), Column("strategy", -25), Column("step_ms", 8, 4),
@@ -47,7 +47,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
     Column("step_ms", 12, 4, "predicted ms"), Column("measured_ms", 12, 4),
     Column("ratio", 9, 3, "pred/meas")]
-# Predictions are no more precise than this: smaller savings are not recommended.
+# Precision of predictions; a strategy that saves less than this is not recommended.
 _WORTHWHILE = 0.1
 _LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
            "approximates gradients, and sends the errors with later ones",
@@ -64,7 +64,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME",
                         help="name of the job, or its beginning, if the folder has several")
     parser.add_argument("--bucket-bytes", type=checked(parse_size), metavar="SIZE",
-                        help="length of a bucket in bytes, as 4MiB (default: that of DataParallel)")
+                        help="length of a bucket, such as 4MiB (default: as in DataParallel)")
     parser.add_argument("--compare", action="store_true", help="also predict other strategies")
     parser.add_argument("--against", nargs="+", metavar="FOLDER", default=[],
                         help="folders of other traces, to compare their steps with predictions")
@@ -79,22 +79,22 @@ def run(options: argparse.Namespace) -> int:
         options: Options of `declare`.
 
     Raises:
-        ConfigError: The trace does not say what a step computes, or options do not go together.
+        ConfigError: The trace lacks compute times, or options cannot be combined.
     """
     if options.against and (options.plot or options.compare):
         raise ConfigError("--against compares one prediction for each trace; leave out "
                           "--compare and --plot")
     check_files(options)
     profile, cluster = read_profile(options.trace, options.job), cluster_of(options)
-    about = _about(options, profile, cluster)
+    about = {
+        **environment_of(cluster, f"{cluster.ranks_per_node} ranks per node, "),
+        "recorded": f"recorded: {profile.caption}; {size_text(profile.nbytes)} of gradients in "
+                    f"{len(profile.tensors)} tensors, {1e3 * profile.compute_s:.4g} ms of compute"}
     columns = _AGAINST if options.against else _COLUMNS
     print(table.note(f"mpiring {__version__} simulate step: {about['cluster']}"))
     print(table.note(about["recorded"]))
-    print(table.head(columns), flush=True)
-    rows = []
-    for row in (_against if options.against else _scaling)(options, profile, cluster):
-        print(table.line(row, columns), flush=True)
-        rows.append(row)
+    predict = _against if options.against else _scaling
+    rows = table.show(predict(options, profile, cluster), columns)
     for line in _notes(options, rows, cluster):
         print(line)
     write_files("steps against" if options.against else "predicted steps", about, rows, options,
@@ -102,43 +102,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _about(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Environment:
-    return {
-        "date": now(), "command": command(), "mpiring": __version__,
-        "cluster": f"{cluster.ranks_per_node} ranks per node, {caption_of(cluster)}",
-        "recorded": f"recorded: {profile.caption}; {size_text(profile.nbytes)} of gradients in "
-                    f"{len(profile.tensors)} tensors, {1e3 * profile.compute_s:.4g} ms of compute",
-        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
-
-
 def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
-    """Yield the predictions, strategy by strategy for each number of nodes."""
+    """Yield a prediction for each number of nodes and each strategy."""
     compared = strategies(profile) if options.compare else [DATA_PARALLEL]
     for nodes in options.nodes:
         workload = Workload(profile, cluster.of(nodes, cluster.ranks_per_node),
                             options.bucket_bytes)
         for strategy in compared:
-            yield from _rows(strategy, workload)
+            predicted = strategy.predict(workload)
+            if predicted is not None:
+                yield {
+                    "nodes": nodes, "ranks": workload.cluster.ranks, "strategy": strategy.name,
+                    "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
+                    "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
+                    "efficiency_percent": 100 * profile.compute_s / predicted.seconds,
+                    "how": predicted.how, "loss": strategy.loss}
 
 
-def _rows(strategy: Strategy, workload: Workload) -> Iterator[Row]:
-    predicted, cluster = strategy.predict(workload), workload.cluster
-    if predicted is not None:
-        yield {
-            "nodes": cluster.nodes, "ranks": cluster.ranks, "strategy": strategy.name,
-            "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
-            "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
-            "efficiency_percent": 100 * workload.profile.compute_s / predicted.seconds,
-            "how": predicted.how, "loss": strategy.loss}
-
-
-def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> Iterator[Row]:
+def _against(options: argparse.Namespace, profile: Profile, costs: Cluster) -> Iterator[Row]:
     """Yield a prediction next to the measured step of each trace."""
     for folder in options.against:
         other = read_profile(folder, None)
         if other.ranks % other.nodes:
             raise ConfigError(f"{folder}: {other.caption}; expected equally many ranks on each")
-        cluster = usual.of(other.nodes, other.ranks // other.nodes)
+        cluster = costs.of(other.nodes, other.ranks // other.nodes)
         seconds = predict_step(Workload(profile, cluster, options.bucket_bytes), averaged).seconds
         yield {"nodes": cluster.nodes, "ranks": cluster.ranks, "trace": folder,
                "step_ms": 1e3 * seconds, "measured_ms": 1e3 * other.step_s,
@@ -146,7 +133,7 @@ def _against(options: argparse.Namespace, profile: Profile, usual: Cluster) -> I
 
 
 def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
-    """Yield the lines behind the table."""
+    """Yield the lines below the table."""
     clusters = [cluster.of(row["nodes"], row["ranks"] // row["nodes"]) for row in rows]
     if caveat := caveat_of(clusters):
         yield caveat
@@ -157,25 +144,25 @@ def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which strategy to take, of those predicted for one cluster.
+    """Yield sentences that recommend one of the strategies predicted for a cluster.
 
     Args:
-        rows: The first is DataParallel's.
+        rows: Predictions; the first is for DataParallel.
     """
     dense = rows[0]
     where = f"{ranks_on_nodes(dense['ranks'], dense['nodes'])}:"
-    paying = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]
-    if not paying:
+    faster = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]
+    if not faster:
         yield (f"{where} take DataParallel: no other strategy is predicted to save "
                f"{100 * _WORTHWHILE:.0f} % of its step.")
         return
-    least = min(row["loss"] for row in paying)
-    gentle = min((row for row in paying if row["loss"] == least),
-                 key=lambda row: row["step_ms"])
-    text = f"{where} take {gentle['strategy']}, predicted to take {_share(gentle, dense)}"
+    least = min(row["loss"] for row in faster)
+    advised = min((row for row in faster if row["loss"] == least),
+                  key=lambda row: row["step_ms"])
+    text = f"{where} take {advised['strategy']}, predicted to take {_share(advised, dense)}"
     yield text + (f". It {_LOSSES[least]}." if least else ", with the same training.")
     fastest = min(rows, key=lambda row: row["step_ms"])
-    if fastest["step_ms"] <= (1 - _WORTHWHILE) * gentle["step_ms"]:
+    if fastest["step_ms"] <= (1 - _WORTHWHILE) * advised["step_ms"]:
         yield (f"{fastest['strategy']} is predicted to take {_share(fastest, dense)}. It "
                f"{_LOSSES[fastest['loss']]}: only training can tell what that costs in accuracy.")
 
@@ -186,16 +173,10 @@ def _share(row: Row, dense: Row) -> str:
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per strategy."""
-    for i, name in enumerate(dict.fromkeys(row["strategy"] for row in rows)):
-        members = [row for row in rows if row["strategy"] == name]
-        look = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
-        for panel, key in zip(axes, ("step_ms", "efficiency_percent")):
-            panel.plot([row["nodes"] for row in members], [row[key] for row in members], **look)
+    over_nodes(axes, rows, "strategy", "step_ms")
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("time of a step (ms)")
-    axes[1].set_ylim(0, 105)
     axes[1].set_ylabel("compute alone / step (%)")
-    over_nodes(axes, list(dict.fromkeys(row["nodes"] for row in rows)))
 
 
 DRAWINGS = {"predicted steps": Drawing(_curves)}

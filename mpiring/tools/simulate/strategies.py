@@ -1,4 +1,4 @@
-"""Strategies of a step: gradients averaged, compressed or left in slices, or local steps."""
+"""Strategies of a training step: averaged, compressed or sharded gradients, and local steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,16 @@ import numpy as np
 
 from ...collectives import ring
 from ...memory.arrays import Array, bounds_of
-from ...operations.algorithms import Algorithm, Case, candidates, choose, named
+from ...operations.algorithms import candidates
 from ...transport.base import Channel, Schedule
-from .algorithms import SimulatedOperation, gather, scatter
+from .algorithms import SimulatedOperation, VectorBuild, gather, scatter
 from .codecs import REDUCERS, CodecPrices, measured
 from .profile import Profile, StepCompute
-from .step import Compute, Flag, RankStep, StepTime, TrainedBucket, Workload, predict_step
+from .step import Compute, Flag, RankStep, StepTime, Workload, predict_step
 
-# DiLoCo's steps between two synchronizations, and draws of what the slowest rank computes in them.
+# Number of DiLoCo's steps between synchronizations, and number of random draws of their times.
 _LOCAL_STEPS, _DRAWS = 16, 8
 _BYTES = np.dtype(np.uint8)
-
-BucketSchedule = Callable[[SimulatedOperation, Array], Schedule[None]]
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,10 @@ class Strategy:
     """A way to train on several ranks.
 
     Attributes:
-        name: As programs write it.
-        loss: How far it changes the training: 0 not at all, 1 by rounding gradients to 16 bits, 2
-            to 8 bits, 3 by approximating them, 4 by local steps.
-        predict: Returns the time of a step; None where it does nothing that others do not.
+        name: Name, as in programs.
+        loss: Degree to which it changes the training: 0 not at all, 1 by rounding gradients to 16
+            bits, 2 to 8 bits, 3 by approximating them, 4 by local steps.
+        predict: Function that returns the time of a step; None if the strategy makes no difference.
     """
 
     name: str
@@ -63,23 +61,26 @@ def averaged(workload: Workload, step: StepCompute) -> RankStep:
     return _reduced(workload, step, _allreduce)
 
 
-def _reduced(workload: Workload, step: StepCompute, reduce: BucketSchedule) -> RankStep:
+def _reduced(workload: Workload, step: StepCompute, reduce: VectorBuild) -> RankStep:
     planned = RankStep()
     full, last = _backward(planned, workload, step, 0.0)
     if workload.cluster.ranks > 1:
         for bucket, flag in zip(workload.buckets, full):
-            # Without overlap they leave at the end, one after the other.
+            # Without overlap, they are sent at the end, one after the other.
             flag = flag if workload.overlaps else last
-            last = planned.submit([flag], _of_bucket(reduce, bucket))
+            last = planned.submit([flag], reduce, bucket)
     return planned
 
 
 def _backward(planned: RankStep, workload: Workload, step: StepCompute,
               before_s: float) -> tuple[list[Flag], Flag]:
-    """Compute the rest of a step; return what is set when each bucket is full, and at the end.
+    """Compute the rest of a step; return an event for each full bucket, and one for the end.
 
     Args:
-        before_s: So much of the step is computed before.
+        planned: Step to extend.
+        workload: Model and cluster.
+        step: Recorded compute times.
+        before_s: Length of the part of the step that is already planned, in seconds.
     """
     flags = [Flag() for _ in (*workload.buckets, None)]
     for at_s, flag in zip([*workload.full_s(step), step.compute_s], flags):
@@ -88,27 +89,16 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
     return flags[:-1], flags[-1]
 
 
-def _of_bucket(run: BucketSchedule, bucket: TrainedBucket,
-               ) -> Callable[[SimulatedOperation], Schedule[None]]:
-    return lambda call: run(call, call.vector(bucket.size, bucket.dtype))
-
-
 def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
-    return _algorithm(call, x).allreduce(call, x, "mean", call.combiner("mean", x.dtype, call.size))
+    """Run the mpiring algorithm that "auto" uses if nothing was measured.
 
-
-def _algorithm(call: SimulatedOperation, x: Array) -> Algorithm:
-    """Return the mpiring algorithm that "auto" uses if nothing was measured.
-
-    MPI's own call between nodes is a model of another kind, see mpich.py.
+    It is never MPI's own call, which is modeled separately, see mpich.py.
     """
-    nodes = len(call.nodes)
-    case = Case(x.nbytes, x.dtype, "mean", call.size, nodes, call.tuning)
-    row = choose(case)
-    if row.name == "native":
-        last = named([name for name in candidates(call.size, nodes) if name != "native"][-1])
-        return row if last is None else last.variant(case)
-    return row
+    algorithm = "auto"
+    if call.algorithm_of(x, "mean").name == "native":
+        names = candidates(call.size, len(call.nodes))
+        algorithm = [name for name in names if name != "native"][-1]
+    return call.allreduce(x, op="mean", algorithm=algorithm)
 
 
 # Gradients compressed between nodes
@@ -127,7 +117,7 @@ def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
 
 def _exchange(call: SimulatedOperation, net: Channel, part: Array,
               codec: CodecPrices) -> Schedule[bool]:
-    """Take the time of a slice's exchange: encode, reduce or gather what is sent, decode."""
+    """Take the time to exchange a slice: encode it, reduce or gather the result, and decode it."""
     piece_bytes = call.tuning.ring_bytes
     call.work(codec.encode_s * part.nbytes)
     reduced = call.vector(int(codec.reduced * part.nbytes), _BYTES)
@@ -149,27 +139,26 @@ def sharded(workload: Workload, step: StepCompute, *, once: bool = False) -> Ran
     """Return a step of Sharded: gradients are scattered, and updated weights gathered.
 
     Args:
-        once: If true, weights are once in the memory of each node.
+        workload, step: Model and cluster, and recorded compute times.
+        once: If true, each node stores the weights once.
     """
     planned, buckets = RankStep(), workload.buckets
-    # Updates come at the end, of slices.
+    # The updates are planned at the end, for slices only.
     full, _ = _backward(planned, workload, step, step.update_s)
-    scattered = [planned.submit([flag], _of_bucket(scatter, bucket))
-                 for bucket, flag in zip(buckets, full)]
+    scattered = [planned.submit([flag], scatter, bucket) for bucket, flag in zip(buckets, full)]
     _update(planned, workload, step, range(len(buckets)), scattered, once=once)
     return planned
 
 
 def _update(planned: RankStep, workload: Workload, step: StepCompute, order: Iterable[int],
             after: Sequence[Flag], *, once: bool = False) -> dict[int, Flag]:
-    """Update slices of the buckets, and gather each one's weights; return what is set then."""
+    """Update slices of buckets, and gather their weights; return the event of each bucket."""
     buckets, arrived = workload.buckets, {}
     update_s = step.update_s / workload.cluster.ranks / sum(bucket.size for bucket in buckets)
     for index in order:
         updated = Flag()
         planned.computes.append(Compute(update_s * buckets[index].size, after, updated))
-        arrived[index] = planned.submit(
-            [updated], _of_bucket(partial(gather, once=once), buckets[index]))
+        arrived[index] = planned.submit([updated], partial(gather, once=once), buckets[index])
     return arrived
 
 
@@ -181,15 +170,15 @@ def _once_per_node(workload: Workload) -> StepTime | None:
 
 def _overlapped(workload: Workload) -> StepTime | None:
     began_s, ended_s = workload.profile.steps[0].forward_s
-    # Without a recorded forward pass there is nothing that weights could wait for.
+    # Without a recorded forward pass, there is no computation that could wait for weights.
     return predict_step(workload, _sharded_with_overlap) if began_s < ended_s else None
 
 
 def _sharded_with_overlap(workload: Workload, step: StepCompute) -> RankStep:
-    """Return a step that begins with the updates, whose weights arrive while forward needs them.
+    """Return a step that begins with the updates; the forward pass waits for each bucket's weights.
 
-    The forward pass takes the buckets from the last to the first, each as long in proportion as
-    the backward pass takes for it.
+    The forward pass uses the buckets from the last to the first. Its time for a bucket is
+    proportional to the time of the backward pass for that bucket.
     """
     planned, buckets, full_s = RankStep(), workload.buckets, workload.full_s(step)
     arrived = _update(planned, workload, step, reversed(range(len(buckets))), ())
@@ -201,21 +190,21 @@ def _sharded_with_overlap(workload: Workload, step: StepCompute) -> RankStep:
         planned.computes.append(Compute((ended_s - began_s) * share, [arrived[index]]))
     full, _ = _backward(planned, workload, step, ended_s)
     for bucket, flag in zip(buckets, full):
-        planned.submit([flag], _of_bucket(scatter, bucket))
+        planned.submit([flag], scatter, bucket)
     return planned
 
 
 # Local steps
 
 def _local(workload: Workload) -> StepTime | None:
-    """Return the mean step of DiLoCo: local steps, and in one of so many an average of weights."""
+    """Return the mean time of DiLoCo's local steps, one in `_LOCAL_STEPS` with an average."""
     if workload.cluster.ranks == 1:
         return None
 
     def synchronized(work: Workload, step: StepCompute) -> RankStep:
         planned, last = RankStep(), list[Flag]()
         for bucket in work.buckets:
-            last = [planned.submit(last, _of_bucket(_allreduce, bucket))]
+            last = [planned.submit(last, _allreduce, bucket)]
         return planned
 
     communication = predict_step(workload, synchronized, steps=1)

@@ -14,46 +14,45 @@ from ...world import init
 from .. import table
 from ..table import Column
 from ..units import size_text
-from . import quiet
-from .rates import measure
+from .rates import ENOUGH, least_share, measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 _AUTO, _SHARED = "auto", "shared"
 _CALLS = 5
-# An algorithm that takes this many times the time of another one is not used without a reason.
+# If the chosen algorithm takes this many times as long as another one, a line says why it is used.
 _CLEARLY = 2.0
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
-        "Measures the time of each algorithm on the ranks that it is started on, as the first "
-        "allreduce between nodes does: mpirun -n 8 python -m mpiring tune. Times are in "
-        "microseconds, sizes in bytes per rank.")
+        "Measures the time of each algorithm on the ranks of this job, as the first allreduce "
+        "between nodes does: mpirun -n 8 python -m mpiring tune. Times are in microseconds, sizes "
+        "in bytes per rank.")
     parser.set_defaults(action=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, keep the result for later jobs, and print it on rank 0.
+    """Measure, save the result for later jobs, and print it on rank 0.
 
     Raises:
-        ConfigError: There is one rank only.
+        ConfigError: There is only one rank.
     """
     with init() as comm:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
-        share, rank = quiet.least_share(comm)
-        if comm.rank == 0 and share < quiet.ENOUGH:
+        share, rank = least_share(comm)
+        if comm.rank == 0 and share < ENOUGH:
             print(f"WARNING: the machine is busy: rank {rank} got {share:.0%} of a core while all "
                   f"ranks computed.\nThese times are too long, and may name the wrong algorithm. "
                   f"Measure again on idle cores,\nwith at most one rank per core.\n")
         _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
-            inside = comm.split(comm.node_rank)
-            if inside is not None:
-                _report(inside, f"Within a node: {inside.size} ranks", comm.rank == 0)
-                inside.close()
+            node_comm = comm.split(comm.node_rank)
+            if node_comm is not None:
+                _report(node_comm, f"Within a node: {node_comm.size} ranks", comm.rank == 0)
+                node_comm.close()
         rates = measure(comm)
         if comm.rank == 0:
             print(f"While all ranks combine and copy: simulate {rates.options}\n")
@@ -62,17 +61,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _report(comm: Communicator, title: str, shown: bool) -> None:
     model = comm.tune(fresh=True)
-    by_auto = _by_auto(comm, model) if _is_shared(model) else None
+    by_auto = _by_auto(comm, model) if _SHARED in dict(model.curves) else None
     if shown:
         _print(model, by_auto, title)
 
 
-def _is_shared(model: Model) -> bool:
-    return _SHARED in dict(model.curves)
-
-
 def _by_auto(comm: Communicator, model: Model) -> Curve:
-    """Return the times of ordinary calls, of which short ones take a faster path than the engine's.
+    """Return the times of ordinary calls; short calls bypass the engine.
 
     Collective: yes. Blocking: yes.
     """
@@ -110,12 +105,12 @@ def _print(model: Model, by_auto: Curve | None, title: str) -> None:
 
 
 def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
-    """Yield which algorithm is used from which size on, and why if another one was faster."""
+    """Yield lines with the algorithm of each range of sizes, and why it is used if not fastest."""
     if by_auto is not None:
         yield f"auto takes {_SHARED} from {size_text(_SMALLEST)}"
         yield (f"On one node auto uses {_SHARED} at every size, whatever was measured. The row "
-               f"{_AUTO} has ordinary\ncalls. Short calls take a faster path than those of the "
-               f"row {_SHARED}, which go through the engine.")
+               f"{_AUTO} shows\nordinary calls. Short ones bypass the engine, and are faster than "
+               f"in the row {_SHARED}.")
         yield from _faster(model, by_auto)
         return
     largest = max((curve.points[-1][0] for _, curve in model.curves), default=0)
@@ -129,7 +124,7 @@ def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
 
 
 def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
-    """Yield the size at which another algorithm was most clearly faster than ordinary calls."""
+    """Yield a line about the largest speedup of another algorithm over ordinary calls, if clear."""
     factors = [(*_fastest(model, size, seconds)[::-1], size) for size, seconds in by_auto.points]
     factor, name, size = max(factors)
     if factor > _CLEARLY:
@@ -138,7 +133,7 @@ def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
 
 
 def _fastest(model: Model, size: int, seconds: float) -> tuple[str, float]:
-    """Return the fastest algorithm at a size, and how many times faster than `seconds` it is."""
+    """Return the fastest algorithm at a size, and its speedup relative to `seconds`."""
     name, curve = min(model.curves, key=lambda named: named[1].time_s(size))
     return name, seconds / curve.time_s(size)
 

@@ -1,4 +1,4 @@
-"""Measures how fast ranks combine and copy vectors, while all ranks of a node do the same."""
+"""Measures the processor time and the memory bandwidth that ranks get while all ranks compute."""
 
 import time
 from collections.abc import Callable
@@ -11,17 +11,38 @@ from ...communicator import Communicator
 from ...memory.arrays import Array
 from ...memory.reduction import reduction
 
-# Of a rank's vectors, as many as a usual node has ranks: the caches do not hold them.
+# Total length of a rank's vectors, which exceeds the caches, and number of ranks of a typical node.
 _BYTES, _VECTORS = 64 << 20, 8
 _ROUNDS = 15
 _DTYPE = np.dtype(np.float32)
+_SPIN_S = 0.1
+# On an idle machine, a rank gets more than 97 % of a core.
+ENOUGH = 0.9
+
+
+def least_share(comm: Communicator) -> tuple[float, int]:
+    """Return the least share of a core that a rank got while all ranks computed, and that rank.
+
+    The share is processor time divided by elapsed time, which needs no privileges. A load average
+    would also count these ranks, and would be a minute late.
+
+    Collective: yes. Blocking: yes, for 0.1 s.
+    """
+    comm.barrier()
+    began_s, used_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - began_s < _SPIN_S:
+        pass
+    share = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
+    shares = comm.allgather_object(share)
+    rank = int(np.argmin(shares))
+    return min(1.0, shares[rank]), rank
 
 
 class Rates(NamedTuple):
     """Bytes per second of the slowest rank.
 
     Attributes:
-        combining: Rate of reading and writing when it combines vectors into one of them.
+        combining: Rate of reading and writing while a rank combines vectors into one of them.
         copying: Rate of copying one vector to several.
     """
 
@@ -30,13 +51,13 @@ class Rates(NamedTuple):
 
     @property
     def options(self) -> str:
-        """The options of `python -m mpiring simulate` that say the same."""
+        """Options of `python -m mpiring simulate` for these rates."""
         return (f"--reduction-rate {self.combining / 1e9:.2f}GB/s "
                 f"--node-bandwidth {self.copying / 1e9:.2f}GB/s")
 
 
 def measure(comm: Communicator) -> Rates:
-    """Combine and copy 64 MiB on each rank, piece by piece, as between nodes.
+    """Combine and copy 64 MiB on each rank, in pieces, as algorithms between nodes do.
 
     Collective: yes. Blocking: yes, for less than a second.
     """
@@ -44,7 +65,7 @@ def measure(comm: Communicator) -> Rates:
     vectors = [np.ones(n, _DTYPE) for _ in range(_VECTORS)]
     combining_s = _seconds(comm, vectors, lambda pieces: op.combine(pieces, pieces[0]))
     copying_s = _seconds(comm, vectors, lambda pieces: op.copy(*pieces, past_caches=True))
-    # A copy reads and writes.
+    # A copy reads and writes each byte.
     rates = np.array([(_VECTORS + 1) / _VECTORS * _BYTES / combining_s, _BYTES / 2 / copying_s])
     comm.allreduce(rates, op="min")
     return Rates(*rates.tolist())
@@ -52,7 +73,7 @@ def measure(comm: Communicator) -> Rates:
 
 def _seconds(comm: Communicator, vectors: list[Array],
              work: Callable[[list[Array]], None]) -> float:
-    """Return the least time of some work on all pieces of vectors."""
+    """Return the shortest time of `work` on all pieces of vectors."""
     step, seconds = Tuning.chunk_bytes // _DTYPE.itemsize, []
     for _ in range(_ROUNDS):
         comm.barrier()
