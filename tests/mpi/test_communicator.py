@@ -1,6 +1,7 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
 import dataclasses
+import glob
 import mmap
 import os
 import resource
@@ -83,7 +84,9 @@ def test_arrays_of_different_windows_shapes_and_orders(comm):
 
 def test_windows_are_freed(comm):
     def descriptors():
-        return len(os.listdir("/proc/self/fd"))
+        # Not those of a process that compiles in the background.
+        return sum(os.path.realpath(file).startswith("/memfd:mpiring")
+                   for file in glob.glob("/proc/self/fd/*"))
 
     def mapped_bytes():
         with open("/proc/self/statm") as file:
@@ -92,7 +95,7 @@ def test_windows_are_freed(comm):
     x = comm.empty(1 << 18)
     del x
     files, before = descriptors(), mapped_bytes()
-    for _ in range(50):
+    for _ in range(400):
         x = comm.empty(1 << 18)
         x[...] = 1
         part = x[1000:]
@@ -101,7 +104,8 @@ def test_windows_are_freed(comm):
         assert (part == comm.size).all(), "a view keeps the window alive"
         del part
     assert descriptors() <= files + 2
-    assert mapped_bytes() < before + 10 * comm.size * (1 << 20)
+    # Machine code may be loaded meanwhile, which maps 160 MiB.
+    assert mapped_bytes() < before + 300 * comm.size * (1 << 20)
 
 
 def test_without_shared_memory(caplog):
