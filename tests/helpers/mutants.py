@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant("collectives/exchange.py", "copy_to(receives[r], sends[r])", "pass",
            "tests/collectives/test_adversary.py"),
     Mutant("collectives/shared.py", "    combine.combine(sources, sources[node.rank])\n"
-           "    # Other ranks may still read this rank's contribution.\n"
+           "    # Other ranks may still be reading this rank's contribution.\n"
            "    yield (node.barrier(),)", "    combine.combine(sources, sources[node.rank])",
            "tests/collectives/test_node_order.py tests/collectives/test_slices.py "
            "tests/collectives/test_adversary.py tests/collectives/test_hierarchical.py"),
@@ -86,6 +86,11 @@ MUTANTS = [
     Mutant("transport/protocol.py", "(j & 1) * call[CALL_HALF] + before", "before",
            f"tests/transport/test_pipeline.py {SIMULATED}"),
     Mutant("transport/protocol.py", "load(base, area + _NOTE) == _IN_SLOT", "False", NODE),
+    Mutant("transport/protocol.py", "copy(call, r, (j & 1) * call[CALL_HALF], start, n)",
+           "copy(call, r, 0, start, n)", NODE),
+    Mutant("transport/protocol.py", "at = (j - 1 & 1) * call[CALL_HALF]",
+           "at = (j & 1) * call[CALL_HALF]", NODE),
+    Mutant("transport/protocol.py", "kind != ROWS and j > 1", "j > 1", NODE),
     Mutant("transport/protocol.py", "                return DISAGREE\n", "                pass\n",
            NODE),
     Mutant("transport/protocol.py", "at, start = 0, rank * call[CALL_LENGTH] // p",
