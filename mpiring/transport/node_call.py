@@ -15,7 +15,7 @@ import numpy as np
 
 from ..gpu.vectors import copy_to
 from ..jit.cache import Code
-from ..memory.arrays import Array, bounds_of, data_address
+from ..memory.arrays import Array, bounds_of, data_address, dtype_name
 from ..memory.reduction import Combine, Reduction
 from . import compiled, waiting
 from .base import Node
@@ -373,7 +373,7 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
     # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
     if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
             and data_address(x) % x.itemsize == 0):
-        call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
+        call.compile(compiled.code("sum", dtype_name(x.dtype), p), int(combine.divisor))
     return call
 
 
@@ -418,7 +418,7 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
             and (combine is None or combine.adds) and divisor == int(divisor)):
         addresses = [data_address(part) for part in parts]
         if not any(address % dtype.itemsize for address in addresses):
-            code = compiled.code("sum" if combine else "", dtype.name, p)
+            code = compiled.code(*(("sum", dtype_name(dtype)) if combine else ("", "")), p)
             starts = [(address - addresses[0]) // dtype.itemsize for address in addresses]
     if code is None:
         starts = vector.starts
