@@ -18,7 +18,8 @@ comm = mpiring.init()
 odd = comm.rank == comm.size - 1
 x = np.ones(1000, np.float32)
 comm.allreduce(x)
-is_compiled = comm._group.fast_calls.is_compiled(x, "sum")
+# The call is prepared for the next time.
+is_compiled = any(call.code for call in comm._fast_calls._calls.values())
 print(f"rank {comm.rank} is ready{', compiled' * is_compiled}", flush=True)
 
 if fault == "raise":
