@@ -25,9 +25,9 @@ def processors():
 def test_ranks_that_share_a_processor_do_not_spin(processors):
     os.sched_setaffinity(0, processors[:1])
     # A launcher may have bound each rank to other processors.
-    sharing = MPI.COMM_WORLD.allgather(processors[0]).count(processors[0])
+    rivals = MPI.COMM_WORLD.allgather(processors[0]).count(processors[0])
     with mpiring.Communicator(MPI.COMM_WORLD) as comm:
-        expected = waiting.patience(sharing, 1)
+        expected = waiting.patience(rivals, 1)
         assert comm._group.engine.patience == expected
         # The ranks of another group still share the processor.
         with comm.split(comm.rank // 2) as pair:
@@ -37,11 +37,11 @@ def test_ranks_that_share_a_processor_do_not_spin(processors):
 
 
 def test_ranks_on_different_processors_do_not_count(processors):
-    place = MPI.COMM_WORLD.rank % len(processors)
-    os.sched_setaffinity(0, [processors[place]])
+    own = processors[MPI.COMM_WORLD.rank % len(processors)]
+    os.sched_setaffinity(0, [own])
+    rivals = MPI.COMM_WORLD.allgather(own).count(own)
     with mpiring.Communicator(MPI.COMM_WORLD) as comm:
         if comm.local_size == comm.size:
-            rivals = len(range(place, comm.size, len(processors)))
             assert comm._group.engine.patience == waiting.patience(rivals, 1)
 
 
