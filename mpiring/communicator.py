@@ -202,9 +202,17 @@ class Communicator:
     def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
              notes: bool = True) -> Any:
         """Run a collective that is no fast call yet; the next one like it may be."""
+        array = x
+        if notes and kind != "reduce_scatter" and is_tensor(x):
+            # Calls on tensors in host memory are fast as soon as equal ones on arrays would be.
+            array = prepared.vector
+            if type(array) is np.ndarray:
+                array = array.reshape(x.shape)
+                if self._fast_calls.again(kind, array, op_or_root):
+                    return None
         result = self._group.run(prepared.call, prepared.build)
-        if notes and type(x) is np.ndarray:
-            self._fast_calls.note(kind, prepared.call, x, op_or_root)
+        if notes and type(array) is np.ndarray:
+            self._fast_calls.note(kind, prepared.call, array, op_or_root)
         return result
 
     def iallreduce(self, x: A, *, op: Op = "sum",
