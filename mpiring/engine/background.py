@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..jit import cache, copies, sums
@@ -48,16 +48,6 @@ def may_compile(config: Config) -> bool:
             and folder_of(config.tuning_folder) is not None and find_spec("numba") is not None)
 
 
-class NotedCalls(Protocol):
-    """The part of fast calls that the compiler needs; see fast_calls.FastCalls."""
-
-    group: Any
-    memory: Any
-
-    def forget(self) -> None:
-        """Forget the noted calls."""
-
-
 class BackgroundCompiler:
     """Starts a process that compiles sums, and loads their code once it is saved.
 
@@ -68,16 +58,16 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         self._names: set[str] = set()
         # A communicator may be dropped meanwhile.
-        self._users: list[weakref.ref[NotedCalls]] = []
+        self._users: list[weakref.ref[Any]] = []
         self._threads: list[threading.Thread] = []
         self._turn = threading.Lock()
         self._stopping = threading.Event()
 
-    def want(self, fast_calls: NotedCalls, op: Any, name: str) -> None:
+    def want(self, fast_calls: Any, op: Any, name: str) -> None:
         """Compile sums of a dtype if a program often needs them; there is only one attempt.
 
         Args:
-            fast_calls: Calls to forget when the code is loaded.
+            fast_calls: FastCalls of a group, which forget their calls when the code is loaded.
             op: Op of a call.
             name: Name of its dtype.
         """
@@ -137,7 +127,7 @@ class BackgroundCompiler:
             passed_s = time.monotonic() - began
             yield passed_s
 
-    def _alive(self) -> list[NotedCalls]:
+    def _alive(self) -> list[Any]:
         return [calls for user in tuple(self._users) if (calls := user()) is not None]
 
     def _operations(self) -> int:

@@ -6,7 +6,7 @@ it in the counter, unless the engine runs it.
 """
 
 import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from .engine import Engine
 from .handle import Action, Handle, Lane
 from .opening import Sharing
 
-K = TypeVar("K", NodeCall, Call)
 # A limit is needed, because a program may combine vectors of ever new shapes.
 _MAX_CALLS = 256
 # Number of calls of a kind that may be started at once.
@@ -183,7 +182,7 @@ class FastCalls:
         if kind in ("allreduce", "reduce_scatter"):
             self.group.engine.compiler.want(self, op_or_root, dtype_name(x.dtype))
 
-    def _keep(self, key: _Key, call: K) -> K:
+    def _keep(self, key: _Key, call: NodeCall | Call) -> Any:
         if len(self._calls) >= _MAX_CALLS:
             self.forget()
         self._calls[key] = call

@@ -72,18 +72,16 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        group = open_group(mpi_comm, config, engine)
+        (self._transport, self.sharing, self.engine, self._end_job, self._name,
+         self._trace) = open_group(mpi_comm, config, engine)
+        self.config, self.recorder = config, self.engine.recorder
         cache.configure(folder_of(config.tuning_folder), enabled=config.machine_code,
-                        warns=group.engine.recorder.rank == 0)
+                        warns=self.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
-        self.config, self.sharing = config, group.sharing
-        self._transport, self.engine = group.transport, group.engine
-        self._end_job, self._name, self._trace = group.end_job, group.name, group.trace
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.recorder = self.engine.recorder
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._counter, self._words = group.sharing.counter, group.sharing.counter.words
+        self._counter, self._words = self.sharing.counter, self.sharing.counter.words
         self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
@@ -388,7 +386,7 @@ class Group:
         """Change `stall_timeout_s` for this group."""
         self.config = self._watch.config = replace(self.config, stall_timeout_s=seconds)
         if self._messages is not None:
-            self._messages.config = self.config
+            self._messages.watch.config = self.config
 
     @property
     def threaded(self) -> bool:

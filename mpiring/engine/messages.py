@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import whole_number
 from ..config import Config
@@ -12,13 +12,13 @@ from ..launch import forks
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..record.flight import Flight
-from ..transport.base import Channel, Request, Schedule, T, Task
+from ..transport.base import Channel, Schedule, T, Task
 from .engine import Engine
 from .handle import Handle
 from .stalls import MessageWatch
 
 if TYPE_CHECKING:
-    from ..transport.mpi import Mailbox, MpiTransport
+    from ..transport.mpi import Mailbox, MpiChannel, MpiTransport
 
 _log = logging.getLogger("mpiring")
 # The watch uses MPI tag 0. Tag -1 is for callers in this package.
@@ -26,11 +26,6 @@ _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
 # Keeps memory alive that MPI may access after the communicator is closed.
 _abandoned: list[Handle[Any]] = []
-
-
-class _Received(Request, Protocol):
-    @property
-    def source(self) -> int: ...
 
 
 class Message(Handle[T]):
@@ -59,9 +54,10 @@ class Message(Handle[T]):
         """
         if self.done:
             return super().wait()
+        watch = self._messages.watch
         if timeout_s is None:
-            timeout_s = self._messages.config.stall_timeout_s or None
-        with self._messages.watch.waiting(self, self._other, timeout_s or 0.0) as report:
+            timeout_s = watch.config.stall_timeout_s or None
+        with watch.waiting(self, self._other, timeout_s or 0.0) as report:
             try:
                 return super().wait(timeout_s)
             except StallError as error:
@@ -79,7 +75,6 @@ class Messages:
 
     Attributes:
         comm: MPI communicator.
-        config: Settings; may be replaced.
         lane: Lane of the engine.
         watch: Watch that reports stalled messages.
     """
@@ -87,8 +82,7 @@ class Messages:
     def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
                  config: Config) -> None:
         self.comm = transport.comm
-        self.config = config
-        self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
+        self.watch = MessageWatch(transport.rank, transport.size, post, config, engine.recorder)
         self.lane = engine.join(self.watch.check, math.inf)
         self._transport, self._post = transport, post
         self._engine = engine
@@ -110,7 +104,7 @@ class Messages:
         Collective: no. Blocking: no.
         """
         dest = self._rank("dest", dest)
-        request = self._transport.tagged(self._checked(tag)).isend(x, dest)
+        request = self._channel(tag).isend(x, dest)
         call = Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes)
         return self._begin(call, _completed(request, dest), dest)
 
@@ -131,14 +125,14 @@ class Messages:
 
         Collective: no. Blocking: no.
         """
-        channel = self._transport.tagged(self._checked(tag))
+        channel = self._channel(tag)
         sender = "any rank" if source is None else source
         call = Call("recv", f"{x.nbytes} bytes from {sender}, tag {tag}", nbytes=x.nbytes)
         if source is not None:
             source = self._rank("source", source)
             schedule = _completed(channel.irecv(x, source), source)
         elif x.nbytes <= self._transport.piece_bytes:
-            schedule = _received(channel.irecv_any(x))
+            schedule = _completed(channel.irecv_any(x), None)
         else:
             raise ConfigError(
                 f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} are "
@@ -165,12 +159,12 @@ class Messages:
         size = self._transport.size
         return whole_number(f"rank {self._transport.rank}: {name}", rank, 0, size - 1)
 
-    def _checked(self, tag: int) -> int:
+    def _channel(self, tag: int) -> "MpiChannel":
         forks.refuse_calls(self._engine.recorder.rank)
         last = self._transport.tag_limit - _OFFSET
         if not _FIRST_TAG <= tag <= last:
             raise ConfigError(f"tag={tag}: this MPI supports 0 to {last}")
-        return tag + _OFFSET
+        return self._transport.tagged(tag + _OFFSET)
 
     def _begin(self, call: Call, schedule: Schedule[T], other: int | None) -> Message[T]:
         flight = Flight(call, self._number, self._name)
@@ -192,11 +186,6 @@ class Messages:
         self._transport.free()
 
 
-def _completed(request: Request, other: int) -> Schedule[int]:
+def _completed(request: Any, other: int | None) -> Schedule[int]:
     yield (request,)
-    return other
-
-
-def _received(request: _Received) -> Schedule[int]:
-    yield (request,)
-    return request.source
+    return request.source if other is None else other

@@ -23,7 +23,7 @@ from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
 from ..transport import waiting
-from ..transport.base import run_to_end
+from ..transport.base import Task
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
 from .background import may_compile
@@ -64,33 +64,20 @@ class Sharing(NamedTuple):
     compiles: bool
 
 
-class GroupParts(NamedTuple):
-    """The parts of an open group.
-
-    Attributes:
-        transport: Private duplicate of an MPI communicator.
-        sharing: Ranks that share nodes and memories.
-        engine: Engine that advances its operations, and those of groups split from it.
-        end_job: Function that ends the job on all ranks because of an error.
-        name: Name in reports and traces; "" for the first group.
-        trace: Trace file, if this group has begun one.
-    """
-
-    transport: "MpiTransport"
-    sharing: Sharing
-    engine: Engine
-    end_job: JobEnder
-    name: str
-    trace: TraceFile | None
-
-
-def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> GroupParts:
+def open_group(
+    mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None,
+) -> tuple["MpiTransport", Sharing, Engine, JobEnder, str, TraceFile | None]:
     """Open a group over the ranks of an MPI communicator.
 
     Args:
         mpi_comm: MPI communicator to duplicate.
         config: Settings; compared between ranks.
         engine: Engine of the group from which this one is split; None to start one.
+
+    Returns:
+        A private duplicate of the communicator, the ranks that share nodes and memories, the
+        engine, the function that ends the job on all ranks because of an error, the group's name
+        in reports and traces ("" for the first group), and its trace file, if it has begun one.
 
     Raises:
         ConfigError: It is no intracommunicator, or the settings differ or cannot work here.
@@ -106,7 +93,9 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
     end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report,
                        in_full=config.full_tracebacks)
-    agree, settings = True, _settings_of(config)
+    # These settings must be equal on all ranks.
+    settings = {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
+    agree = True
     if mpi_comm.size > 1:
         if config.abort_on_exception:
             end_job_on_exceptions(end_job)
@@ -134,7 +123,7 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
                               end_job=end_job if config.abort_on_exception else _leave,
                               patience=sharing.patience)
-    return GroupParts(transport, sharing, engine, end_job, name, trace)
+    return transport, sharing, engine, end_job, name, trace
 
 
 def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -> bool:
@@ -187,11 +176,6 @@ def _first_report(memory: NodeMemory) -> FirstReport:
     return FirstReport(words, rank)
 
 
-def _settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks."""
-    return {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
-
-
 def _refuse_different_settings(comm: "MPI.Intracomm", settings: dict[str, Any]) -> None:
     for rank, other_settings in enumerate(comm.allgather(settings)):
         if other_settings != settings:
@@ -214,7 +198,9 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
     node, counter, segments = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
         # No descriptor is kept to make it private in forks: they make no calls and never write.
-        segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
+        task = Task(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
+        task.step()
+        segments = task.result
     memory_leader = comm.rank if segments is None else node.ranks[0]
     processors = frozenset(usable_processors())
     leaders, memory_leaders, first_ranks, places, compiles = gathered(comm, (

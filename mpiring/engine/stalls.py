@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import StallError
@@ -241,30 +241,22 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
-class Owner(Protocol):
-    """Owner of the messages that are watched.
+class MessageWatch:
+    """Watches the messages for which callers wait, and asks the other ranks.
+
+    Args:
+        rank, size, post, config, recorder, warn: Arguments of StallWatch.
 
     Attributes:
         config: Settings; may be replaced.
     """
 
-    config: Config
-
-
-class MessageWatch:
-    """Watches the messages for which callers wait, and asks the other ranks.
-
-    Args:
-        rank, size, post, recorder, warn: Arguments of StallWatch.
-        owner: Owner of the messages, whose `config.stall_warning_s` counts.
-    """
-
-    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Owner", recorder: Recorder,
+    def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._post = post
-        self._owner = owner
+        self.config = config
         self._recorder = recorder
         self._warn = warn or print_at_once
         # No lock: each change is atomic, and a fork may happen at any time.
@@ -280,7 +272,7 @@ class MessageWatch:
             other: Rank at its other end; None for any.
             limit_s: Seconds after which the caller gives up; 0 for never.
         """
-        warning_s = self._owner.config.stall_warning_s
+        warning_s = self.config.stall_warning_s
         # Ask early enough that answers arrive before the wait ends.
         ask_s = min([s for s in (warning_s, limit_s / 2) if s], default=math.inf)
         wait = self._waits[id(handle)] = _Wait(

@@ -266,16 +266,6 @@ def _begin(waiting: Iterator[Schedule[T]], count: int, begun: list[Task[T]]) -> 
     return active
 
 
-def run_to_end(schedule: Schedule[T]) -> T:
-    """Return the result of a schedule that never waits."""
-    while True:
-        try:
-            next(schedule)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-
-
 # Length of the header by which ranks compare their calls.
 HEADER_BYTES = 192
 

@@ -216,7 +216,10 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
     both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
     if name == "bfloat16":
         both = _by_pairs(intrinsics, both)
-    finish, divides = _finishing(inlined, name, narrow, divides)
+    finish = inlined(lambda x, divisor: x)
+    if name in SIXTEEN_BIT:
+        # Each sum is divided and rounded once, at the end.
+        finish, divides = inlined(lambda x, divisor: narrow(x / divisor)), False
     sums = adding(inlined, pointer, widen, finish)
 
     @inlined
@@ -267,11 +270,3 @@ def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
         one_by_one(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
 
     return both
-
-
-def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any, bool]:
-    """Return a function of a sum that is to be stored, and whether sums are divided later."""
-    if name in SIXTEEN_BIT:
-        # Each sum is rounded once, at the end.
-        return inlined(lambda x, divisor: narrow(x / divisor)), False
-    return inlined(lambda x, divisor: x), divides

@@ -331,12 +331,12 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
               combine: Combine | None = None) -> NodeCall:
     """Return a call in which each rank writes once to its slot, and reads once."""
     call = NodeCall(memory, dtype, n, READS if plan.reduces is None else SLOTS, combine)
-    call[CALL_WRITES], call[CALL_WRITTEN] = plan.writes.start, _length(plan.writes)
-    if plan.reduces is not None:
-        call[CALL_REDUCES], call[CALL_REDUCED] = plan.reduces.start, _length(plan.reduces)
+    ranges = [(CALL_WRITES, plan.writes), (CALL_REDUCES, plan.reduces or slice(0, 0))]
     first = CALL_BASES + 2 * len(memory.ranks)
-    for rank, part in enumerate(plan.reads):
-        call[first + 2 * rank], call[first + 2 * rank + 1] = part.start, _length(part)
+    ranges += [(first + 2 * rank, part) for rank, part in enumerate(plan.reads)]
+    # The length of a range is in the word after its start.
+    for word, part in ranges:
+        call[word], call[word + 1] = part.start, part.stop - part.start
     return call
 
 
@@ -413,15 +413,14 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     call = NodeCall(memory, dtype, vector.size, kind, combine)
     call[CALL_WIDTH], call[CALL_HALF] = width, half
     call[CALL_LAST] = max(0, -(-max(map(len, parts)) // width) - 1)
-    code, starts, divisor = None, vector.starts, 1 if combine is None else combine.divisor
+    code, addresses, divisor = None, [0] * p, 1 if combine is None else combine.divisor
     if (p > 1 and memory.segments and all(type(part) is np.ndarray for part in parts)
             and (combine is None or combine.adds) and divisor == int(divisor)):
         addresses = [data_address(part) for part in parts]
         if not any(address % dtype.itemsize for address in addresses):
             code = compiled.code("sum" if combine else "", dtype.name, p)
-            starts = [(address - addresses[0]) // dtype.itemsize for address in addresses]
-    if code is None:
-        starts = vector.starts
+    starts = vector.starts if code is None else [
+        (address - addresses[0]) // dtype.itemsize for address in addresses]
     first = CALL_BASES + 2 * p
     for rank, part in enumerate(parts):
         call[first + 2 * rank], call[first + 2 * rank + 1] = starts[rank], len(part)
@@ -438,11 +437,6 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
     call.operands.slices, call[CALL_FIRST] = slices, 1
     return call
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
 
 
 # The dialect. In it, a call is the list of its words.

@@ -8,7 +8,7 @@ import platform
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,6 @@ REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A limit is needed, because a program may combine vectors of ever new lengths.
 _MAX_SLOTS = 256
-
-
-class PartCall(Protocol):
-    """A call that is a part of an operation; see node_call.NodeCall."""
-
-    def __getitem__(self, word: int) -> int: ...
-
-    def join(self, sequence: int, count: int, x: Any) -> None:
-        """Begin after barrier number `count` of operation number `sequence`."""
-
-    def run(self, how: int, x: Any) -> int:
-        """Run the call as far as possible; return its status."""
 
 
 class NodeMemory:
@@ -58,7 +46,6 @@ class NodeMemory:
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
-        self.positions = [position for position in range(len(ranks)) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * AREAS
 
@@ -103,11 +90,14 @@ class NodeMemory:
 
 
 class SharedNode:
-    """The node of one operation; see base.Node."""
+    """The node of one operation; see base.Node.
 
-    __slots__ = ("rank", "size", "ranks", "met", "memory",
-                 "_sequence", "_header", "_lanes",
-                 "_digest", "_area", "_flag", "_count")
+    Attributes:
+        count: Value of this rank's flag since its last barrier.
+    """
+
+    __slots__ = ("rank", "size", "ranks", "met", "memory", "count",
+                 "_sequence", "_header", "_lanes", "_digest", "_area", "_flag")
 
     def __init__(self, memory: NodeMemory, sequence: int, header: bytes, digest: int,
                  lane: int) -> None:
@@ -122,7 +112,7 @@ class SharedNode:
         self._digest = digest
         self._area = sequence % AREAS * AREA_WORDS
         self._flag = self._area + lane * LANE_WORDS
-        self._count = (sequence + 1) << COUNT_BITS
+        self.count = (sequence + 1) << COUNT_BITS
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return vectors of at most SLOT_BYTES bytes, per rank of the node; see base.Node."""
@@ -143,47 +133,42 @@ class SharedNode:
         """Arrive, write a note of up to 8 numbers, and return a request for the other ranks."""
         memory, flag = self.memory, self._flag
         words = memory.words[self.rank]
-        self._count += 1
+        self.count += 1
         if not self.met:
             self.met = True
             self._write_header()
         if numbers:
-            note = flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
+            note = flag + NOTE_WORD + (self.count & 1) * NOTE_WORDS
             for position, number in enumerate(numbers):
                 words[note + position] = number
         if REORDERS:
             memory.fence()
-        words[flag] = self._count
-        return _Arrived(memory, flag, self._count)
-
-    @property
-    def count(self) -> int:
-        """The value of this rank's flag since its last barrier."""
-        return self._count
+        words[flag] = self.count
+        return _Arrived(memory, flag, self.count)
 
     def arrived(self, count: int) -> "_Arrived":
         """Return a request for the other ranks, after other code has set this rank's flag."""
-        self._count, self.met = count, True
+        self.count, self.met = count, True
         return _Arrived(self.memory, self._flag, count)
 
-    def part(self, call: "PartCall", x: Any) -> Schedule[None]:
+    def part(self, call: Any, x: Any) -> Schedule[None]:
         """Run a call as a part of the operation, after its barriers so far; see protocol.
 
         Args:
-            call: Call of the ranks of the node.
+            call: NodeCall of the ranks of the node.
             x: Vector of the call.
         """
         if not self.met:
             self.met = True
             self._write_header()
-        call.join(self._sequence, self._count, x)
+        call.join(self._sequence, self.count, x)
         # Other ranks' data is not used before the calls were compared.
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
             yield (self.arrived(call[CALL_COUNT]),)
             status = call.run(POLL, x)
-        self._count = call[CALL_COUNT]
+        self.count = call[CALL_COUNT]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return the up to 8 numbers that each rank of the node has passed, per rank."""
@@ -192,7 +177,7 @@ class SharedNode:
 
     def notes(self, length: int) -> list[tuple[int, ...]]:
         """Return the numbers of all ranks' notes, per rank of the node; after a barrier."""
-        note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
+        note = self._flag + NOTE_WORD + (self.count & 1) * NOTE_WORDS
         return [tuple(words[note:note + length]) for words in self.memory.words]
 
     def lane(self, index: int) -> "SharedNode":
@@ -222,8 +207,8 @@ class SharedNode:
     def headers(self) -> list[tuple[int, bytes]]:
         """Return the other ranks and their headers; after the first barrier."""
         memory, start = self.memory, (self._area + HEADER_WORD) * 8
-        return [(self.ranks[position], bytes(memory.texts[position][start:start + HEADER_BYTES]))
-                for position in memory.positions]
+        return [(self.ranks[position], bytes(text[start:start + HEADER_BYTES]))
+                for position, text in enumerate(memory.texts) if position != self.rank]
 
     def _write_header(self) -> None:
         memory = self.memory

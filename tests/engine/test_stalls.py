@@ -220,8 +220,8 @@ def test_zero_waits_for_ever_without_a_word():
 
 def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
     ranks = Ranks(3, stall_warning_s=2, stall_timeout_s=0)
-    settings = SimpleNamespace(config=Config(stall_warning_s=2))
-    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), settings, ranks.recorders[rank],
+    config = Config(stall_warning_s=2)
+    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), config, ranks.recorders[rank],
                                   ranks.reports[rank].append) for rank in range(3)]
 
     def message(rank, kind):
