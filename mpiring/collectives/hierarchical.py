@@ -280,7 +280,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
     # This must precede the messages: a rank that disagrees with another node must not send any.
-    if node.met:
+    if node.has_arrived:
         yield (node.barrier(),)
     copies = shared.staged_copies(node, x)
     yield (node.barrier(),)

@@ -40,7 +40,7 @@ _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
 # Vector for calls that combine nothing.
 NOTHING = np.empty(0, np.float32)
-_OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
+_BARRIER_KEY: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
 # Algorithms of an allreduce with the same bits as the node call, see collectives.shared: every rank
 # combines all vectors, or one slice of them.
@@ -92,7 +92,7 @@ class FastCalls:
         # Maps to the Call of an allreduce that is prepared separately for each position of x.
         self._calls: dict[_Key, NodeCall | Call] = {}
 
-    def again(self, name: str, x: Any, op_or_root: Any = None) -> bool:
+    def repeat(self, name: str, x: Any, op_or_root: Any = None) -> bool:
         """Run a collective on `x` if an equal one was noted; return False otherwise.
 
         Args:
@@ -103,16 +103,16 @@ class FastCalls:
             MpiringError: The collective has failed.
         """
         key = name, op_or_root, x.dtype, x.shape
-        call = self._noted(key, x)
+        call = self._find_call(key, x)
         if call.__class__ is Call:
-            call = self._at_position(call, key, x)
+            call = self._call_at(call, key, x)
         if call is None:
             return False
         return self.run(call, x if x.ndim == 1 else x.reshape(-1))
 
     def barrier(self) -> bool:
         """Return True once every rank has called a barrier; False if none was noted."""
-        call: Any = self._calls.get(_OF_BARRIER)
+        call: Any = self._calls.get(_BARRIER_KEY)
         return call is not None and self.run(call, NOTHING)
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
@@ -125,7 +125,7 @@ class FastCalls:
             The handle, or None.
         """
         key = "allreduce", op, x.dtype, x.shape
-        noted = self._noted(key, x)
+        noted = self._find_call(key, x)
         if noted is None or x.nbytes > SLOT_BYTES:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
@@ -137,12 +137,12 @@ class FastCalls:
                 call = self.prepare(description, vector, "allreduce", op, started=True)
                 if call is None:
                     return None
-                self._keep(another, call)
+                self._store(another, call)
             if not call[CALL_STAGE]:
                 break
         return self.start(call, vector, x)
 
-    def _noted(self, key: _Key, x: Any) -> Any:
+    def _find_call(self, key: _Key, x: Any) -> Any:
         try:
             call = self._calls.get(key)
         except TypeError:
@@ -151,10 +151,10 @@ class FastCalls:
         # Check each time, because the array's memory, shape and flags may change at any time.
         return call if call is not None and x.flags.carray else None
 
-    def _at_position(self, call: Call, key: _Key, x: Any) -> Any:
+    def _call_at(self, call: Call, key: _Key, x: Any) -> Any:
         position = self.group.windows.position_of(x)
-        return self._calls.get((*key, position)) or self._keep(
-            (*key, position), self.by_slices(call, x.reshape(-1), key[1]))
+        return self._calls.get((*key, position)) or self._store(
+            (*key, position), self.prepare_slices(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
         """Prepare the next equal call after a collective was made, so that it is fast if possible.
@@ -176,13 +176,13 @@ class FastCalls:
         vector = x.reshape(-1)
         prepared = self.prepare(call, vector, kind, op_or_root)
         if prepared is not None:
-            self._keep(key, prepared)
+            self._store(key, prepared)
         elif kind == "allreduce" and self.is_compiled(vector, op_or_root):
-            self._keep(key, call)
+            self._store(key, call)
         if kind in ("allreduce", "reduce_scatter"):
             self.group.engine.compiler.want(self, op_or_root, dtype_name(x.dtype))
 
-    def _keep(self, key: _Key, call: NodeCall | Call) -> Any:
+    def _store(self, key: _Key, call: NodeCall | Call) -> Any:
         if len(self._calls) >= _MAX_CALLS:
             self.forget()
         self._calls[key] = call
@@ -217,10 +217,11 @@ class FastCalls:
         root = op_or_root if kind == "broadcast" else 0
         plan = slot_plan(kind, x.size, memory.rank, len(memory.ranks), root)
         node_call = slot_call(memory, x.dtype, x.size, plan, combine)
-        self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
+        algorithm = BY_SLOTS if kind == "allreduce" else ""
+        self._make_operation(node_call, call, op, algorithm, **settings)
         return node_call
 
-    def by_slices(self, call: Call, x: Array, op: str) -> NodeCall:
+    def prepare_slices(self, call: Call, x: Array, op: str) -> NodeCall:
         """Return a call that combines one slice of long vectors; needs `is_compiled`.
 
         Args:
@@ -236,14 +237,15 @@ class FastCalls:
             node_call = piece_call(memory, x.dtype, x.size, staged_bytes, combine)
         else:
             node_call = NodeCall(memory, x.dtype, x.size, WINDOWS, combine)
-        self._whole(node_call, call, op, BY_SLICES, note=position, find=windows.vectors)
+        self._make_operation(node_call, call, op, BY_SLICES, note=position, find=windows.vectors)
         return node_call
 
-    def _whole(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
-               **settings: Any) -> None:
+    def _make_operation(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
+                        **settings: Any) -> None:
         code = compiled.code(op, dtype_name(node_call.dtype), len(node_call.memory.ranks))
-        node_call.whole(call, self._counter.identity_of(call, algorithm), op,
-                        code if self.group.config.rounds == "auto" else None, **settings)
+        node_call.make_operation(
+            call, self._counter.identity_of(call, algorithm), op,
+            code if self.group.config.rounds == "auto" else None, **settings)
 
     def is_compiled(self, x: Array, op: str) -> bool:
         """Return whether an allreduce combines slices, and compiled code for it exists."""
@@ -265,12 +267,12 @@ class FastCalls:
                 status = call.begin(call.address, data_address(x))
             elif call.code is not None and status == GATED:
                 status = call.run(BEGIN, x)
-            return status == DONE or self._go_on(status, call, x)
+            return status == DONE or self._continue(status, call, x)
         except BaseException as error:
             self.fail(call, error)
             raise
 
-    def _go_on(self, status: int, call: NodeCall, x: Array) -> bool:
+    def _continue(self, status: int, call: NodeCall, x: Array) -> bool:
         """Complete a call; return False if the gate is closed."""
         with self._counter:
             if status == GATED:
@@ -310,14 +312,14 @@ class FastCalls:
             self.fail(call, error)
             raise
 
-    def _begin(self, how: int, call: NodeCall, x: Array) -> int:
+    def _begin(self, mode: int, call: NodeCall, x: Array) -> int:
         """Begin a call, after running started calls if necessary. Needs the counter's lock."""
-        status = call.run(how + HELD, x)
+        status = call.run(mode + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
                 handle.poll()
             self._counter.open(GATE_STARTED)
-            status = call.run(how + HELD, x)
+            status = call.run(mode + HELD, x)
             if self.started:
                 self._counter.close(GATE_STARTED)
         return status
@@ -329,7 +331,7 @@ class FastCalls:
                 if not handle.poll():
                     handle.hand_over()
 
-    def leave(self, handle: "FastHandle[Any]") -> None:
+    def remove(self, handle: "FastHandle[Any]") -> None:
         """Remove a handle from the started ones. The caller holds the lock."""
         if handle in self.started:
             self.started.remove(handle)
@@ -383,7 +385,7 @@ class FastHandle(Handle[T]):
 
     def poll(self) -> bool:
         """Run it as far as possible, unless the engine does; return whether it is complete."""
-        if not (self._is_done or self._handle or self._is_void):
+        if not (self._is_done or self._handle or self._is_stopped):
             with self._counter:
                 # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
@@ -391,15 +393,15 @@ class FastHandle(Handle[T]):
         return self._is_done if self._handle is None else self._handle.done
 
     @property
-    def _is_void(self) -> bool:
+    def _is_stopped(self) -> bool:
         """Whether it cannot continue here: an operation failed, or this process is a fork."""
         return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
 
-    def _run(self, how: int) -> bool:
+    def _run(self, mode: int) -> bool:
         """Run the rest in this thread, which holds the lock; return whether it is complete."""
         began_ns, self._is_running = time.monotonic_ns(), True
         try:
-            status = self._call.run(how, self._x)
+            status = self._call.run(mode, self._x)
             self._is_running = False
             ended_ns = time.monotonic_ns()
             self._waited_ns += ended_ns - began_ns
@@ -414,7 +416,7 @@ class FastHandle(Handle[T]):
             # The protocol has recorded all the time since the call began, also without a wait.
             self._counter.words[COUNTER_NANOSECONDS] -= (
                 ended_ns - self._began_ns - self._waited_ns)
-            self._calls.leave(self)
+            self._calls.remove(self)
         return self._is_done
 
     def hand_over(self) -> Handle[Any]:
@@ -431,20 +433,20 @@ class FastHandle(Handle[T]):
                     # The engine records it, not the protocol.
                     call[CALL_BEGAN] = 0
                     group.adopt(handle)
-                self._calls.leave(self)
+                self._calls.remove(self)
             return self._handle
 
     def test(self) -> bool:
         """Make some progress; return whether the operation is complete. See Handle."""
         if self._handle is not None:
             return self._handle.test()
-        self._refuse_void()
+        self._raise_if_stopped()
         return self.poll()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank. See Handle."""
         if not self._is_done and self._handle is None:
-            self._refuse_void()
+            self._raise_if_stopped()
             with self._counter:
                 if not (self._is_done or self._handle or self._run(POLL) or self._run(RESUME)):
                     self.hand_over()
@@ -452,20 +454,20 @@ class FastHandle(Handle[T]):
             self._handle.wait(timeout_s)
         return self._result
 
-    def _refuse_void(self) -> None:
-        if self._is_void and not self._is_done:
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopped and not self._is_done:
             self._calls.group.check_open()
             self._calls.group.engine.raise_failure()
 
     def when_done(self, action: Action) -> None:
         """Call `action` once the operation is complete or has failed. See Handle."""
         if self._handle is None:
-            self._refuse_void()
+            self._raise_if_stopped()
         self.hand_over().when_done(action)
 
 
 def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
-    request = _Unfinished(call, x)
+    request = _Remainder(call, x)
     yield (request,)
     if request.status == DISAGREE:
         refuse_others(call.call, call.node())
@@ -479,7 +481,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
         call[CALL_STAGE] = IDLE
 
 
-class _Unfinished:
+class _Remainder:
     """The rest of a node call; complete when the call is, or if it needs another algorithm."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:

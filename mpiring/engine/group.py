@@ -85,8 +85,8 @@ class Group:
         self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
-        self._post = Mailbox(self._transport)
-        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
+        self._mailbox = Mailbox(self._transport)
+        self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.recorder,
                                  self._counter)
         self.lane = self.engine.join(self._watch.check)
         self.engine.guard(self._counter)
@@ -217,14 +217,14 @@ class Group:
     def adopt(self, handle: Handle[Any]) -> None:
         """Advance and watch an operation that has begun without the engine."""
         try:
-            self._note(handle.flight)
+            self._record(handle.flight)
             self._watch.enter(handle)
             self.engine.adopt(handle)
         except BaseException as error:
             self.engine.fail(error)
             raise
 
-    def _note(self, flight: Flight) -> None:
+    def _record(self, flight: Flight) -> None:
         self.recorder.add(flight)
         self._watch.last = flight
 
@@ -289,7 +289,7 @@ class Group:
             if self.size == 1:
                 return Flight(call, sequence), schedule
             flight = Flight(call, sequence, self._name, collectives.algorithm)
-            self._note(flight)
+            self._record(flight)
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbors, call, schedule)
         except BaseException:
@@ -330,9 +330,9 @@ class Group:
         comm = self._transport.comm
         part = create_communicator(
             comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
-        return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
+        return None if color is None else self._make_child(cast("MPI.Intracomm", part), self.config)
 
-    def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
+    def _make_child(self, part: "MPI.Intracomm", config: Config) -> "Group":
         """Return a group over `part` that uses this group's engine; free `part`."""
         try:
             return Group(part, config, self.engine)
@@ -352,13 +352,13 @@ class Group:
         from ..transport.mpi import create_communicator
         self.check_open()
         comm = self._transport.comm
-        everybody = comm.Get_group()
-        members = everybody.Incl(ranks)
+        all_ranks = comm.Get_group()
+        members = all_ranks.Incl(ranks)
         part = create_communicator(
             comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
-        for used in (members, everybody):
-            used.Free()
-        return self._child(part, config)
+        for mpi_group in (members, all_ranks):
+            mpi_group.Free()
+        return self._make_child(part, config)
 
     def messages(self) -> Messages:
         """Return the single messages between these ranks, which are separate from collectives.
@@ -452,10 +452,10 @@ class Group:
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
-        self._forget()
+        self._unregister()
         if self._messages is not None:
             self._messages.free()
-        self._post.close()
+        self._mailbox.close()
         self._transport.free()
 
     def survivors(self) -> "Survivors":
@@ -471,7 +471,7 @@ class Group:
         if not self.closed and not forks.in_fork:
             self.closed = True
             self.survivors().leave(self.engine.give_up(error))
-            self._forget()
+            self._unregister()
 
     def drop(self) -> None:
         """Release thread and memory of an unclosed group that was garbage-collected.
@@ -481,14 +481,14 @@ class Group:
         Collective: no. Blocking: no.
         """
         self._counter.close(GATE_CLOSED)
-        if self._is_beyond_closing:
+        if self._cannot_close:
             return
         self._create_resources()
         for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
             lane.dropped = True
         self._transport.drop()
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         atexit.unregister(self._close_at_exit)
         self._disconnect()
 
@@ -500,7 +500,7 @@ class Group:
 
     def _close_at_exit(self) -> None:
         """Close a group that the program has not closed."""
-        if self._is_beyond_closing:
+        if self._cannot_close:
             return
         self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
         try:
@@ -509,7 +509,7 @@ class Group:
             self._end_job(error)
 
     @property
-    def _is_beyond_closing(self) -> bool:
+    def _cannot_close(self) -> bool:
         return self.closed or self.engine.given_up or forks.in_fork or self._is_finalized()
 
     def check_open(self) -> None:

@@ -34,7 +34,7 @@ class Message(Handle[T]):
     def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
         super().__init__(messages.lane, flight, task)
-        self._messages, self._other = messages, other
+        self._messages, self._peer = messages, other
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result when it is complete on this rank; for one message, the peer's rank.
@@ -57,7 +57,7 @@ class Message(Handle[T]):
         watch = self._messages.watch
         if timeout_s is None:
             timeout_s = watch.config.stall_timeout_s or None
-        with watch.waiting(self, self._other, timeout_s or 0.0) as report:
+        with watch.waiting(self, self._peer, timeout_s or 0.0) as report:
             try:
                 return super().wait(timeout_s)
             except StallError as error:
@@ -69,7 +69,7 @@ class Messages:
 
     Args:
         transport: Transport for these messages only.
-        post: Mailbox of the watch, on the same communicator.
+        mailbox: Mailbox of the watch, on the same communicator.
         engine: Engine that advances the messages, independently of each other.
         config: Settings.
 
@@ -79,12 +79,12 @@ class Messages:
         watch: Watch that reports stalled messages.
     """
 
-    def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
+    def __init__(self, transport: "MpiTransport", mailbox: "Mailbox", engine: Engine,
                  config: Config) -> None:
         self.comm = transport.comm
-        self.watch = MessageWatch(transport.rank, transport.size, post, config, engine.recorder)
+        self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.recorder)
         self.lane = engine.join(self.watch.check, math.inf)
-        self._transport, self._post = transport, post
+        self._transport, self._mailbox = transport, mailbox
         self._engine = engine
         # Each rank numbers its messages independently.
         self._name = f"messages of rank {engine.recorder.rank}"
@@ -106,7 +106,7 @@ class Messages:
         dest = self._rank("dest", dest)
         request = self._channel(tag).isend(x, dest)
         call = Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes)
-        return self._begin(call, _completed(request, dest), dest)
+        return self._begin(call, _complete(request, dest), dest)
 
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
@@ -130,9 +130,9 @@ class Messages:
         call = Call("recv", f"{x.nbytes} bytes from {sender}, tag {tag}", nbytes=x.nbytes)
         if source is not None:
             source = self._rank("source", source)
-            schedule = _completed(channel.irecv(x, source), source)
+            schedule = _complete(channel.irecv(x, source), source)
         elif x.nbytes <= self._transport.piece_bytes:
-            schedule = _completed(channel.irecv_any(x), None)
+            schedule = _complete(channel.irecv_any(x), None)
         else:
             raise ConfigError(
                 f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} are "
@@ -182,10 +182,10 @@ class Messages:
 
     def free(self) -> None:
         """Return the communicator to MPI; collective."""
-        self._post.close()
+        self._mailbox.close()
         self._transport.free()
 
 
-def _completed(request: Any, other: int | None) -> Schedule[int]:
+def _complete(request: Any, other: int | None) -> Schedule[int]:
     yield (request,)
     return request.source if other is None else other

@@ -121,7 +121,7 @@ def open_group(
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
-                              end_job=end_job if config.abort_on_exception else _leave,
+                              end_job=end_job if config.abort_on_exception else _ignore,
                               patience=sharing.patience)
     return transport, sharing, engine, end_job, name, trace
 
@@ -167,10 +167,10 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
 
 def _first_report(memory: NodeMemory) -> FirstReport:
     # The hook lives as long as the process, but the memory may be freed earlier.
-    still_there, rank = weakref.ref(memory), memory.rank
+    memory_ref, rank = weakref.ref(memory), memory.rank
 
     def words() -> Sequence[memoryview] | None:
-        memory = still_there()
+        memory = memory_ref()
         return None if memory is None else memory.words
 
     return FirstReport(words, rank)
@@ -194,7 +194,7 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
         first_rank: Number of this rank in the first group.
         engine: Engine of the first group, which had more ranks on this node; None for that group.
     """
-    from ..transport.mpi import MpiNode, gathered
+    from ..transport.mpi import MpiNode, allgather
     node, counter, segments = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
         # No descriptor is kept to make it private in forks: they make no calls and never write.
@@ -203,12 +203,12 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
         segments = task.result
     memory_leader = comm.rank if segments is None else node.ranks[0]
     processors = frozenset(usable_processors())
-    leaders, memory_leaders, first_ranks, places, compiles = gathered(comm, (
+    leaders, memory_leaders, first_ranks, processor_sets, compiles = allgather(comm, (
         node.ranks[0], memory_leader, first_rank, hash(processors), may_compile(config),
     )).T.tolist()
     node.free()
     # Ranks that are bound to other processors do not compete with this one.
-    rivals = [*zip(leaders, places)].count((leaders[comm.rank], places[comm.rank]))
+    rivals = [*zip(leaders, processor_sets)].count((leaders[comm.rank], processor_sets[comm.rank]))
     patience = engine.patience if engine else waiting.patience(rivals, len(processors))
     memory = None if segments is None else NodeMemory(
         segments, node.rank, node.ranks, counter.words, patience)
@@ -232,5 +232,5 @@ def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
     return config.progress != "inline" and multiple
 
 
-def _leave(error: BaseException) -> None:
+def _ignore(error: BaseException) -> None:
     """Do nothing: the next call raises the background thread's error."""

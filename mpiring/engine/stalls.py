@@ -22,16 +22,17 @@ from .handle import Handle
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
 
-# Number of operations that a report shows before the stalled one, and number of ranks that it
-# shows: this rank, and the first ranks that have not called the operation.
-_LAST, _RANKS = 4, 4
-# With up to _FEW ranks, each rank asks all others. With more, a rank asks rank 0, then _MORE times
-# as many of the first ranks, and so on, until one of them also waits and therefore reports on all.
-# In total this costs a few messages per rank. A report lists at most _FEW ranks.
-_FEW, _MORE = 64, 4
-# Number of times per `stall_timeout_s` that a patient rank asks the ranks it waits for.
+# A report shows this many operations before the stalled one, for this many ranks: this rank, and
+# the first ranks that have not called the operation.
+_MAX_CALLS, _MAX_RANKS = 4, 4
+# With up to _MAX_ASKED ranks, each rank asks all others. With more, a rank asks rank 0, then
+# _GROWTH times as many of the first ranks, and so on, until one of these ranks also waits and
+# therefore reports on all. This costs a few messages per rank in total. A report lists at most
+# _MAX_ASKED ranks.
+_MAX_ASKED, _GROWTH = 64, 4
+# How often per `stall_timeout_s` a patient rank asks the other ranks.
 _QUESTIONS = 2
-_SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
+_NO_ANSWER = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
 class StallWatch:
@@ -39,7 +40,7 @@ class StallWatch:
 
     Args:
         rank, size: Number of this rank, and number of ranks.
-        post: Mailbox for questions and answers.
+        mailbox: Mailbox for questions and answers.
         config: Settings `stall_warning_s` and `stall_timeout_s`.
         recorder: Recorder of this rank's last operations.
         counter: Counter of its last fast calls in this communicator.
@@ -51,10 +52,10 @@ class StallWatch:
             array alive.
     """
 
-    def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
                  counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
         self._rank, self._size = rank, size
-        self._post = post
+        self._mailbox = mailbox
         self._recorder = recorder
         self._counter = counter
         self.config = config
@@ -82,8 +83,8 @@ class StallWatch:
         Raises:
             StallError: `stall_timeout_s` has passed; holds the report.
         """
-        for source, message in self._post.poll():
-            self._read(source, json.loads(message))
+        for source, message in self._mailbox.poll():
+            self._receive(source, json.loads(message))
         oldest = next(iter(self.unfinished()), None)
         if oldest is None:
             self._inquiry = None
@@ -110,17 +111,18 @@ class StallWatch:
             return True
         if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
             inquiry.asked_again_s = now_s
-            _ask(self._post, handle.flight.sequence, self._watched)
+            _ask(self._mailbox, handle.flight.sequence, self._watched_ranks)
         # Without a background thread, a rank that computes does not answer either.
         return handle.lane.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
-            for rank in self._watched)
+            for rank in self._watched_ranks)
 
     @functools.cached_property
-    def _watched(self) -> list[int]:
+    def _watched_ranks(self) -> list[int]:
         """Ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
         p = self._size
-        distances = range(1, p) if p <= _FEW else [1 << k for k in range((p - 1).bit_length())]
+        distances = range(1, p) if p <= _MAX_ASKED else [
+            1 << k for k in range((p - 1).bit_length())]
         return [(self._rank + distance) % p for distance in distances]
 
     def _patience_s(self, handle: Handle[Any]) -> float:
@@ -134,7 +136,7 @@ class StallWatch:
             for answers in (inquiry.answers, inquiry.last, inquiry.waiting):
                 answers.clear()
             self._ask_more(inquiry)
-        if (len(inquiry.answers) < len(self._asked(inquiry))
+        if (len(inquiry.answers) < len(self._asked_ranks(inquiry))
                 and time.monotonic() - inquiry.asked_s <= waiting.ANSWER_S):
             return False
         if inquiry.asked == self._size or any(rank < self._rank for rank in inquiry.waiting):
@@ -144,20 +146,20 @@ class StallWatch:
 
     def _ask_more(self, inquiry: "_Inquiry") -> None:
         """Ask more ranks; ask all if no lower rank is left."""
-        before = self._asked(inquiry)
-        inquiry.asked, inquiry.asked_s = max(1, _MORE * inquiry.asked), time.monotonic()
-        if self._size <= _FEW or inquiry.asked > self._rank:
+        before = len(self._asked_ranks(inquiry))
+        inquiry.asked, inquiry.asked_s = max(1, _GROWTH * inquiry.asked), time.monotonic()
+        if self._size <= _MAX_ASKED or inquiry.asked > self._rank:
             inquiry.asked = self._size
-        _ask(self._post, inquiry.handle.flight.sequence, self._asked(inquiry)[len(before):])
+        _ask(self._mailbox, inquiry.handle.flight.sequence, self._asked_ranks(inquiry)[before:])
 
-    def _asked(self, inquiry: "_Inquiry") -> list[int]:
+    def _asked_ranks(self, inquiry: "_Inquiry") -> list[int]:
         return [rank for rank in range(inquiry.asked) if rank != self._rank]
 
-    def _read(self, source: int, message: dict[str, Any]) -> None:
+    def _receive(self, source: int, message: dict[str, Any]) -> None:
         inquiry = self._inquiry
         if "ask" in message:
             text, waits = self._position(message["ask"])
-            _answer(self._post, source, message, text, waits, self._recorder.report(_LAST))
+            _answer(self._mailbox, source, message, text, waits, self._recorder.report(_MAX_CALLS))
         elif inquiry and inquiry.handle.flight.sequence == message["answer"]:
             inquiry.answers[source], inquiry.last[source] = message["text"], message["last"]
             inquiry.heard_s[source] = time.monotonic()
@@ -189,8 +191,8 @@ class StallWatch:
             limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
         if timeout_s and patience_s > timeout_s:
             limit += f", but {patience_s:g} s while all ranks answer: others may still be at work"
-        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_RANKS - 1]
-        last = [self._recorder.report(_LAST), *(inquiry.last[rank] for rank in missing)]
+        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_MAX_RANKS - 1]
+        last = [self._recorder.report(_MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
             f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
             *(f"  {line}" for line in self._positions(inquiry)),
@@ -199,10 +201,11 @@ class StallWatch:
 
     def _positions(self, inquiry: "_Inquiry") -> list[str]:
         """Return a line for each rank that was asked; of many, first those that do not wait."""
-        asked = sorted(self._asked(inquiry), key=lambda rank: (
-            self._size > _FEW and rank in inquiry.waiting, rank))
-        lines = [f"rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in asked[:_FEW]]
-        if len(asked) > _FEW:
+        asked = sorted(self._asked_ranks(inquiry), key=lambda rank: (
+            self._size > _MAX_ASKED and rank in inquiry.waiting, rank))
+        lines = [f"rank {rank} {inquiry.answers.get(rank, _NO_ANSWER)}"
+                 for rank in asked[:_MAX_ASKED]]
+        if len(asked) > _MAX_ASKED:
             lines.append(f"{len(inquiry.waiting)} of the {len(asked)} other ranks wait in it too")
         if inquiry.asked < self._size:
             lines.append(f"ranks {inquiry.asked} to {self._size - 1} were not asked: "
@@ -245,17 +248,17 @@ class MessageWatch:
     """Watches the messages for which callers wait, and asks the other ranks.
 
     Args:
-        rank, size, post, config, recorder, warn: Arguments of StallWatch.
+        rank, size, mailbox, config, recorder, warn: Arguments of StallWatch.
 
     Attributes:
         config: Settings; may be replaced.
     """
 
-    def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._post = post
+        self._mailbox = mailbox
         self.config = config
         self._recorder = recorder
         self._warn = warn or print_at_once
@@ -285,14 +288,14 @@ class MessageWatch:
 
     def check(self) -> None:
         """Answer other ranks; ask them about late messages, and report these."""
-        for source, content in self._post.poll():
+        for source, content in self._mailbox.poll():
             message = json.loads(content)
             if "ask" in message:
                 waits = [f"{wait.handle}, since {time.monotonic() - wait.began_s:.0f} s"
                          for wait in tuple(self._waits.values())]
                 text = f"waits for {'; '.join(waits) or 'no message'}"
-                _answer(self._post, source, message, text, bool(waits),
-                        self._recorder.report(_LAST))
+                _answer(self._mailbox, source, message, text, bool(waits),
+                        self._recorder.report(_MAX_CALLS))
             elif message["answer"] in self._waits:
                 self._waits[message["answer"]].answers[source] = "\n".join(
                     filter(None, [message["text"], message["last"]]))
@@ -301,7 +304,7 @@ class MessageWatch:
             waited_s = now_s - wait.began_s
             if not wait.asked_s and waited_s >= wait.ask_s:
                 wait.asked_s = now_s
-                _ask(self._post, number, wait.peers)
+                _ask(self._mailbox, number, wait.peers)
             is_late = now_s - wait.asked_s > waiting.ANSWER_S
             complete = is_late or len(wait.answers) == len(wait.peers)
             if waited_s >= wait.warning_s and complete:
@@ -312,10 +315,10 @@ class MessageWatch:
 
     def _lines(self, wait: "_Wait") -> list[str]:
         late = wait.asked_s and time.monotonic() - wait.asked_s > waiting.ANSWER_S
-        missing = _SILENT if late else "has not answered yet"
-        lines = [line for rank in wait.peers[:_RANKS]
+        missing = _NO_ANSWER if late else "has not answered yet"
+        lines = [line for rank in wait.peers[:_MAX_RANKS]
                  for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]
-        return [f"  {line}" for line in lines + self._recorder.report(_LAST).splitlines()]
+        return [f"  {line}" for line in lines + self._recorder.report(_MAX_CALLS).splitlines()]
 
 
 @dataclass
@@ -331,16 +334,16 @@ class _Wait:
     answers: dict[int, str] = field(default_factory=dict)
 
 
-def _ask(post: "Mailbox", number: int, ranks: list[int]) -> None:
+def _ask(mailbox: "Mailbox", number: int, ranks: list[int]) -> None:
     question = json.dumps({"ask": number}).encode()
     for rank in ranks:
-        post.post(rank, question)
+        mailbox.post(rank, question)
 
 
-def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
+def _answer(mailbox: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
             last: str) -> None:
     answer = {"answer": question["ask"], "text": text, "waits": waits, "last": last}
-    post.post(source, json.dumps(answer).encode())
+    mailbox.post(source, json.dumps(answer).encode())
 
 
 def print_at_once(text: str) -> None:

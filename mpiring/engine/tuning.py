@@ -76,8 +76,8 @@ class Tuner:
 
         Collective: yes. Blocking: yes.
         """
-        model = None if fresh else self._saved()
-        if model is None or not self._is_right(model):
+        model = None if fresh else self._load()
+        if model is None or not self._is_valid(model):
             model = self.probe()
             if self._rank == 0:
                 self._save(model)
@@ -94,13 +94,13 @@ class Tuner:
         for size in SIZES:
             times = {name: measured[-1][1] * size / measured[-1][0]
                      for name, measured in points.items() if measured}
-            ahead_s = sum(seconds * (1 + _calls(seconds)) for seconds in times.values())
+            needed_s = sum(seconds * (1 + _call_count(seconds)) for seconds in times.values())
             # For the smallest sizes, latency makes this a gross overestimate.
             if size > SIZES[1] and self._slowest(
-                    time.perf_counter() - began_s) + ahead_s > _BUDGET_S:
+                    time.perf_counter() - began_s) + needed_s > _BUDGET_S:
                 break
             for name in self._candidates:
-                seconds = self._time_of(name, x[:size // 4], times.get(name, 0.0))
+                seconds = self._measure(name, x[:size // 4], times.get(name, 0.0))
                 points[name].append((size, seconds))
         return Model(tuple((name, Curve(tuple(measured))) for name, measured in points.items()))
 
@@ -111,7 +111,7 @@ class Tuner:
         x[...] = 0
         return x
 
-    def _time_of(self, algorithm: str, x: Array, expected_s: float) -> float:
+    def _measure(self, algorithm: str, x: Array, expected_s: float) -> float:
         """Return the duration of an allreduce on the slowest rank, in seconds."""
         def allreduce() -> None:
             self._run(f"{algorithm} of {x.nbytes} bytes",
@@ -119,7 +119,7 @@ class Tuner:
 
         allreduce()
         times = []
-        for _ in range(_calls(expected_s)):
+        for _ in range(_call_count(expected_s)):
             # Synchronize first: late ranks would count as slow communication.
             self._slowest(0.0)
             began_s = time.perf_counter()
@@ -134,7 +134,7 @@ class Tuner:
             x, op="max", algorithm="ring"))
         return float(x[0])
 
-    def _is_right(self, model: Model) -> bool:
+    def _is_valid(self, model: Model) -> bool:
         """Return whether a saved model still fits; links may have changed under the same names."""
         curves = dict(model.curves)
         if tuple(curves) != tuple(self._candidates):
@@ -142,10 +142,10 @@ class Tuner:
         name = self._candidates[0]
         size = min(_CHECKED_BYTES, curves[name].points[-1][0])
         expected_s = curves[name].time_s(size)
-        ratio = self._time_of(name, self._zeros(size), expected_s) / expected_s
+        ratio = self._measure(name, self._zeros(size), expected_s) / expected_s
         return 1 / _TOLERANCE < ratio < _TOLERANCE
 
-    def _saved(self) -> Model | None:
+    def _load(self) -> Model | None:
         """Return the model that rank 0 has on disk."""
         text = self._cache.read("model") if self._rank == 0 else ""
         try:
@@ -168,6 +168,6 @@ class Tuner:
                 self._cache.folder, exc.strerror or exc)
 
 
-def _calls(expected_s: float) -> int:
+def _call_count(expected_s: float) -> int:
     """Return how many calls to time."""
     return _LONG_CALLS if expected_s > _LONG_S else _CALLS

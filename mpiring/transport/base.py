@@ -111,7 +111,7 @@ class Node(Protocol):
     memory: Any
 
     @property
-    def met(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the first barrier was begun."""
 
     def test(self) -> bool:

@@ -61,16 +61,17 @@ def is_compilable(op: str, name: str, ranks: int) -> bool:
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
-    """Return the function to compile, of the address of a call's words plus how, and the vector's.
+    """Return the function to compile for a dtype.
 
-    The address of the words is a multiple of 8.
+    Its arguments are the address of a call's words, a multiple of 8, plus the mode, and the address
+    of the vector.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     run = intrinsics.inlined(protocol(_dialect(intrinsics, name, words_at)))
 
-    def run_at(address_and_how, vector):  # type: ignore[no-untyped-def]
-        how = address_and_how & 7
-        return run(words_at(address_and_how - how), how, vector)
+    def run_at(address_and_mode, vector):  # type: ignore[no-untyped-def]
+        mode = address_and_mode & 7
+        return run(words_at(address_and_mode - mode), mode, vector)
 
     return run_at
 
@@ -172,7 +173,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
-    number, both, add = _sums(intrinsics, name, pointer)
+    number, add_both, add = _sums(intrinsics, name, pointer)
     block = _BLOCK_BYTES // itemsize
 
     @intrinsics.inlined
@@ -188,7 +189,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
                 call[first + r] = slot_of(call, r, at)
             call[first + call[CALL_RANK]], offset = vector, 0
         if kind != SLOTS and p == 2:
-            both(call[first] + offset, call[first + 1] + offset, n, divisor)
+            add_both(call[first] + offset, call[first + 1] + offset, n, divisor)
             return
         done = 0
         while done < n:
@@ -213,9 +214,9 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
     """
     inlined = intrinsics.inlined
     number, widen, narrow, divides = _arithmetic(intrinsics, name)
-    both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
+    add_both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
     if name == "bfloat16":
-        both = _by_pairs(intrinsics, both)
+        add_both = _pairwise(intrinsics, add_both)
     finish = inlined(lambda x, divisor: x)
     if name in SIXTEEN_BIT:
         # Each sum is divided and rounded once, at the end.
@@ -230,7 +231,7 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
             for i in range(n):
                 out[i] /= divisor
 
-    return number, both, add
+    return number, add_both, add
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
@@ -245,8 +246,8 @@ def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
     return np.dtype(name).type, same, same, np.dtype(name).kind == "f"
 
 
-def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
-    """Return a function that does `one_by_one` on bfloat16, two at a time in aligned words."""
+def _pairwise(intrinsics: Any, add_each: Any) -> Any:
+    """Return a function that does `add_each` on bfloat16, two at a time in aligned words."""
     inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
     first, second, two = (
         intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)
@@ -259,14 +260,14 @@ def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
     def mean(x, y, divisor):  # type: ignore[no-untyped-def]
         return two((first(x) + first(y)) / divisor, (second(x) + second(y)) / divisor)
 
-    pair_by_pair = adding_both(inlined, pointer, add, mean, True)
+    add_pairs = adding_both(inlined, pointer, add, mean, True)
 
     @inlined
-    def both(a, b, n, divisor):  # type: ignore[no-untyped-def]
+    def add_both(a, b, n, divisor):  # type: ignore[no-untyped-def]
         pairs = 0
         if (a | b) & 3 == 0:
             pairs = n // 2
-            pair_by_pair(a, b, pairs, divisor)
-        one_by_one(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
+            add_pairs(a, b, pairs, divisor)
+        add_each(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
 
-    return both
+    return add_both

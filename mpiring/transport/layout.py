@@ -77,7 +77,7 @@ CALL_SPINS, CALL_YIELDS, CALL_POLLS = 9, 10, 11
 CALL_NOTE: Final = 12
 CALL_BARRIERS: Final = 14
 # The first and the last phase; 1 if the call is a complete operation, 0 if it is a part of one.
-CALL_FIRST, CALL_LAST, CALL_WHOLE = 15, 16, 17
+CALL_FIRST, CALL_LAST, CALL_IS_OPERATION = 15, 16, 17
 # In elements: start and length of what is written, and of what is reduced. For PIECES, the length
 # of a slice of a piece, for COPIES and ROWS of a piece; and the length of half a slot.
 CALL_WRITES, CALL_WRITTEN, CALL_REDUCES, CALL_REDUCED, CALL_WIDTH, CALL_HALF = range(18, 24)

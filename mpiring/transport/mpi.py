@@ -25,9 +25,10 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
         "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
 
-# MPI's errors when a rank has died, or when another rank that knows of a death informs all ranks.
-# (If MPI lacks these errors, mpi4py defines them as ERR_UNKNOWN.)
-_LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+# MPI errors after the death of a rank: MPI has noticed it, or another rank has revoked the
+# communicator. (If MPI lacks these errors, mpi4py defines them as ERR_UNKNOWN.)
+_PROCESS_FAILURES = {
+    MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
 
 
 def failure(action: str, error: MPI.Exception) -> TransportError:
@@ -37,7 +38,7 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
         action: Description of the failed action, with its rank.
         error: Error of MPI.
     """
-    if error.Get_error_class() in _LOSSES:
+    if error.Get_error_class() in _PROCESS_FAILURES:
         return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
     return TransportError(f"{action} failed: {error.Get_error_string()}")
 
@@ -59,8 +60,8 @@ def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
         return make()
     except MPI.Exception as exc:
         raise failure(
-            f"rank {comm.rank}: making a communicator ({_census()}; MPI has room for some "
-            f"thousand, MPICH for 2,048: close() those that are not needed any more)",
+            f"rank {comm.rank}: making a communicator ({_open_communicators()}; MPI has room for "
+            f"some thousand, MPICH for 2,048: close() those that are not needed any more)",
             exc) from exc
 
 
@@ -69,7 +70,7 @@ def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
     return comm.Iallreduce(MPI.IN_PLACE, numbers, MPI.MAX)
 
 
-def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
+def allgather(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     """Return the whole numbers of all ranks, shape (ranks, numbers).
 
     This rank sleeps meanwhile. MPI would test without pause, and delay ranks that share its core.
@@ -88,7 +89,7 @@ def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
 _open: "set[MpiTransport]" = set()
 
 
-def _census() -> str:
+def _open_communicators() -> str:
     """Return the number of open transports, and the lines that made the dropped ones."""
     dropped = [transport.line for transport in list(_open) if transport.dropped]
     text = f"{len(_open)} communicators of mpiring's are open in this process"
@@ -99,7 +100,7 @@ def _census() -> str:
     return f"{text}, {len(dropped)} of them dropped without close(), made at {lines}"
 
 
-def _users_line() -> tuple[str, int]:
+def _caller_line() -> tuple[str, int]:
     """Return the file and line that called this package."""
     frame = sys._getframe(1)
     package = __name__.partition(".")[0]
@@ -114,13 +115,13 @@ class _Pending:
     def __init__(self, request: MPI.Request, rank: int, action: str, other: int,
                  nbytes: int, expected: int | None = None) -> None:
         self._request = request
-        self._about = rank, action, nbytes, other
+        self._text_arguments = rank, action, nbytes, other
         self._expected = expected
         self._status = None if expected is None else MPI.Status()
         self._done = False
 
     def __repr__(self) -> str:
-        return _text(*self._about)
+        return _text(*self._text_arguments)
 
     @property
     def source(self) -> int:
@@ -212,7 +213,7 @@ class MpiTransport:
         # complete.
         self.tag_limit = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self._tags = min(self.tag_limit, 1 << 20)
-        self.line, self.dropped = _users_line(), False
+        self.line, self.dropped = _caller_line(), False
         _open.add(self)
 
     def channel(self, sequence: int, lane: int = 0) -> "MpiChannel":
@@ -229,11 +230,11 @@ class MpiTransport:
         """Start MPI_Iallreduce of a vector, in place; ranks must call in the same order."""
         if x.dtype == np.bool_:
             x = x.view(np.uint8)    # MPI has no MAX and MIN of booleans
-        return self.started(
+        return self.start_request(
             lambda: self.comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op]), _ALLREDUCE, x.nbytes)
 
-    def started(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
-                other: int = -1, expected: int | None = None) -> _Pending:
+    def start_request(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
+                      other: int = -1, expected: int | None = None) -> _Pending:
         """Make an MPI call that returns a request; convert its errors."""
         try:
             request = start()
@@ -284,19 +285,19 @@ class MpiChannel:
         """Start sending the bytes of a contiguous vector."""
         self._transport.bytes_sent += array.nbytes
         self.sent[0] += array.nbytes
-        return self._in_pieces(array, lambda piece: self._transport.started(
+        return self._in_pieces(array, lambda piece: self._transport.start_request(
             lambda: self._comm.Isend([piece, MPI.BYTE], dest, self._tag),
             _SEND, piece.nbytes, dest))
 
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving the bytes of a contiguous vector."""
-        return self._in_pieces(array, lambda piece: self._transport.started(
+        return self._in_pieces(array, lambda piece: self._transport.start_request(
             lambda: self._comm.Irecv([piece, MPI.BYTE], source, self._tag),
             _RECEIVE, piece.nbytes, source, expected=piece.nbytes))
 
     def irecv_any(self, array: Array) -> _Pending:
         """Start receiving a contiguous vector from any rank; see `source` of the request."""
-        return self._transport.started(
+        return self._transport.start_request(
             lambda: self._comm.Irecv([as_bytes(array), MPI.BYTE], MPI.ANY_SOURCE, self._tag),
             _RECEIVE_ANY, array.nbytes, expected=array.nbytes)
 
@@ -313,7 +314,7 @@ class Mailbox:
     def __init__(self, transport: MpiTransport) -> None:
         self._comm = transport.comm
         self._rank = transport.rank
-        self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
+        self._in_flight: deque[tuple[MPI.Request, bytes]] = deque()
         # Number of messages sent to each rank, and received from all ranks.
         self._sent, self._received = np.zeros(transport.size, np.int64), 0
 
@@ -326,10 +327,10 @@ class Mailbox:
         """
         try:
             request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
-            self._leaving.append((request, message))
+            self._in_flight.append((request, message))
             self._sent[dest] += 1
-            while self._leaving and self._leaving[0][0].Test():
-                self._leaving.popleft()
+            while self._in_flight and self._in_flight[0][0].Test():
+                self._in_flight.popleft()
         except MPI.Exception as exc:
             raise failure(f"rank {self._rank}: sending a note to rank {dest}", exc) from exc
 
@@ -395,7 +396,7 @@ class MpiNode:
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return the numbers that each rank of the node has passed, per rank; never yield."""
-        return [tuple(row) for row in gathered(self._local, numbers).tolist()]
+        return [tuple(row) for row in allgather(self._local, numbers).tolist()]
         yield ()
 
     def free(self) -> None:

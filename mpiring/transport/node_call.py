@@ -24,7 +24,7 @@ from .layout import (
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
     CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK,
     CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_VECTOR,
-    CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS, COPIES,
+    CALL_IS_OPERATION, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS, COPIES,
     COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, ROWS, SLOTS,
     WINDOWS, WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
@@ -71,7 +71,7 @@ class _Operands:
 class NodeCall:
     """A call that the ranks of a node make, once or many times.
 
-    It is a part of an operation, unless `whole` makes it a complete one.
+    It is a part of an operation, unless `make_operation` makes it a complete one.
 
     Args:
         memory: Memory of the node.
@@ -95,7 +95,7 @@ class NodeCall:
                  combine: Any) -> None:
         self.memory, self.dtype = memory, dtype
         self.words: Any = [0] * call_words(len(memory.ranks))
-        self._of_code: Any = None
+        self._compiled_words: Any = None
         self.operands = _Operands(memory, dtype, combine)
         self.code: Code | None = None
         self.is_short, self.address = False, 0
@@ -106,9 +106,9 @@ class NodeCall:
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_POLLS] = kind, n, 1
         self[CALL_LAST] = int(kind == WINDOWS)
         self[CALL_SPINS], self[CALL_YIELDS] = memory.patience.spins, memory.patience.yields
-        self._name_objects()
+        self._set_objects()
 
-    def _name_objects(self) -> None:
+    def _set_objects(self) -> None:
         words, segments = self.words, self.operands.segments
         words[CALL_ADDRESS], words[CALL_COUNTER] = self.operands, self.memory.counter
         words[CALL_CLOCK] = time.CLOCK_MONOTONIC
@@ -120,8 +120,9 @@ class NodeCall:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[word] = value
 
-    def whole(self, call: Any, identity: int, op: str, code: Code | None, *,
-              note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
+    def make_operation(self, call: Any, identity: int, op: str, code: Code | None, *,
+                       note: tuple[int, int] = (0, 0), barriers: int = 1,
+                       find: Find | None = None) -> None:
         """Make the call a complete operation.
 
         Args:
@@ -135,7 +136,7 @@ class NodeCall:
         """
         self.call, self.operands.header = call, call.header
         self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
-        self[CALL_WHOLE], self._find, self.op = 1, find, op
+        self[CALL_IS_OPERATION], self._find, self.op = 1, find, op
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
 
@@ -150,7 +151,7 @@ class NodeCall:
         if code is None:
             return
         header = self.operands.header
-        self.words = self._of_code = array("q", [
+        self.words = self._compiled_words = array("q", [
             word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR] = divisor
@@ -160,7 +161,7 @@ class NodeCall:
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
             self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
-        self[CALL_ADDRESS] = self.address = self._of_code.buffer_info()[0]
+        self[CALL_ADDRESS] = self.address = self._compiled_words.buffer_info()[0]
         self[CALL_CLOCK] = self.address + 8 * (CALL_CLOCK + 1)
         for rank, segment in enumerate(self.memory.segments):
             self[CALL_BASES + rank] = data_address(segment)
@@ -191,48 +192,48 @@ class NodeCall:
             self.words, node.slots(self.dtype))
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
-    def run(self, how: int, x: Array) -> int:
+    def run(self, mode: int, x: Array) -> int:
         """Run the call as far as possible; return its status. See layout.
 
         Args:
-            how: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
+            mode: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
             x: Vector of the call.
         """
         code = self.code
-        if code is None or self.words is not self._of_code:
-            return self._run_in_python(how, x)
-        if how == RESUME or how == POLL and not self.is_short:
-            status = code.call(self.address + how, 0)
-        elif self.is_short or how & 3 == PUBLISH or how == POLL:
-            status = code.call_with_lock(self.address + how, data_address(x))
+        if code is None or self.words is not self._compiled_words:
+            return self._run_in_python(mode, x)
+        if mode == RESUME or mode == POLL and not self.is_short:
+            status = code.call(self.address + mode, 0)
+        elif self.is_short or mode & 3 == PUBLISH or mode == POLL:
+            status = code.call_with_lock(self.address + mode, data_address(x))
         else:
             # Number the call with Python's lock held; release it while other ranks may be late.
-            status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
+            status = code.call_with_lock(self.address + mode + PUBLISH, data_address(x))
             if status == DONE:
                 status = code.call(self.address + RESUME, 0)
-        return self._fall_back(how, x) if status == FALLBACK else status
+        return self._fall_back(mode, x) if status == FALLBACK else status
 
-    def _run_in_python(self, how: int, x: Array) -> int:
-        status: int = run_plain(self.words, how, x)
+    def _run_in_python(self, mode: int, x: Array) -> int:
+        status: int = run_plain(self.words, mode, x)
         if self.words[CALL_STAGE] == IDLE:
             # A call that is kept must not keep the array alive.
             self.operands.x = None
             if self.code is not None:
                 # The next run uses compiled code again.
-                self.words = self._of_code
+                self.words = self._compiled_words
                 self.words[CALL_STAGE] = IDLE
         return status
 
-    def _fall_back(self, how: int, x: Array) -> int:
+    def _fall_back(self, mode: int, x: Array) -> int:
         """Continue in Python, or with the present positions of vectors."""
-        how = POLL if how == POLL else RESUME
+        mode = POLL if mode == POLL else RESUME
         if self[CALL_KIND] == PIECES:
             return FALLBACK
         if self._find is None:
-            self.words = list(self._of_code)
-            self._name_objects()
+            self.words = list(self._compiled_words)
+            self._set_objects()
             _bind(self.words, x)
-            return self._run_in_python(how, x)
+            return self._run_in_python(mode, x)
         notes = self.node().notes(2)
         addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
         # Only NumPy can add vectors at unaligned addresses.
@@ -243,7 +244,7 @@ class NodeCall:
         for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
             self[first + rank] = address
             self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
-        return self.run(how, x)
+        return self.run(mode, x)
 
     @property
     def by_slices(self) -> bool:
@@ -254,7 +255,7 @@ class NodeCall:
         """Return the node of the operation, after the first barrier."""
         node = self.memory.node(
             self[CALL_SEQUENCE], self.operands.header, self[CALL_DIGEST])
-        node.arrived(node.count + 1)
+        node.arrival(node.count + 1)
         return node
 
 
@@ -478,7 +479,7 @@ def _publish(segment: Any, word: int, value: int) -> None:
     segment[word] = value
 
 
-def _nothing() -> None:
+def _relax() -> None:
     """Do nothing between two checks, because a check takes Python long enough."""
 
 
@@ -539,4 +540,4 @@ run_plain = protocol(SimpleNamespace(
     bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
     write_header=_write_header, write=_write, read=_read, write_back=_write_back, reduce=_reduce,
-    relax=_nothing, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))
+    relax=_relax, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -96,7 +96,7 @@ class SharedNode:
         count: Value of this rank's flag since its last barrier.
     """
 
-    __slots__ = ("rank", "size", "ranks", "met", "memory", "count",
+    __slots__ = ("rank", "size", "ranks", "has_arrived", "memory", "count",
                  "_sequence", "_header", "_lanes", "_digest", "_area", "_flag")
 
     def __init__(self, memory: NodeMemory, sequence: int, header: bytes, digest: int,
@@ -104,7 +104,7 @@ class SharedNode:
         self.rank = memory.rank
         self.size = len(memory.ranks)
         self.ranks = memory.ranks
-        self.met = False
+        self.has_arrived = False
         self.memory = memory
         self._sequence = sequence
         self._header = header
@@ -129,13 +129,13 @@ class SharedNode:
                 return False
         return self.memory.words[self.rank][flag] >= ended
 
-    def barrier(self, *numbers: int) -> "_Arrived":
+    def barrier(self, *numbers: int) -> "_Arrival":
         """Arrive, write a note of up to 8 numbers, and return a request for the other ranks."""
         memory, flag = self.memory, self._flag
         words = memory.words[self.rank]
         self.count += 1
-        if not self.met:
-            self.met = True
+        if not self.has_arrived:
+            self.has_arrived = True
             self._write_header()
         if numbers:
             note = flag + NOTE_WORD + (self.count & 1) * NOTE_WORDS
@@ -144,12 +144,12 @@ class SharedNode:
         if REORDERS:
             memory.fence()
         words[flag] = self.count
-        return _Arrived(memory, flag, self.count)
+        return _Arrival(memory, flag, self.count)
 
-    def arrived(self, count: int) -> "_Arrived":
+    def arrival(self, count: int) -> "_Arrival":
         """Return a request for the other ranks, after other code has set this rank's flag."""
-        self.count, self.met = count, True
-        return _Arrived(self.memory, self._flag, count)
+        self.count, self.has_arrived = count, True
+        return _Arrival(self.memory, self._flag, count)
 
     def part(self, call: Any, x: Any) -> Schedule[None]:
         """Run a call as a part of the operation, after its barriers so far; see protocol.
@@ -158,15 +158,15 @@ class SharedNode:
             call: NodeCall of the ranks of the node.
             x: Vector of the call.
         """
-        if not self.met:
-            self.met = True
+        if not self.has_arrived:
+            self.has_arrived = True
             self._write_header()
         call.join(self._sequence, self.count, x)
         # Other ranks' data is not used before the calls were compared.
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
-            yield (self.arrived(call[CALL_COUNT]),)
+            yield (self.arrival(call[CALL_COUNT]),)
             status = call.run(POLL, x)
         self.count = call[CALL_COUNT]
 
@@ -185,7 +185,7 @@ class SharedNode:
         if index not in self._lanes:
             # Keep the object, because its count of barriers must continue.
             other = SharedNode(self.memory, self._sequence, self._header, self._digest, index)
-            other.met = True
+            other.has_arrived = True
             self._lanes[index] = other
         return self._lanes[index]
 
@@ -222,7 +222,7 @@ class SharedNode:
             memory.write_header(self._area, self._header)
 
 
-class _Arrived:
+class _Arrival:
     """A request that is complete once every other rank of the node has arrived."""
 
     __slots__ = ("_memory", "_flag", "_count", "_others")
@@ -255,7 +255,7 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1
         self.ranks: Sequence[int] = (rank,)
-        self.met, self.memory = True, None
+        self.has_arrived, self.memory = True, None
 
     def test(self) -> bool:
         """Return True, because no other rank uses the memory."""

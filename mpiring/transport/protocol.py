@@ -47,7 +47,7 @@ from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
     CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
     CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
-    CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
+    CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_IS_OPERATION, CALL_WIDTH, CALL_WRITES,
     CALL_WRITTEN, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
     COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME, HELD,
     IDLE, IN_SLOT, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
@@ -55,7 +55,7 @@ from .layout import (
     WRITING)
 
 # Number of phases that run at a time; they take a few milliseconds.
-_PHASES = 32
+_MAX_PHASES = 32
 # An area is free once the operation AREAS before has ended in it. Its flag is then this much below
 # the count with which this operation begins.
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
@@ -65,7 +65,7 @@ _IN_SLOT, _ = IN_SLOT
 
 
 def protocol(d: Any) -> Callable[..., Any]:
-    """Return `run(call, how, vector)`, which runs a call as far as possible; see layout.
+    """Return `run(call, mode, vector)`, which runs a call as far as possible; see layout.
 
     Args:
         d: Dialect in which the protocol is written. Its argument `call` is the words of a call, in
@@ -98,20 +98,20 @@ def protocol(d: Any) -> Callable[..., Any]:
     counter_of, all_arrived, begin, wait, run_phases = (
         d.counter, d.all_arrived, _beginning(d), _waiting(d), _phases(d))
 
-    def run(call, how, vector):  # type: ignore[no-untyped-def]
+    def run(call, mode, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
         # Only a complete operation must be begun; a part has begun already.
-        if call[CALL_WHOLE] != 0 and how != RESUME and how != POLL:
-            if not begin(call, counter, how, vector):
+        if call[CALL_IS_OPERATION] != 0 and mode != RESUME and mode != POLL:
+            if not begin(call, counter, mode, vector):
                 return GATED
-            how = how & 3
+            mode = mode & 3
         if call[CALL_STAGE] == BEGUN:
             ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
             if call[CALL_SEQUENCE] >= AREAS and not all_arrived(
-                    call, call[CALL_AREA], ended) and not wait(call, ended, how):
+                    call, call[CALL_AREA], ended) and not wait(call, ended, mode):
                 return LATE
             call[CALL_STAGE] = WRITING
-        return run_phases(call, counter, how)
+        return run_phases(call, counter, mode)
 
     return run
 
@@ -123,8 +123,8 @@ def _phases(d: Any) -> Any:
     arrive, agreement = _arriving(d), _agreeing(d)
 
     @d.inlined
-    def run_phases(call, counter, how):  # type: ignore[no-untyped-def]
-        for _ in range(_PHASES):
+    def run_phases(call, counter, mode):  # type: ignore[no-untyped-def]
+        for _ in range(_MAX_PHASES):
             j = call[CALL_PHASE]
             if call[CALL_STAGE] == WRITING:
                 if j <= call[CALL_LAST]:
@@ -136,12 +136,12 @@ def _phases(d: Any) -> Any:
                     return DONE
                 arrive(call, counter, j)
                 call[CALL_STAGE] = WAITING
-                if how == PUBLISH:
+                if mode == PUBLISH:
                     return DONE
             count = call[CALL_COUNT]
-            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, how):
+            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, mode):
                 return LATE
-            if j == 0 and call[CALL_WHOLE] != 0:
+            if j == 0 and call[CALL_IS_OPERATION] != 0:
                 status = agreement(call)
                 if status != DONE:
                     return status
@@ -158,9 +158,9 @@ def _beginning(d: Any) -> Any:
     bind, now = d.bind, d.now
 
     @d.inlined
-    def begin(call, counter, how, vector):  # type: ignore[no-untyped-def]
+    def begin(call, counter, mode, vector):  # type: ignore[no-untyped-def]
         if call[CALL_STAGE] != IDLE or counter[COUNTER_GATE] != 0 or (
-                how < HELD and counter[COUNTER_HELD] != 0):
+                mode < HELD and counter[COUNTER_HELD] != 0):
             return False
         # First, so that an interrupt handler can see that something has begun.
         call[CALL_STAGE] = BEGUN
@@ -182,10 +182,10 @@ def _waiting(d: Any) -> Any:
     all_arrived, relax, give_way = d.all_arrived, d.relax, d.give_way
 
     @d.inlined
-    def wait(call, value, how):  # type: ignore[no-untyped-def]
+    def wait(call, value, mode):  # type: ignore[no-untyped-def]
         polls, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
-        limit = call[CALL_POLLS] if how == POLL else spins
-        if how == RESUME:
+        limit = call[CALL_POLLS] if mode == POLL else spins
+        if mode == RESUME:
             limit = spins + call[CALL_YIELDS]
         while polls < limit:
             if polls < spins:
@@ -207,7 +207,7 @@ def _arriving(d: Any) -> Any:
     @d.inlined
     def arrive(call, counter, j):  # type: ignore[no-untyped-def]
         area, count = call[CALL_AREA], call[CALL_COUNT] + 1
-        if j == 0 and call[CALL_WHOLE] != 0:
+        if j == 0 and call[CALL_IS_OPERATION] != 0:
             base = call[CALL_BASES + call[CALL_RANK]]
             count += call[CALL_BARRIERS] - 1
             if call[CALL_NOTE] != 0:
@@ -368,7 +368,7 @@ def _leaving(d: Any) -> Any:
 
     @d.inlined
     def leave(call, counter):  # type: ignore[no-untyped-def]
-        if call[CALL_WHOLE] != 0:
+        if call[CALL_IS_OPERATION] != 0:
             publish(call[CALL_BASES + call[CALL_RANK]], call[CALL_AREA],
                     (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
         began = call[CALL_BEGAN]

@@ -28,7 +28,7 @@ class Survivors:
     """The ranks of an MPI communicator, any of which may die.
 
     Args:
-        comm: MPI communicator. All its living ranks must call `agree` and `shrunk` in the same
+        comm: MPI communicator. All its living ranks must call `agree` and `shrink` in the same
             order.
 
     Attributes:
@@ -40,7 +40,7 @@ class Survivors:
         self.comm, self.size = comm, comm.size
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
-    def lost(self) -> bool:
+    def has_lost_rank(self) -> bool:
         """Return whether a rank has died; wait a moment for news of a death.
 
         Collective: no. Blocking: no.
@@ -63,7 +63,7 @@ class Survivors:
 
         Collective: no. Blocking: no.
         """
-        self._called("revoke", self.comm.Revoke)
+        self._call("revoke", self.comm.Revoke)
         _settle(tasks)
 
     def agree(self, answer: bool) -> bool:
@@ -84,15 +84,15 @@ class Survivors:
                 if not isinstance(error, ProcessFailedError):
                     raise error from exc
 
-    def shrunk(self) -> "Survivors":
+    def shrink(self) -> "Survivors":
         """Return the surviving ranks, in their order, on a new communicator.
 
         Collective: yes. Blocking: yes.
         """
-        return Survivors(cast(MPI.Intracomm, self._called("shrink", self.comm.Shrink)))
+        return Survivors(cast(MPI.Intracomm, self._call("shrink", self.comm.Shrink)))
 
-    def grown(self, number: int, size: int,
-              command: Callable[[Sequence[int]], Sequence[str]]) -> "Survivors":
+    def grow(self, number: int, size: int,
+             command: Callable[[Sequence[int]], Sequence[str]]) -> "Survivors":
         """Start new ranks, which must call `join`; return all ranks on a new communicator.
 
         Args:
@@ -129,7 +129,7 @@ class Survivors:
                     new.send(None, other)
         return Survivors(new)
 
-    def _called(self, name: str, call: Callable[[], T]) -> T:
+    def _call(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except MPI.Exception as exc:
@@ -137,7 +137,7 @@ class Survivors:
 
 
 def join(numbers: Sequence[int]) -> Survivors:
-    """Join the ranks that have started this process by `grown`.
+    """Join the ranks that have started this process by `grow`.
 
     Args:
         numbers: Numbers of all ranks that were started with this one, in the order of their world.
@@ -157,12 +157,12 @@ def _settle(tasks: Sequence[Task[Any]]) -> None:
             for message in messages_of(request)]
     deadline = time.monotonic() + _SETTLING_S
     while left and time.monotonic() < deadline:
-        left = [request for request in left if not _is_over(request)]
+        left = [request for request in left if not _is_complete(request)]
         time.sleep(_PAUSE_S)
     _unsettled.extend(left)
 
 
-def _is_over(request: Request) -> bool:
+def _is_complete(request: Request) -> bool:
     try:
         return request.test()
     except MpiringError:

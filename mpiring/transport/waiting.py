@@ -18,7 +18,7 @@ from typing import NamedTuple
 SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
 # If ranks share cores, other ranks cannot arrive before this one gives its core away. (With 4 ranks
 # on 2 cores and a value of 20, short calls took up to a fifth longer.)
-SPINS_TOGETHER = 4
+SHARED_CORE_SPINS = 4
 # Number of checks by compiled code at a barrier between pieces, for about 3 us. Then the engine
 # continues. Values from 20 to 5000 are equally fast.
 PIECE_POLLS = 50
@@ -38,10 +38,10 @@ TESTS = 4
 # The first pause of the thread, and the factors by which pauses change; see `max_pause_s`.
 FIRST_PAUSE_S, PAUSE_GROWTH, PAUSE_SHRINKAGE = 20e-6, 1.5, 2.0
 # Interval at which an idle engine answers other ranks' questions.
-IDLE_LOOK_S = 0.1
+IDLE_CHECK_S = 0.1
 # Interval at which a busy engine does so, and checks for stalls and dead ranks. (Open MPI reported
 # a death at about the third check: with 0.1 s, after 0.25 to 0.45 s.)
-BUSY_LOOK_S = 0.02
+BUSY_CHECK_S = 0.02
 # Time for which the thread leaves operations to a caller who will soon wait, see Lane.pause. It is
 # longer than most models compute between two buckets. Other ranks are late by at most this time if
 # the caller does not wait, or waits where the engine does not know of it.
@@ -81,7 +81,7 @@ class Patience(NamedTuple):
 
     def pause_after(self, waited_s: float) -> float:
         """Return the seconds to sleep if the wait has taken `waited_s` seconds."""
-        return max(WAIT_PAUSE_S, min(self.pause_share * waited_s, IDLE_LOOK_S))
+        return max(WAIT_PAUSE_S, min(self.pause_share * waited_s, IDLE_CHECK_S))
 
 
 def patience(ranks: int, processors: int) -> Patience:
@@ -98,5 +98,5 @@ def patience(ranks: int, processors: int) -> Patience:
     if ranks <= processors:
         return Patience()
     share = min(1.0, 2 * processors / ranks)
-    return Patience(SPINS_TOGETHER, SPINS_TOGETHER, math.ceil(YIELDS * share ** 2),
+    return Patience(SHARED_CORE_SPINS, SHARED_CORE_SPINS, math.ceil(YIELDS * share ** 2),
                     math.ceil(WAIT_YIELDS * share ** 2), PAUSE_SHARE if share < 1 else 0.0)

@@ -130,7 +130,7 @@ def test_of_many_ranks_one_asks_all_and_each_other_asks_a_few(missing):
         post(self, dest, message)
 
     for watch in ranks.watches:
-        watch._post.post = counted.__get__(watch._post)
+        watch._mailbox.post = counted.__get__(watch._mailbox)
     ranks.look(1.0)
     (report,) = ranks.reports[first]
     assert f"\n  rank {missing} has not called it" in report
