@@ -1,8 +1,8 @@
-"""Prepares node calls and runs them in the caller's thread; passes late ones to the engine.
+"""Prepares node calls and runs them in the caller's thread; passes late calls to the engine.
 
-A call is prepared after an equal call, or as a persistent operation. Then it is called at once, or
-started and waited for. In both cases the protocol (see transport.protocol) completes it and records
-it in the counter, unless the engine runs it.
+A node call is prepared after an equal call, or for a persistent operation. The caller then runs it
+to its end, or starts it and waits for it later. In both cases, the protocol (see
+transport.protocol) records the completed call in the counter, unless the engine runs it.
 """
 
 import time
@@ -30,22 +30,23 @@ from .engine import Engine
 from .handle import Action, Handle, Lane
 from .opening import Sharing
 
-# A limit is needed, because a program may combine vectors of ever new shapes.
+# Maximum number of noted calls, because a program may use any number of shapes.
 _MAX_CALLS = 256
-# Number of calls of a kind that may be started at once.
+# Maximum number of equal calls that are started at a time.
 _MAX_STARTED = AREAS - 1
-# Name of the call, op or root, dtype, shape. Then, for an allreduce in place, the position of this
-# rank's vector, or, for several calls started at once, a number.
+# Name of the call, op or root, dtype, and shape. The key of an allreduce in place also has the
+# position of this rank's vector; the key of a started call also has a number.
 _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
-# Vector for calls that combine nothing.
+# Vector of calls without data.
 NOTHING = np.empty(0, np.float32)
 _BARRIER_KEY: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
-# Algorithms of an allreduce with the same bits as the node call, see collectives.shared: every rank
-# combines all vectors, or one slice of them.
+# Allreduce algorithms with the same results as node calls, to the bit, see collectives.shared. Each
+# rank combines all vectors, or one slice of them.
 BY_SLOTS, BY_SLICES = "eager", "shared"
-# Number of barriers for which a vector stays in its slot if others combine in place.
+# Number of barriers at which a rank with its vector in its slot arrives at once, if other ranks
+# combine slices.
 _BARRIERS = 3
 
 
@@ -65,14 +66,14 @@ class CallingGroup(Protocol):
         """Return the schedules of an operation."""
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun without the engine."""
+        """Advance and watch an operation that was begun without the engine."""
 
     def check_open(self) -> None:
         """Raise ClosedError unless the group is open, and MPI is running in this process."""
 
 
 class FastCalls:
-    """The node calls that a group has prepared: short ones, and allreduces of any length.
+    """The prepared node calls of a group: short collectives, and allreduces of any length.
 
     Each rank decides by itself whether a call is fast; the other ranks need not know.
 
@@ -82,14 +83,14 @@ class FastCalls:
 
     Attributes:
         group, memory: The arguments of the same name.
-        started: Handles that were started, are not complete, and were not passed to the engine.
+        started: Handles of started calls that are not complete and not passed to the engine.
     """
 
     def __init__(self, group: CallingGroup, memory: NodeMemory | None) -> None:
         self.group, self.memory = group, memory
         self.started: list[FastHandle[Any]] = []
         self._counter = group.sharing.counter
-        # Maps to the Call of an allreduce that is prepared separately for each position of x.
+        # The value is a Call if the allreduce is prepared separately for each position of x.
         self._calls: dict[_Key, NodeCall | Call] = {}
 
     def repeat(self, name: str, x: Any, op_or_root: Any = None) -> bool:
@@ -130,14 +131,14 @@ class FastCalls:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
         for number in range(_MAX_STARTED):
-            another = *key, number
-            call: Any = self._calls.get(another)
+            numbered_key = *key, number
+            call: Any = self._calls.get(numbered_key)
             if call is None:
                 description = noted if noted.__class__ is Call else noted.call
                 call = self.prepare(description, vector, "allreduce", op, started=True)
                 if call is None:
                     return None
-                self._store(another, call)
+                self._store(numbered_key, call)
             if not call[CALL_STAGE]:
                 break
         return self.start(call, vector, x)
@@ -157,15 +158,15 @@ class FastCalls:
             (*key, position), self.prepare_slices(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
-        """Prepare the next equal call after a collective was made, so that it is fast if possible.
+        """Prepare the next equal call after a collective, so that the next call is fast.
 
         Args:
-            name: Name that tells the call from others on such arrays.
+            name: Name that distinguishes the call from other calls on equal arrays.
             call: Description of the collective.
             x: NumPy array of the call.
             op_or_root: Op or root, if the collective has one.
-            kind: Collective that it works like, if not `name`: "allreduce", "reduce_scatter",
-                "allgather", "broadcast" or "barrier".
+            kind: Kind of the collective, if not `name`: "allreduce", "reduce_scatter", "allgather",
+                "broadcast" or "barrier".
         """
         if (self.memory is None or type(op_or_root) not in (str, int, type(None))
                 or not x.flags.carray):
@@ -198,7 +199,7 @@ class FastCalls:
 
         Args:
             call: Description of the collective.
-            x: Vector with the length and dtype of those to be combined or copied.
+            x: Vector with the length and dtype of the vectors to combine or copy.
             kind, op_or_root: Arguments of `note`.
             started: If true, the call will be started. An allreduce may then use slots even if
                 other ranks combine slices.
@@ -222,7 +223,7 @@ class FastCalls:
         return node_call
 
     def prepare_slices(self, call: Call, x: Array, op: str) -> NodeCall:
-        """Return a call that combines one slice of long vectors; needs `is_compiled`.
+        """Return a call that combines one slice of long vectors; call it only if `is_compiled`.
 
         Args:
             call: Description of the allreduce.
@@ -259,7 +260,7 @@ class FastCalls:
         Args:
             call: Prepared call.
             x: Vector of the call.
-            status: Status that `begin` has returned, if the call was begun.
+            status: Status that `begin` returned, if the caller has begun the call.
         """
         try:
             if call.is_short and status == GATED:
@@ -303,7 +304,7 @@ class FastCalls:
                 handle = FastHandle(self, call, x, result)
                 self.started.append(handle)
                 if status == LATE:
-                    # An operation in flight uses the area.
+                    # An operation in flight still uses the area.
                     self.hand_over()
                 else:
                     self._counter.close(GATE_STARTED)
@@ -313,7 +314,7 @@ class FastCalls:
             raise
 
     def _begin(self, mode: int, call: NodeCall, x: Array) -> int:
-        """Begin a call, after running started calls if necessary. Needs the counter's lock."""
+        """Begin a call; first run started calls if necessary. The caller holds the lock."""
         status = call.run(mode + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
@@ -325,14 +326,14 @@ class FastCalls:
         return status
 
     def hand_over(self) -> None:
-        """Pass started calls to the engine, because other operations may have to wait for them."""
+        """Pass started calls to the engine, because later operations may have to wait for them."""
         with self._counter:
             for handle in tuple(self.started):
                 if not handle.poll():
                     handle.hand_over()
 
     def remove(self, handle: "FastHandle[Any]") -> None:
-        """Remove a handle from the started ones. The caller holds the lock."""
+        """Remove a handle from the started handles. The caller holds the lock."""
         if handle in self.started:
             self.started.remove(handle)
             if not self.started:
@@ -345,11 +346,11 @@ class FastCalls:
 
 
 class FastHandle(Handle[T]):
-    """Handle of a published fast call, for which no other rank waits for this one.
+    """Handle of a fast call that is published, so that no other rank waits for this rank.
 
-    `wait`, `test` or reading `done` does the rest: waiting for the other ranks, and combining. The
-    engine does it once another operation of this rank might wait for it (see `hand_over`). Until
-    then, a thread must hold the counter's lock to run it.
+    `wait`, `test` and reading `done` run the rest of the call: wait for the other ranks, and
+    combine. If another operation of this rank might have to wait for the call, the engine runs the
+    rest (see `hand_over`). Until then, a thread must hold the counter's lock to run the call.
 
     Args:
         calls: Fast calls of the group.
@@ -360,13 +361,14 @@ class FastHandle(Handle[T]):
 
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
                  waited_ns: int = 0) -> None:
-        # Does not call Handle's constructor: the engine's state is made when it gets the call.
+        # Handle's constructor is not called, because `hand_over` makes another handle for the
+        # engine.
         self._calls, self._call, self._result = calls, call, result
         self._x: Any = x
         self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
         self._waited_ns, self._is_done, self._is_running = waited_ns, False, False
         self._counter = calls.group.sharing.counter
-        # The engine's handle.
+        # The handle of the engine, once it runs the call.
         self._handle: Handle[Any] | None = None
 
     def __repr__(self) -> str:
@@ -384,7 +386,7 @@ class FastHandle(Handle[T]):
         return self.poll()
 
     def poll(self) -> bool:
-        """Run it as far as possible, unless the engine does; return whether it is complete."""
+        """Run the call as far as possible, unless the engine does; return whether it is done."""
         if not (self._is_done or self._handle or self._is_stopped):
             with self._counter:
                 # A signal handler may call this during a run.
@@ -394,7 +396,7 @@ class FastHandle(Handle[T]):
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether it cannot continue here: an operation failed, or this process is a fork."""
+        """Whether the call cannot continue: an operation failed, or this process is a fork."""
         return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
 
     def _run(self, mode: int) -> bool:
@@ -413,14 +415,15 @@ class FastHandle(Handle[T]):
         if status == DONE:
             # A handle that is kept must not keep the array alive.
             self._is_done, self._x = True, None
-            # The protocol has recorded all the time since the call began, also without a wait.
+            # The protocol has recorded all the time since the call began. Keep only the time during
+            # which the caller waited.
             self._counter.words[COUNTER_NANOSECONDS] -= (
                 ended_ns - self._began_ns - self._waited_ns)
             self._calls.remove(self)
         return self._is_done
 
     def hand_over(self) -> Handle[Any]:
-        """Let the engine run the rest, unless it does already; return the engine's handle."""
+        """Let the engine run the rest, unless it already does; return the engine's handle."""
         with self._counter:
             if self._handle is None:
                 group, call, began_s = self._calls.group, self._call, self._began_ns / 1e9
@@ -482,7 +485,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
 
 
 class _Remainder:
-    """The rest of a node call; complete when the call is, or if it needs another algorithm."""
+    """The rest of a node call, as a request that also ends if the call needs another algorithm."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:
         self.status, self._call, self._x = LATE, call, x
@@ -491,7 +494,7 @@ class _Remainder:
         return f"stage {self._call[CALL_STAGE]} of a node call"
 
     def test(self) -> bool:
-        """Run it as far as possible; return whether the request is complete."""
+        """Run the call as far as possible; return whether the request is complete."""
         if self.status == LATE:
             self.status = self._call.run(POLL, self._x)
         return self.status != LATE

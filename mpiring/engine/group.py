@@ -1,4 +1,4 @@
-"""Runs the operations of a group of ranks: numbers them, passes them to the engine, closes."""
+"""Runs the operations of a group of ranks: numbers them, and passes them to the engine."""
 
 import atexit
 import time
@@ -99,7 +99,7 @@ class Group:
         atexit.register(self._close_at_exit)
 
     def _create_resources(self) -> None:
-        """Make empty pools, which drops the memory of earlier operations."""
+        """Create empty pools, which releases the memory of earlier operations."""
         windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
@@ -169,7 +169,7 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        # Operations of several threads queue in the order of their numbers, as on all ranks.
+        # Operations of several threads must queue in the order of their numbers.
         with self._counter:
             flight, schedule = self._prepare(call, build)
             try:
@@ -180,7 +180,7 @@ class Group:
                 elif handle.step() and handle.task.done:
                     handle.done = True
                     return handle
-                # Even a rank alone may have to wait for its GPU.
+                # Even a single rank may have to wait for its GPU.
                 return self.engine.submit(handle)
             except BaseException as error:
                 self.engine.fail(error)
@@ -215,7 +215,7 @@ class Group:
         return task.result  # type: ignore[return-value]
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun without the engine."""
+        """Advance and watch an operation that was begun without the engine."""
         try:
             self._record(handle.flight)
             self._watch.enter(handle)
@@ -273,9 +273,9 @@ class Group:
     def _prepare(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
         """Make the schedule of the next operation, and record the call.
 
-        The operation's number is not used yet, because mistakes in the call raise here. Once it
-        is used, even an exception in a signal handler must not drop the operation on one rank.
-        The caller holds the counter's lock until then.
+        This does not use up the operation's number, because mistakes in the call raise here. Once
+        the number is used, not even an exception in a signal handler may drop the operation on one
+        rank. The caller holds the counter's lock until it has used the number.
         """
         self.check_open()
         if self.fast_calls.started:
@@ -293,7 +293,7 @@ class Group:
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbors, call, schedule)
         except BaseException:
-            # The operation is canceled: later ones must not wait for its turn.
+            # The operation is canceled: later operations must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
 
@@ -308,15 +308,16 @@ class Group:
     def statistics(self) -> Statistics:
         """Costs of this group's operations so far."""
         fast_s = self._counter.fast_s
-        # A rank that is alone has costs only if its GPU makes it wait.
+        # A single rank has costs only if it waits for its GPU.
         operations = self.lane.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
                           self.lane.communication_s + fast_s, self.lane.exposed_s + fast_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
-        """Return a group of the ranks that pass the same color; None if the color is None.
+        """Wait for all operations; return a group of the ranks that pass the same color.
 
-        It first waits for all operations.
+        Returns:
+            The group; None if the color is None.
 
         Collective: yes. Blocking: yes.
         """
@@ -344,7 +345,7 @@ class Group:
 
         Args:
             ranks: Ranks of this group in their new order, including this rank.
-            tag: Number that differs between groups made at once on overlapping ranks.
+            tag: Number that differs between groups with common ranks that are made concurrently.
             config: Settings of the new group.
 
         Collective: yes, among those ranks. Blocking: yes.
@@ -361,7 +362,7 @@ class Group:
         return self._make_child(part, config)
 
     def messages(self) -> Messages:
-        """Return the single messages between these ranks, which are separate from collectives.
+        """Return the Messages between these ranks, which are separate from collectives.
 
         Collective: yes, the first time. Blocking: yes.
         """
@@ -375,8 +376,8 @@ class Group:
     def duplicate(self) -> "Group":
         """Return another group of the same ranks, whose operations have a separate order.
 
-        It duplicates the communicator of `messages()`, on which nothing else is collective. A rank
-        may be in an operation of this group meanwhile.
+        It duplicates the communicator of `messages()`, on which no other calls are collective.
+        Other ranks may still be in an operation of this group.
 
         Collective: yes. Blocking: yes.
         """
@@ -427,7 +428,7 @@ class Group:
     def _leave_engine(self) -> None:
         self._counter.close(GATE_CLOSED)
         if forks.in_fork:
-            # A fork may have copied locks held by threads that it does not have.
+            # A fork may have copied a lock that is held by a thread that exists only in the parent.
             return
         if self._messages is not None:
             self._messages.leave()
@@ -474,9 +475,9 @@ class Group:
             self._unregister()
 
     def drop(self) -> None:
-        """Release thread and memory of an unclosed group that was garbage-collected.
+        """Release the thread and the memory of an unclosed group that was garbage-collected.
 
-        Resources that other ranks need to close it stay until the end of the program.
+        Resources that other ranks need for closing the group are kept until the program ends.
 
         Collective: no. Blocking: no.
         """

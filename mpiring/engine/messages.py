@@ -1,4 +1,4 @@
-"""Sends single messages from rank to rank, any number at once, separate from collectives."""
+"""Sends single messages between ranks, any number at a time, separate from collectives."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ _log = logging.getLogger("mpiring")
 # The watch uses MPI tag 0. Tag -1 is for callers in this package.
 _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
-# Keeps memory alive that MPI may access after the communicator is closed.
+# These handles keep memory alive that MPI may access after the communicator is closed.
 _abandoned: list[Handle[Any]] = []
 
 
@@ -70,7 +70,7 @@ class Messages:
     Args:
         transport: Transport for these messages only.
         mailbox: Mailbox of the watch, on the same communicator.
-        engine: Engine that advances the messages, independently of each other.
+        engine: Engine that advances the messages independently of each other.
         config: Settings.
 
     Attributes:

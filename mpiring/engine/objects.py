@@ -11,7 +11,7 @@ from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
 
-# Size of the first message, which holds most objects, and of the length at its start.
+# Sizes of the first message, which holds most objects, and of the length field at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
 
 
@@ -55,7 +55,7 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
 def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
                root: int | None) -> None:
     """Run a collective on a short vector; repeated calls use the fast path."""
-    # The prefix keeps labels apart from the names of other collectives.
+    # The prefix distinguishes labels from the names of other collectives.
     fast_calls, name = group.fast_calls, f"object: {call.kind}"
     if not fast_calls.repeat(name, x, root):
         group.run(call, lambda collectives: collectives.allgather(x) if root is None else
@@ -79,7 +79,7 @@ def _length(head: NDArray[Any]) -> int:
 def _pickle(obj: object) -> tuple[NDArray[Any], str]:
     """Return the pickled pair (object, problem), and the problem; "" if the object pickles.
 
-    The other ranks wait for these bytes, so a problem is sent instead of raised.
+    The other ranks wait for these bytes, so the problem is sent before it is raised.
     """
     problem = ""
     try:

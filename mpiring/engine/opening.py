@@ -44,11 +44,11 @@ class Sharing(NamedTuple):
     Attributes:
         topology: Position of this rank among the nodes.
         order: All ranks, node after node.
-        memory_groups: Ranks that share a memory, for each memory, in that order.
+        memory_groups: Groups of ranks that share a memory, in the same order.
         memory: Memory that this rank shares; None if it is alone in its group.
         counter: Counter of the group's operations and its last fast calls.
         neighbors: Result of `launch.topology.neighbors`.
-        first_ranks: Ranks as numbered by the first group.
+        first_ranks: Numbers of all ranks in the first group.
         patience: Policy by which this rank waits for other ranks of its node.
         compiles: True if every rank may compile code.
     """
@@ -75,9 +75,10 @@ def open_group(
         engine: Engine of the group from which this one is split; None to start one.
 
     Returns:
-        A private duplicate of the communicator, the ranks that share nodes and memories, the
-        engine, the function that ends the job on all ranks because of an error, the group's name
-        in reports and traces ("" for the first group), and its trace file, if it has begun one.
+        A private duplicate of the communicator, the ranks that share nodes and memories, and the
+        engine. Then the function that ends the job on all ranks because of an error, and the
+        group's name in reports and traces ("" for the first group). Finally, the group's trace
+        file; None if it has begun none.
 
     Raises:
         ConfigError: It is no intracommunicator, or the settings differ or cannot work here.
@@ -143,7 +144,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
     """
     from ..transport.mpi import create_communicator, start_maximum
     number = digest([repr(settings).encode()]) >> 1
-    # Equal on all ranks if the maximum is the minimum.
+    # All ranks have the same number if its maximum is its minimum.
     numbers = np.array([number, -number])
     request = create_communicator(comm, lambda: start_maximum(comm, numbers))
     began_s = time.monotonic()
@@ -158,7 +159,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
             raise StallError(text)
         if waited_s >= warning_s:
             warning_s = math.inf
-            # Two ranks print it, not all, because rank 0 may be the missing one.
+            # Only two ranks print it: rank 0 alone is not enough, because it may be missing.
             if comm.rank <= 1:
                 print_at_once(text)
         time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
@@ -192,12 +193,13 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
         comm: MPI communicator of the ranks.
         config: Settings.
         first_rank: Number of this rank in the first group.
-        engine: Engine of the first group, which had more ranks on this node; None for that group.
+        engine: Engine of the first group, which may have more ranks on this node; None for the
+            first group.
     """
     from ..transport.mpi import MpiNode, allgather
     node, counter, segments = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
-        # No descriptor is kept to make it private in forks: they make no calls and never write.
+        # Forks make no calls and never write to this memory, so it need not be private in them.
         task = Task(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
         task.step()
         segments = task.result

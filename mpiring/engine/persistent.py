@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Persistent(Generic[T]):
     """An operation on one array, made once: call it, or `start()` and `wait()`, many times.
 
-    The `persistent_` methods of a Communicator make it. They check the arguments, choose the
-    algorithm and prepare the call. It keeps the array and the communicator alive, and need not be
-    closed.
+    The `persistent_` methods of a Communicator create it. They check the arguments, choose the
+    algorithm and prepare the call. The operation keeps the array and the communicator alive, and
+    need not be closed.
 
     Args:
         group: Group of the ranks.
@@ -71,7 +71,7 @@ class Persistent(Generic[T]):
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
 
     def start(self) -> None:
-        """Begin the operation; leave the array alone until `wait()` returns.
+        """Begin the operation; do not use the array until `wait()` returns.
 
         Raises:
             ConfigError: It is already started, or the array was moved or made read-only.

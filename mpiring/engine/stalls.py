@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # the first ranks that have not called the operation.
 _MAX_CALLS, _MAX_RANKS = 4, 4
 # With up to _MAX_ASKED ranks, each rank asks all others. With more, a rank asks rank 0, then
-# _GROWTH times as many of the first ranks, and so on, until one of these ranks also waits and
-# therefore reports on all. This costs a few messages per rank in total. A report lists at most
+# _GROWTH times as many of the first ranks, and so on. It stops once one of these ranks also waits
+# and therefore reports on all. This costs a few messages per rank in total. A report lists at most
 # _MAX_ASKED ranks.
 _MAX_ASKED, _GROWTH = 64, 4
 # How often per `stall_timeout_s` a patient rank asks the other ranks.
@@ -48,8 +48,8 @@ class StallWatch:
 
     Attributes:
         config: Settings; may be replaced.
-        last: Record of this rank's last call, except fast calls. A handle would keep the user's
-            array alive.
+        last: Flight of this rank's last call, except fast calls; not its handle, which would keep
+            the user's array alive.
     """
 
     def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
@@ -61,7 +61,8 @@ class StallWatch:
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
-        self._lock = threading.Lock()    # the caller enters operations, the engine's thread looks
+        # The caller enters operations, and the engine's thread reads them.
+        self._lock = threading.Lock()
         self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
 
@@ -81,7 +82,7 @@ class StallWatch:
         """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
 
         Raises:
-            StallError: `stall_timeout_s` has passed; holds the report.
+            StallError: `stall_timeout_s` has passed; the error contains the report.
         """
         for source, message in self._mailbox.poll():
             self._receive(source, json.loads(message))
@@ -103,7 +104,7 @@ class StallWatch:
                     self._warn(self._report(inquiry, " has waited"))
 
     def _is_overdue(self, inquiry: "_Inquiry") -> bool:
-        """Return whether an operation has stalled, or a rank been silent in it, for too long."""
+        """Return whether the operation has stalled, or a rank has been silent, for too long."""
         handle, timeout_s, now_s = inquiry.handle, self.config.stall_timeout_s, time.monotonic()
         if not timeout_s or handle.waited_s < timeout_s:
             return False
@@ -119,7 +120,7 @@ class StallWatch:
 
     @functools.cached_property
     def _watched_ranks(self) -> list[int]:
-        """Ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
+        """Ranks whose silence this rank notices: all others, or, of many, those 1, 2, 4, … ahead."""
         p = self._size
         distances = range(1, p) if p <= _MAX_ASKED else [
             1 << k for k in range((p - 1).bit_length())]
@@ -130,7 +131,7 @@ class StallWatch:
         return max(self.config.stall_timeout_s, handle.patience_s)
 
     def _has_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
-        """Ask other ranks once per purpose; return True once they answered, or had time to."""
+        """Ask other ranks once per purpose; return True once they have answered or are late."""
         if inquiry.purpose != purpose:
             inquiry.purpose, inquiry.asked = purpose, 0
             for answers in (inquiry.answers, inquiry.last, inquiry.waiting):
@@ -145,7 +146,7 @@ class StallWatch:
         return False
 
     def _ask_more(self, inquiry: "_Inquiry") -> None:
-        """Ask more ranks; ask all if no lower rank is left."""
+        """Ask more ranks; ask all ranks if all lower ranks have been asked."""
         before = len(self._asked_ranks(inquiry))
         inquiry.asked, inquiry.asked_s = max(1, _GROWTH * inquiry.asked), time.monotonic()
         if self._size <= _MAX_ASKED or inquiry.asked > self._rank:
@@ -178,7 +179,7 @@ class StallWatch:
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
-        # An operation that was started but not waited for is in neither list.
+        # A started fast call is in neither list until the caller waits for it.
         if max(last.sequence, self._counter.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
@@ -200,7 +201,7 @@ class StallWatch:
             *(f"  {line}" for text in last for line in text.splitlines())])
 
     def _positions(self, inquiry: "_Inquiry") -> list[str]:
-        """Return a line for each rank that was asked; of many, first those that do not wait."""
+        """Return a line for each rank that was asked, if many, first those that do not wait."""
         asked = sorted(self._asked_ranks(inquiry), key=lambda rank: (
             self._size > _MAX_ASKED and rank in inquiry.waiting, rank))
         lines = [f"rank {rank} {inquiry.answers.get(rank, _NO_ANSWER)}"
@@ -272,7 +273,7 @@ class MessageWatch:
 
         Args:
             handle: Handle of the message.
-            other: Rank at its other end; None for any.
+            other: Rank at the other end; None for any.
             limit_s: Seconds after which the caller gives up; 0 for never.
         """
         warning_s = self.config.stall_warning_s
@@ -287,7 +288,7 @@ class MessageWatch:
             del self._waits[id(handle)]
 
     def check(self) -> None:
-        """Answer other ranks; ask them about late messages, and report these."""
+        """Answer other ranks; ask them about late messages, and report late messages."""
         for source, content in self._mailbox.poll():
             message = json.loads(content)
             if "ask" in message:

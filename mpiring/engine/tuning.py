@@ -15,21 +15,24 @@ from ..transport.base import Schedule
 
 _log = logging.getLogger("mpiring")
 
-# Increase it when the algorithms have changed so much that saved models mislead.
+# Increase it after changes to the algorithms that make saved models misleading.
 _EDITION = 2
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
-# The minimum of this many calls counts: disturbances only make calls slower.
+# The fastest of this many calls counts, because disturbances only make calls slower.
 _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
-# No size is begun that would end later than this; the documentation promises half a second.
+# Sizes that would take longer than this in total are skipped; the documentation promises half a
+# second.
 _BUDGET_S = 0.35
-# A saved model is checked at a size beyond a network's buffers, if it has one.
+# A saved model is checked at this size, which exceeds the buffers of networks, or at its largest
+# size.
 _CHECKED_BYTES = 512 << 10
-# A saved model is wrong if one call takes this many times longer, or shorter.
+# A saved model is wrong if a call is slower or faster by this factor.
 _TOLERANCE = 2.0
 
 
-# Function that returns the result of the schedule that is built; the text is for reports.
+# Function of a text for reports and a function that builds a schedule; it runs the schedule, and
+# returns the result.
 Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
@@ -37,7 +40,7 @@ class Tunable(Protocol):
     """A group whose speed is tuned by its user.
 
     Attributes:
-        operations_in_flight: Number of operations as in Config; may be changed at any time.
+        operations_in_flight: Setting of the same name; may be changed at any time.
     """
 
     operations_in_flight: int

@@ -22,15 +22,16 @@ from .layout import (
     COUNTER_NANOSECONDS, HEADER_WORD, PIECES, ROWS, SLOTS, SLOT_WORD)
 from .protocol import protocol
 
-# Dtypes of compiled sums and means (of integers, only sums). The code for any dtype also runs calls
-# that reduce nothing; these calls use the code for this one.
+# The code for any dtype also runs calls that reduce nothing. Such calls use the code for this
+# dtype.
 COPIES = "float32"
+# Dtypes of compiled sums and means (for integers, only sums).
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
-# Number of bytes added at a time: with those of four vectors they stay in the level-1 cache.
+# Number of bytes that are added at a time. Four vectors' blocks fit into the level-1 cache.
 _BLOCK_BYTES = 4096
-# Python's lock keeps two threads from using the same number. Without the lock, Python code runs the
-# calls.
+# Python's lock prevents two threads from using the same operation number. If there is no lock,
+# Python code runs the calls.
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
@@ -55,7 +56,7 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
 
 def is_compilable(op: str, name: str, ranks: int) -> bool:
     """Return whether numba could compile calls for an op on a dtype, among some ranks."""
-    # More 16-bit vectors would be rounded on the way, see sums.adding.
+    # Sums of more than four 16-bit vectors would be rounded several times, see sums.adding.
     return (_HAS_LOCK and op in OPS and name in DTYPES
             and not (ranks > 4 and name in SIXTEEN_BIT))
 
@@ -168,8 +169,9 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any, Any]:
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     """Return a function that adds n numbers of each rank: the dialect's `reduce`.
 
-    Slots are added into the vector. Vectors, and private vectors with the other ranks' slots, are
-    added block by block, in this rank's slot, and the sums are copied into all of them.
+    For SLOTS, the slots are added into the vector. For WINDOWS, the vectors are added, otherwise
+    this rank's vector and the other ranks' slots. This is done in blocks, in this rank's slot, and
+    the sums are copied to all sources.
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
@@ -195,7 +197,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
         while done < n:
             length, total = min(step, n - done), pointer(out)
             add(call, first, offset + done * itemsize, length, total, divisor)
-            # Not the variable `kind`, for which the compiler would duplicate the loop.
+            # With the variable `kind`, the compiler would duplicate the loop.
             if call[CALL_KIND] != SLOTS:
                 for r in range(first, first + p):
                     result = pointer(call[r] + offset + done * itemsize)
@@ -225,7 +227,8 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
 
     @inlined
     def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        # More than four vectors are not of 16 bits, see code: a sum has the type of `out`.
+        # Sums of more than four vectors are stored in `out` on the way. They are never 16-bit, see
+        # is_compilable.
         sums(call, first, call[CALL_RANKS], offset, n, out, divisor)
         if divides and divisor != 1:
             for i in range(n):
@@ -247,7 +250,7 @@ def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
 
 
 def _pairwise(intrinsics: Any, add_each: Any) -> Any:
-    """Return a function that does `add_each` on bfloat16, two at a time in aligned words."""
+    """Return `add_each` for bfloat16, but adding two numbers at a time if they are aligned."""
     inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
     first, second, two = (
         intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)

@@ -18,7 +18,7 @@ from .staged import DeviceMessage
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
 
-# Number of lines that made dropped communicators in an error.
+# An error names at most this many source lines that made dropped communicators.
 _LINES = 3
 _CONTROL_TAG = 0
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
@@ -36,7 +36,7 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
 
     Args:
         action: Description of the failed action, with its rank.
-        error: Error of MPI.
+        error: MPI error.
     """
     if error.Get_error_class() in _PROCESS_FAILURES:
         return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
@@ -44,15 +44,15 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
 
 
 def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Return the communicator that `make` makes out of another one.
+    """Return the communicator that `make` makes from another communicator.
 
     Args:
         comm: Communicator that `make` uses.
-        make: Function that makes the communicator.
+        make: Function that makes the new communicator.
 
     Raises:
         ProcessFailedError: A rank has died.
-        TransportError: MPI makes no more; names the number of open ones.
+        TransportError: MPI cannot make it; the error names the number of open communicators.
 
     Collective: like `make`.
     """
@@ -73,7 +73,8 @@ def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
 def allgather(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     """Return the whole numbers of all ranks, shape (ranks, numbers).
 
-    This rank sleeps meanwhile. MPI would test without pause, and delay ranks that share its core.
+    This rank sleeps between tests. MPI would test without pause, which delays ranks on the same
+    core.
 
     Collective: yes. Blocking: yes.
     """
@@ -194,12 +195,11 @@ class MpiTransport:
     Attributes:
         comm: The private communicator.
         rank, size: Number of this rank, and number of ranks.
-        bytes_sent: Number of bytes sent by this rank (by MPI's own collectives, the least
-            possible).
+        bytes_sent: Number of bytes sent by this rank (for MPI's own collectives, the minimum).
         piece_bytes: The argument of the same name.
         tag_limit: Highest tag that MPI accepts.
-        line: File and line of the user's program that made it.
-        dropped: True if it was garbage-collected without being freed.
+        line: File and line of the user's program that made the transport.
+        dropped: True if the transport was garbage-collected without being freed.
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
@@ -248,7 +248,7 @@ class MpiTransport:
         _open.discard(self)
 
     def drop(self) -> None:
-        """Warn that it can no longer be freed. The garbage collector calls this; use no lock."""
+        """Warn that it can no longer be freed; called by the garbage collector, without locks."""
         self.dropped = True
         warnings.warn_explicit(
             f"rank {self.rank}: a communicator of {self.size} ranks, made in this line, was "
@@ -258,7 +258,7 @@ class MpiTransport:
 
 
 class MpiChannel:
-    """One operation's lane: a tag of the transport's communicator. See base.Channel.
+    """One lane of an operation: a tag of the transport's communicator. See base.Channel.
 
     Attributes:
         sent: Number of bytes that this rank has sent on all lanes of the operation, as a list
@@ -337,7 +337,7 @@ class Mailbox:
     def poll(self) -> list[tuple[int, bytes]]:
         """Return the messages that have arrived, each with its source.
 
-        For a rank that waits in shared memory, this is the only way to learn of a death.
+        Only this call tells a rank that waits in shared memory that another rank has died.
 
         Raises:
             ProcessFailedError, TransportError: As for `post`.
@@ -355,9 +355,9 @@ class Mailbox:
         return arrived
 
     def close(self) -> None:
-        """Receive messages in flight, like late answers, because MPI frees nothing before.
+        """Receive messages in flight, such as late answers, so that MPI can free resources.
 
-        Nothing may be sent afterwards.
+        No message may be sent afterwards.
 
         Raises:
             ProcessFailedError, TransportError: As for `post`.
@@ -378,7 +378,7 @@ class Mailbox:
 class MpiNode:
     """The ranks of a communicator that share a node, synchronized by blocking MPI calls.
 
-    It serves the start, when they do not share memory yet. Its constructor is collective.
+    Used at the start, before the ranks share memory. The constructor is collective.
 
     Attributes:
         rank, size: Number of this rank within the node, and number of ranks there.

@@ -38,7 +38,8 @@ _WITH_LOCK_BYTES = 64 << 10
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
 
 
-# For an area: all slots, the part of this rank's slot to write, and the function that reduces all.
+# For an area: all slots, the part of this rank's slot to write, and a function that reduces the
+# slots.
 _Views = tuple[Sequence[Array], Array | None, Any]
 
 
@@ -50,10 +51,10 @@ class _Operands:
         combine: Implementation of the op.
         segments: Words of node memory of all ranks.
         header: Header by which ranks compare the call.
-        x, slots: Vector and all ranks' slots of the present operation.
+        x, slots: Vector and all ranks' slots of the current operation.
         written: Part of this rank's slot to write.
         combined: Function that reduces all slots.
-        views: Slots, written and combined, for each area.
+        views: Values of `slots`, `written` and `combined` for each area.
         slices: For WINDOWS, this rank's slice of all vectors.
     """
 
@@ -82,8 +83,8 @@ class NodeCall:
     Attributes:
         memory, dtype: The arguments of the same name.
         call, op: Description of a complete operation, and its op.
-        words: Words of the call, see layout. An array for compiled code. For Python, a list, which
-            it reads in a third of the time, with objects instead of addresses.
+        words: Words of the call, see layout: an array for compiled code, or, for Python, a list
+            with objects instead of addresses. Python reads a list in a third of the time.
         operands: Objects with which Python runs the call.
         code: Compiled code of the call; None if Python runs it.
         is_short: If true, the code may begin with Python's lock held. Then
@@ -131,7 +132,7 @@ class NodeCall:
             op: Name of the op; "" if nothing is reduced.
             code: Compiled code for the op and the dtype, if there is any.
             note: Position of this rank's vector for the other ranks; it never changes.
-            barriers: Number of barriers at which it has arrived when its vector is in its slot.
+            barriers: Number of barriers at which this rank arrives when its vector is in its slot.
             find: Function that finds all ranks' vectors, for WINDOWS.
         """
         self.call, self.operands.header = call, call.header
@@ -207,7 +208,7 @@ class NodeCall:
         elif self.is_short or mode & 3 == PUBLISH or mode == POLL:
             status = code.call_with_lock(self.address + mode, data_address(x))
         else:
-            # Number the call with Python's lock held; release it while other ranks may be late.
+            # Hold Python's lock while the call gets its number; release it while ranks may be late.
             status = code.call_with_lock(self.address + mode + PUBLISH, data_address(x))
             if status == DONE:
                 status = code.call(self.address + RESUME, 0)
@@ -225,7 +226,7 @@ class NodeCall:
         return status
 
     def _fall_back(self, mode: int, x: Array) -> int:
-        """Continue in Python, or with the present positions of vectors."""
+        """Continue in Python, or with the current positions of the vectors."""
         mode = POLL if mode == POLL else RESUME
         if self[CALL_KIND] == PIECES:
             return FALLBACK
@@ -260,7 +261,7 @@ class NodeCall:
 
 
 class _Barriers:
-    """Replaces the segments if ranks synchronize by barriers: setting a flag means arriving.
+    """Used instead of segments if ranks synchronize by barriers: setting a flag means arriving.
 
     Attributes:
         arrival: Request that waits for the other ranks.
@@ -353,7 +354,7 @@ def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: 
     """
     p, half = len(memory.ranks), memory.slots(0, dtype, None)[0].size // 2
     longest = min(half, piece_bytes // dtype.itemsize) // p
-    # Slices of alternate pieces share their place: one is read while the next is written.
+    # Pieces use the halves of a slot alternately: one is read while the next is written.
     width = -(-n // max(1, -(-n // (longest * p)) * p))
     call = NodeCall(memory, dtype, n, PIECES, combine)
     call[CALL_LAST] = 1 - (-n // max(1, width * p))
@@ -379,7 +380,7 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
 
 
 class _Parts:
-    """Vectors of one dtype that Python uses as one vector, in which each follows the last.
+    """Vectors of one dtype that Python uses as one vector, one after the other.
 
     Args:
         parts: Vectors in any memory.
@@ -398,13 +399,14 @@ class _Parts:
 
 def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes: int,
                combine: Combine | None = None) -> tuple[NodeCall, Any]:
-    """Return a part of an operation on a vector per rank, and its vector; compiled if possible.
+    """Return a part of an operation, on one vector per rank, and its vector; compiled if possible.
 
     Args:
         memory: Memory of the node.
         kind: COPIES, to copy part r from rank r to all ranks, or ROWS, to reduce it on rank r.
         parts: Contiguous vectors of one dtype in any memory, one per rank of the node, of lengths
-            that all ranks agree on. For COPIES, the part of a rank that writes nothing is empty.
+            that are the same on all ranks. For COPIES, the part of a rank that writes nothing is
+            empty.
         piece_bytes: Number of bytes that a rank writes in a phase.
         combine: Implementation of the op, for ROWS.
     """
@@ -434,7 +436,7 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
 
 
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
-    """Return a call that reduces slices of vectors in windows, whose positions all ranks know."""
+    """Return a call that reduces slices of vectors in windows at positions that all ranks know."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
     call.operands.slices, call[CALL_FIRST] = slices, 1
     return call

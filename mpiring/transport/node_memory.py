@@ -1,7 +1,8 @@
 """The memory that the ranks of a node share: barriers, notes, headers of calls, staging slots.
 
-Every rank writes to its own segment only. A segment has a few areas. Operation number s uses area
-s modulo their number, once no rank is in the area's previous operation.
+Every rank writes to its own segment only, except in some node calls (see protocol). A segment has
+AREAS areas. Operation number s uses area `s % AREAS`, once no rank is in the previous operation of
+this area.
 """
 
 import platform
@@ -18,10 +19,10 @@ from .layout import (
     HEADER_WORD, LANE_WORDS, LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
 from .waiting import Patience
 
-# x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
+# x86 reorders neither stores with stores nor loads with loads; ARM and POWER do both.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
-# A limit is needed, because a program may combine vectors of ever new lengths.
+# Maximum number of kept slots, because a program may combine vectors of any number of lengths.
 _MAX_SLOTS = 256
 
 
@@ -162,7 +163,7 @@ class SharedNode:
             self.has_arrived = True
             self._write_header()
         call.join(self._sequence, self.count, x)
-        # Other ranks' data is not used before the calls were compared.
+        # This does not use data of other ranks, because the calls have not been compared yet.
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
@@ -214,7 +215,7 @@ class SharedNode:
         memory = self.memory
         words = memory.words[self.rank]
         words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
-        # A program that repeats the same calls finds its header already in place.
+        # If a program repeats the same calls, the header is already in place.
         area = self._sequence % AREAS
         counter, written = memory.counter, COUNTER_WRITTEN + area
         if counter[written] or memory.written[area] is not self._header:
@@ -262,7 +263,7 @@ class Alone:
         return True
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return one vector, by default as long as in a node memory."""
+        """Return one vector, by default as long as a slot of a node memory."""
         return [np.empty(SLOT_BYTES // dtype.itemsize, dtype)[:size]]
 
     def agrees(self) -> bool:
@@ -281,7 +282,7 @@ class Alone:
         return self
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return this rank's numbers, after a yield like in any other node."""
+        """Return this rank's numbers, after one yield, as other nodes do."""
         yield (self,)
         return [numbers]
 

@@ -1,7 +1,7 @@
-"""Messages in GPU memory, through pinned host memory or, if MPI can, directly.
+"""Messages in GPU memory, through pinned host memory or, if MPI accepts GPU pointers, directly.
 
-A message is posted only when the GPU no longer uses its memory. For a vector to send, this is when
-it has been copied to the host, or, if MPI accepts GPU pointers, when the work queued on it is done.
+A message is posted only when the GPU no longer uses its memory. A vector to send must have been
+copied to the host or, if MPI accepts GPU pointers, all work that is queued on it must be done.
 Messages are posted in the order of the calls, because MPI matches them in this order.
 """
 
@@ -28,7 +28,7 @@ class DeviceChannel:
         self._device = device
         self._direct = direct
         self._lanes: dict[int, DeviceChannel] = {0: self}
-        # MPI matches sends in their order, and receives in theirs.
+        # Two queues, because MPI matches sends in order and receives in order, independently.
         self._sends: deque[DeviceMessage] = deque()
         self._receives: deque[DeviceMessage] = deque()
 
@@ -58,7 +58,7 @@ class DeviceChannel:
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving a vector in any memory.
 
-        Once complete, work that is queued on the device sees the data.
+        Work that is queued on the device after completion sees the data.
         """
         x: Any = array
         if not self._needs_staging(x):
@@ -78,7 +78,7 @@ class DeviceChannel:
         return self._device.event() if isinstance(x, DeviceVector) else None
 
     def _slot(self, x: DeviceVector) -> tuple[Array, Array]:
-        """Return a slot of pinned memory, and its part that has a vector's length."""
+        """Return a slot of pinned memory, and the part of it with the length of a vector."""
         slot = self._device.staging.acquire(x.nbytes)
         return slot, slot[:x.nbytes]
 

@@ -14,10 +14,10 @@ from ..errors import MpiringError, ProcessFailedError, TransportError
 from .base import Request, T, Task
 from .mpi import failure, messages_of
 
-# Seconds that MPI may take to release the buffers of messages that are no longer waited for.
+# Seconds that MPI may take to release the buffers of abandoned messages.
 _SETTLING_S = 1.0
-# Seconds that MPI's news of a death may take.
-_NEWS_S = 0.5
+# Seconds that MPI may take to report the death of a rank.
+_REPORT_S = 0.5
 _PAUSE_S = 1e-3
 
 # Messages that MPI did not release: their buffers must stay in place forever.
@@ -41,14 +41,14 @@ class Survivors:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def has_lost_rank(self) -> bool:
-        """Return whether a rank has died; wait a moment for news of a death.
+        """Return whether a rank has died; wait briefly until MPI reports it.
 
         Collective: no. Blocking: no.
         """
-        deadline = time.monotonic() + _NEWS_S
+        deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline:
             try:
-                # Unlike the functions meant for this, it listens to the launcher.
+                # Unlike MPI's functions for this purpose, Iprobe also handles launcher messages.
                 self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             except MPI.Exception as exc:
                 return isinstance(failure("", exc), ProcessFailedError)
@@ -56,7 +56,7 @@ class Survivors:
         return False
 
     def leave(self, tasks: Sequence[Task[Any]] = ()) -> None:
-        """Stop all messages of these ranks, so that all ranks learn of a death.
+        """Stop all communication of these ranks, so that each rank learns of a death.
 
         Args:
             tasks: Schedules that will not be resumed; MPI releases their buffers.
@@ -98,7 +98,7 @@ class Survivors:
         Args:
             number: Number of this rank on the new communicator, less than `size`.
             size: Number of ranks of the new communicator.
-            command: Function that returns the command of new ranks, whose numbers are its argument.
+            command: Function that returns the command of new ranks, given their numbers.
 
         Raises:
             TransportError: MPI cannot start new ranks, or a rank died. It is raised on all ranks,
@@ -119,7 +119,7 @@ class Survivors:
         complete = self.agree(new is not None)
         if new is None or not complete:
             if new is not None:
-                # The new ranks that have it end.
+                # This ends the new ranks that already have this communicator.
                 Survivors(new).leave()
             raise TransportError(f"rank {self.comm.rank}: {problem}")
         if self.comm.rank == 0:
@@ -140,13 +140,14 @@ def join(numbers: Sequence[int]) -> Survivors:
     """Join the ranks that have started this process by `grow`.
 
     Args:
-        numbers: Numbers of all ranks that were started with this one, in the order of their world.
+        numbers: Numbers of all ranks that were started with this one, in the order of
+            MPI_COMM_WORLD.
 
     Collective: yes. Blocking: yes.
     """
     merged = MPI.Comm.Get_parent().Merge(high=True)
     new = cast(MPI.Intracomm, merged.Split(0, numbers[MPI.COMM_WORLD.rank]))
-    # Sent when all other ranks also have this communicator.
+    # Rank 0 sends this once all other ranks also have the communicator.
     new.recv()
     return Survivors(new)
 
