@@ -38,7 +38,7 @@ class Pause:
         self._next_s = waiting.FIRST_PAUSE_S
 
     def after(self, moved: bool) -> float:
-        """Return the seconds to sleep after some tests; `moved` if an operation has moved."""
+        """Return the seconds to sleep after tests; `moved` is true if an operation has moved."""
         if moved:
             self._next_s = max(self._next_s / waiting.PAUSE_SHRINKAGE, waiting.FIRST_PAUSE_S)
         pause = min(self._next_s, self._longest_s)
@@ -53,7 +53,7 @@ class Engine:
     Args:
         config: Settings.
         threaded: If true, advance in the background; needs MPI_THREAD_MULTIPLE.
-        end_job: Function to call with an error of the background thread that no caller raises.
+        end_job: Function to call with an error of the background thread that no caller has raised.
         recorder: Recorder of the operations; a new one by default.
         patience: Policy by which a caller waits for the other ranks of its node.
 
@@ -193,8 +193,8 @@ class Engine:
         with self.lock:
             handle.lane.record_start(handle.flight.started_s)
             handle.lane.at_once_s += handle.flight.exposed_s
-            # It must not count as a background operation, because other ranks may not count it,
-            # and the limit must have the same effect on all ranks.
+            # It does not count as a background operation, because their limit must have the same
+            # effect on all ranks.
             self._blocking.append(handle)
         self._wake.set()
 

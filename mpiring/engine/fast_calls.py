@@ -42,8 +42,8 @@ BARRIER = Call("barrier")
 NOTHING = np.empty(0, np.float32)
 _BARRIER_KEY: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
-# Allreduce algorithms with the same results as node calls, to the bit, see collectives.shared. Each
-# rank combines all vectors, or one slice of them.
+# Allreduce algorithms with results bitwise identical to those of node calls, see
+# collectives.shared. Each rank combines all vectors, or one slice of them.
 BY_SLOTS, BY_SLICES = "eager", "shared"
 # Number of barriers at which a rank with its vector in its slot arrives at once, if other ranks
 # combine slices.
@@ -158,7 +158,7 @@ class FastCalls:
             (*key, position), self.prepare_slices(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
-        """Prepare the next equal call after a collective, so that the next call is fast.
+        """After a collective, prepare the next equal call, so that it is fast if possible.
 
         Args:
             name: Name that distinguishes the call from other calls on equal arrays.
@@ -485,7 +485,7 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
 
 
 class _Remainder:
-    """The rest of a node call, as a request that also ends if the call needs another algorithm."""
+    """The rest of a node call, as a request; also complete if the call needs another algorithm."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:
         self.status, self._call, self._x = LATE, call, x

@@ -120,7 +120,7 @@ class StallWatch:
 
     @functools.cached_property
     def _watched_ranks(self) -> list[int]:
-        """Ranks whose silence this rank notices: all others, or, of many, those 1, 2, 4, … ahead."""
+        """Ranks whose silence this rank checks: all others, or, of many, those 1, 2, 4, … ahead."""
         p = self._size
         distances = range(1, p) if p <= _MAX_ASKED else [
             1 << k for k in range((p - 1).bit_length())]
@@ -201,7 +201,7 @@ class StallWatch:
             *(f"  {line}" for text in last for line in text.splitlines())])
 
     def _positions(self, inquiry: "_Inquiry") -> list[str]:
-        """Return a line for each rank that was asked, if many, first those that do not wait."""
+        """Return a line per asked rank; if there are many, ranks that do not wait come first."""
         asked = sorted(self._asked_ranks(inquiry), key=lambda rank: (
             self._size > _MAX_ASKED and rank in inquiry.waiting, rank))
         lines = [f"rank {rank} {inquiry.answers.get(rank, _NO_ANSWER)}"

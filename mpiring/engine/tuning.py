@@ -21,8 +21,7 @@ SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
 # The fastest of this many calls counts, because disturbances only make calls slower.
 _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
-# Sizes that would take longer than this in total are skipped; the documentation promises half a
-# second.
+# Measuring stops before it would take longer than this; the documentation promises half a second.
 _BUDGET_S = 0.35
 # A saved model is checked at this size, which exceeds the buffers of networks, or at its largest
 # size.

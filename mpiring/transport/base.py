@@ -232,7 +232,7 @@ class _Movement:
         return self._moved
 
 
-def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
+def run_together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
     """Run several schedules concurrently, and return their results in order.
 
     Args:

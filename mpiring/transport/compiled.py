@@ -169,9 +169,9 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any, Any]:
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     """Return a function that adds n numbers of each rank: the dialect's `reduce`.
 
-    For SLOTS, the slots are added into the vector. For WINDOWS, the vectors are added, otherwise
-    this rank's vector and the other ranks' slots. This is done in blocks, in this rank's slot, and
-    the sums are copied to all sources.
+    For SLOTS, it adds the slots into the vector. For the other kinds, the sources are the vectors
+    (WINDOWS), or this rank's vector and the other ranks' slots. It adds them block by block in this
+    rank's slot, and copies the sums to all sources.
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize

@@ -53,7 +53,7 @@ COUNTER_NANOSECONDS: Final = 3
 COUNTER_HELD: Final = 4
 # For each area, the identity of the call whose header this rank wrote there last; 0 if Python wrote
 # the header. It is written with each header.
-COUNTER_WRITTEN: Final = 8
+COUNTER_HEADERS: Final = 8
 # The last fast calls: recorded call number k (COUNTER_CALLS counts them) is in entry `k % RING`.
 COUNTER_RING: Final = 16
 RING: Final = 1024
@@ -81,9 +81,11 @@ CALL_NOTE: Final = 12
 CALL_BARRIERS: Final = 14
 # The first and the last phase; 1 if the call is a complete operation, 0 if it is a part of one.
 CALL_FIRST, CALL_LAST, CALL_IS_OPERATION = 15, 16, 17
-# In elements: start and length of the range to write, and of the range to reduce. Then the length
-# of a slice of a piece (PIECES) or of a piece (COPIES, ROWS), and the length of half a slot.
-CALL_WRITES, CALL_WRITTEN, CALL_REDUCES, CALL_REDUCED, CALL_WIDTH, CALL_HALF = range(18, 24)
+# In elements: the ranges to write and to reduce.
+CALL_WRITE_START, CALL_WRITE_LENGTH, CALL_REDUCE_START, CALL_REDUCE_LENGTH = range(18, 22)
+# In elements: the length of a slice of a piece (PIECES) or of a piece (COPIES, ROWS), and the
+# length of half a slot.
+CALL_WIDTH, CALL_HALF = 22, 23
 # Variable: the address of the vector, for compiled code.
 CALL_VECTOR: Final = 24
 # Progress: the stage, the phase, the operation's number, the offset of its area, and the value of

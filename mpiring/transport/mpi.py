@@ -248,7 +248,7 @@ class MpiTransport:
         _open.discard(self)
 
     def drop(self) -> None:
-        """Warn that it can no longer be freed; called by the garbage collector, without locks."""
+        """Warn that it can no longer be freed. The garbage collector calls this, so use no lock."""
         self.dropped = True
         warnings.warn_explicit(
             f"rank {self.rank}: a communicator of {self.size} ranks, made in this line, was "

@@ -22,11 +22,11 @@ from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
-    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK,
-    CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_VECTOR,
-    CALL_IS_OPERATION, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS, COPIES,
-    COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, ROWS, SLOTS,
-    WINDOWS, WRITING, call_words)
+    CALL_IS_OPERATION, CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE,
+    CALL_POLLS, CALL_RANK, CALL_RANKS, CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE,
+    CALL_SPINS, CALL_STAGE, CALL_VECTOR, CALL_WIDTH, CALL_WRITE_LENGTH, CALL_WRITE_START,
+    CALL_YIELDS, COPIES, COUNTER_CALLS, COUNTER_NANOSECONDS, DONE, FALLBACK, IDLE, PIECES, POLL,
+    PUBLISH, READS, RESUME, ROWS, SLOTS, WINDOWS, WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
 
@@ -333,7 +333,7 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
               combine: Combine | None = None) -> NodeCall:
     """Return a call in which each rank writes once to its slot, and reads once."""
     call = NodeCall(memory, dtype, n, READS if plan.reduces is None else SLOTS, combine)
-    ranges = [(CALL_WRITES, plan.writes), (CALL_REDUCES, plan.reduces or slice(0, 0))]
+    ranges = [(CALL_WRITE_START, plan.writes), (CALL_REDUCE_START, plan.reduces or slice(0, 0))]
     first = CALL_BASES + 2 * len(memory.ranks)
     ranges += [(first + 2 * rank, part) for rank, part in enumerate(plan.reads)]
     # The length of a range is in the word after its start.
@@ -430,7 +430,7 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     if kind == COPIES:
         # This rank writes its part, and does not read it.
         own = first + 2 * memory.rank
-        call[CALL_WRITES], call[CALL_WRITTEN], call[own + 1] = call[own], call[own + 1], 0
+        call[CALL_WRITE_START], call[CALL_WRITE_LENGTH], call[own + 1] = call[own], call[own + 1], 0
     call.compile(code, int(divisor))
     return call, vector if code is None else parts[0]
 
@@ -458,11 +458,11 @@ def _views(words: Any, slots: Sequence[Array]) -> _Views:
     """Return the objects with which Python works in an area, given all ranks' slots there."""
     combined, written = None, None
     if words[CALL_KIND] == SLOTS:
-        part = slice(words[CALL_REDUCES], words[CALL_REDUCES] + words[CALL_REDUCED])
+        part = slice(words[CALL_REDUCE_START], words[CALL_REDUCE_START] + words[CALL_REDUCE_LENGTH])
         combined = _reducer(words[CALL_ADDRESS].combine, [slot[part] for slot in slots])
     if words[CALL_KIND] <= SLOTS:
-        start = words[CALL_WRITES]
-        written = slots[words[CALL_RANK]][start:start + words[CALL_WRITTEN]]
+        start = words[CALL_WRITE_START]
+        written = slots[words[CALL_RANK]][start:start + words[CALL_WRITE_LENGTH]]
     return slots, written, combined
 
 

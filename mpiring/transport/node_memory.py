@@ -15,14 +15,14 @@ import numpy as np
 
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
+    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_HEADERS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
     HEADER_WORD, LANE_WORDS, LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
 from .waiting import Patience
 
-# x86 reorders neither stores with stores nor loads with loads; ARM and POWER do both.
+# x86 reorders neither stores with stores nor loads with loads; ARM and POWER reorder both.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
-# Maximum number of kept slots, because a program may combine vectors of any number of lengths.
+# Maximum number of cached views, because a program may combine vectors of any number of lengths.
 _MAX_SLOTS = 256
 
 
@@ -33,7 +33,7 @@ class NodeMemory:
         segments: Memory of each rank of the node: NODE_MEMORY_BYTES bytes, zero at first.
         rank: Number of this rank among them.
         ranks: Their ranks in the communicator, for messages.
-        counter: Words of the group's counter; this class writes those of COUNTER_WRITTEN.
+        counter: Words of the group's counter; this class writes those of COUNTER_HEADERS.
         patience: Policy by which these ranks wait for each other.
     """
 
@@ -217,7 +217,7 @@ class SharedNode:
         words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
         # If a program repeats the same calls, the header is already in place.
         area = self._sequence % AREAS
-        counter, written = memory.counter, COUNTER_WRITTEN + area
+        counter, written = memory.counter, COUNTER_HEADERS + area
         if counter[written] or memory.written[area] is not self._header:
             counter[written], memory.written[area] = 0, self._header
             memory.write_header(self._area, self._header)

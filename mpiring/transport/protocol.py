@@ -45,14 +45,14 @@ from typing import Any
 
 from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
-    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
-    CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
-    CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_IS_OPERATION, CALL_WIDTH, CALL_WRITES,
-    CALL_WRITTEN, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
-    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME, HELD,
-    IDLE, IN_SLOT, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
-    ROWS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
-    WRITING)
+    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_IS_OPERATION, CALL_KIND,
+    CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE, CALL_POLLS, CALL_RANK, CALL_RANKS,
+    CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WIDTH,
+    CALL_WRITE_LENGTH, CALL_WRITE_START, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HEADERS,
+    COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
+    FALLBACK, FORM_WORD, GATED, HELD, IDLE, IN_SLOT, LATE, NOTE_WORD, NOTE_WORDS, PIECES, POLL,
+    PUBLISH, READS, RESUME, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
+    ROWS, SLOTS, WAITING, WINDOWS, WRITING)
 
 # Maximum number of phases per run; they take a few milliseconds.
 _MAX_PHASES = 32
@@ -217,7 +217,7 @@ def _arriving(d: Any) -> Any:
             store(base, area + DIGEST_WORD, call[CALL_DIGEST])
             # If a rank writes its vector to its slot after a note, it uses NumPy.
             store(base, area + FORM_WORD, form if call[CALL_KIND] <= SLOTS else 0)
-            written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
+            written = COUNTER_HEADERS + call[CALL_SEQUENCE] % AREAS
             if counter[written] != call[CALL_IDENTITY]:
                 write_header(call)
                 counter[written] = call[CALL_IDENTITY]
@@ -291,7 +291,7 @@ def _writing(d: Any) -> Any:
     def write(call, j):  # type: ignore[no-untyped-def]
         half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
         if call[CALL_KIND] == COPIES:
-            start, n = piece_of(call, j, call[CALL_WRITES], call[CALL_WRITTEN])
+            start, n = piece_of(call, j, call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
             copy(call, half, start, n)
         elif call[CALL_KIND] == ROWS:
             for r in range(p):
@@ -305,7 +305,7 @@ def _writing(d: Any) -> Any:
                 copy(call, at - before, start - before, before)
                 copy(call, at + n, start + n, after)
         elif call[CALL_KIND] != WINDOWS:
-            copy(call, call[CALL_WRITES], call[CALL_WRITES], call[CALL_WRITTEN])
+            copy(call, call[CALL_WRITE_START], call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
 
     return write
 
@@ -320,8 +320,8 @@ def _reducing(d: Any) -> Any:
         if kind == READS or kind == COPIES or kind == PIECES and j == 1 or (
                 kind != ROWS and j > 1 and j > call[CALL_LAST]):
             return
-        at = start = call[CALL_REDUCES]
-        n = call[CALL_REDUCED]
+        at = start = call[CALL_REDUCE_START]
+        n = call[CALL_REDUCE_LENGTH]
         if kind == WINDOWS:
             # This rank's slice, see memory.arrays.slice_of.
             at, start = 0, rank * call[CALL_LENGTH] // p

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant("collectives/exchange.py", "copy_to(receives[r], sends[r])", "pass",
            "tests/collectives/test_adversary.py"),
     Mutant("collectives/shared.py", "    combine.combine(sources, sources[node.rank])\n"
-           "    # Other ranks may still read this rank's contribution.\n"
+           "    # Other ranks may still be reading this rank's contribution.\n"
            "    yield (node.barrier(),)", "    combine.combine(sources, sources[node.rank])",
            "tests/collectives/test_node_order.py tests/collectives/test_slices.py "
            "tests/collectives/test_adversary.py tests/collectives/test_hierarchical.py"),
