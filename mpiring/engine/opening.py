@@ -96,11 +96,9 @@ def open_group(
                        in_full=config.full_tracebacks)
     # These settings must be equal on all ranks.
     settings = {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
-    agree = True
-    if mpi_comm.size > 1:
-        if config.abort_on_exception:
-            end_job_on_exceptions(end_job)
-        agree = await_all(mpi_comm, config, settings)
+    if mpi_comm.size > 1 and config.abort_on_exception:
+        end_job_on_exceptions(end_job)
+    agree = mpi_comm.size == 1 or await_all(mpi_comm, config, settings)
     transport = MpiTransport(mpi_comm)
     comm = transport.comm
     try:
