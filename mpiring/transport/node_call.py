@@ -416,14 +416,15 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     call = NodeCall(memory, dtype, vector.size, kind, combine)
     call[CALL_WIDTH], call[CALL_HALF] = width, half
     call[CALL_LAST] = max(0, -(-max(map(len, parts)) // width) - 1)
-    code, addresses, divisor = None, [0] * p, 1 if combine is None else combine.divisor
+    code, starts, divisor = None, vector.starts, 1 if combine is None else combine.divisor
     if (p > 1 and memory.segments and all(type(part) is np.ndarray for part in parts)
             and (combine is None or combine.adds) and divisor == int(divisor)):
         addresses = [data_address(part) for part in parts]
         if not any(address % dtype.itemsize for address in addresses):
             code = compiled.code("sum" if combine else "", dtype.name, p)
-    starts = vector.starts if code is None else [
-        (address - addresses[0]) // dtype.itemsize for address in addresses]
+            starts = [(address - addresses[0]) // dtype.itemsize for address in addresses]
+    if code is None:
+        starts = vector.starts
     first = CALL_BASES + 2 * p
     for rank, part in enumerate(parts):
         call[first + 2 * rank], call[first + 2 * rank + 1] = starts[rank], len(part)
