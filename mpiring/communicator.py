@@ -188,7 +188,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
+        if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.repeat(
                 "allreduce", x, op):
             return x
         if type(op) is str and op in OP_ALIASES:
@@ -208,7 +208,7 @@ class Communicator:
             array = prepared.vector
             if type(array) is np.ndarray:
                 array = array.reshape(x.shape)
-                if self._fast_calls.again(kind, array, op_or_root):
+                if self._fast_calls.repeat(kind, array, op_or_root):
                     return None
         result = self._group.run(prepared.call, prepared.build)
         if notes and type(array) is np.ndarray:
@@ -258,7 +258,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
+        if type(x) is np.ndarray and self._fast_calls.repeat("reduce_scatter", x, op):
             return cast(A, slice_of(flat(x), self.rank, self.size))
         if type(op) is str and op in OP_ALIASES:
             return self.reduce_scatter(x, op=OP_ALIASES[op])
@@ -279,7 +279,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is not np.ndarray or not self._fast_calls.again("allgather", x):
+        if type(x) is not np.ndarray or not self._fast_calls.repeat("allgather", x):
             self._run(self._allgather(x), "allgather", x)
         return x
 
@@ -296,7 +296,7 @@ class Communicator:
         """
         # 1 == 1.0 == True
         is_fast = (type(x) is np.ndarray and type(root) is int
-                   and self._fast_calls.again("broadcast", x, root))
+                   and self._fast_calls.repeat("broadcast", x, root))
         if not is_fast:
             self._run(self._broadcast(x, root), "broadcast", x, root)
         return x

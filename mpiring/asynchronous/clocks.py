@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from ..memory.arrays import Array
-from ..transport.base import Channel, Request, Schedule, together
+from ..transport.base import Channel, Request, Schedule, run_together
 
 # Kinds of notes, which workers send together with their clocks. The second is a push without a
 # gradient.
@@ -89,7 +89,7 @@ class SliceOwner:
 
     def serve(self, net: Channel) -> Schedule[None]:
         """Serve all workers until they finish, as a schedule."""
-        yield from together([self._serve(net, worker) for worker in range(net.size)], net.size)
+        yield from run_together([self._serve(net, worker) for worker in range(net.size)], net.size)
 
     def behind(self, clock: int) -> list[int]:
         """Return the workers that delay a pull at this clock."""
@@ -195,8 +195,8 @@ class SliceWorker:
             weights: Vectors to overwrite.
         """
         self.unanswered = set(range(net.size))
-        yield from together([self._ask(net, clock, weights[owner], owner)
-                             for owner in _owners_from(net)], net.size)
+        yield from run_together([self._ask(net, clock, weights[owner], owner)
+                                 for owner in _owners_from(net)], net.size)
 
     def _ask(self, net: Channel, clock: int, weights: Sequence[Array],
              owner: int) -> Schedule[None]:

@@ -26,7 +26,7 @@ import numpy as np
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
-from ..transport.base import Channel, Members, Node, Schedule, T, together
+from ..transport.base import Channel, Members, Node, Schedule, T, run_together
 from . import direct, doubling, ring, shared
 from .local import Local
 from .operation import Operation, Tuning
@@ -253,7 +253,7 @@ def _in_lanes(node: Node, pieces: Sequence[T], count: int,
         for piece in pieces[index::count]:
             yield from lane(index, piece)
 
-    yield from together(map(run, range(count)), count)
+    yield from run_together(map(run, range(count)), count)
     # Only after this barrier every rank's vector is complete. A rank that disagrees with another
     # node never arrives, so no result leaves its node.
     yield (node.barrier(),)
@@ -280,7 +280,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
     # This must precede the messages: a rank that disagrees with another node must not send any.
-    if node.met:
+    if node.has_arrived:
         yield (node.barrier(),)
     copies = shared.staged_copies(node, x)
     yield (node.barrier(),)

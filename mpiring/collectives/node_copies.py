@@ -79,7 +79,7 @@ class _Slots:
             check: Function that is called before anything is read.
         """
         node = self._node
-        if node.met:
+        if node.has_arrived:
             # Ranks may still read what an earlier schedule of this operation has written.
             yield (node.barrier(),)
         copy_in(0)
@@ -135,7 +135,7 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
 def _by_parts(node: Node, kind: int, parts: Sequence[Array],
               combine: Combine | None = None) -> Schedule[None]:
-    if node.met:
+    if node.has_arrived:
         # Ranks may still read what an earlier schedule of this operation has written.
         yield (node.barrier(),)
     yield from node.part(*parts_call(node.memory, kind, parts, _ROUND_BYTES, combine))

@@ -118,7 +118,7 @@ def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) 
 
     Collective: yes. Blocking: no (a schedule).
     """
-    if node.met:
+    if node.has_arrived:
         # Ranks may still be reading the slots for an earlier schedule of this operation.
         yield (node.barrier(),)
     yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)

@@ -126,7 +126,7 @@ class _Run(Generic[T]):
         """Continue with the survivors; replace dead ranks if possible."""
         number, before = self._survivors.comm.rank, self._survivors.size
         if self._grown is None:
-            self._survivors = self._survivors.shrunk()
+            self._survivors = self._survivors.shrink()
             # Without a commit since the last growth, new ranks would probably also die.
             if self._max_ranks and self._survivors.agree(self._commits.count > self._growth):
                 self._start_ranks(number)
@@ -140,7 +140,7 @@ class _Run(Generic[T]):
         survivors = self._survivors
         try:
             with _limit(joining.JOINING_S):
-                self._grown = survivors.grown(number, self._max_ranks, joining.command)
+                self._grown = survivors.grow(number, self._max_ranks, joining.command)
             self._growth = self._commits.count
         except TransportError as error:
             if survivors.comm.rank == 0:
@@ -166,7 +166,7 @@ class _Run(Generic[T]):
             traceback.clear_frames(error.__traceback__)
         except Exception as error:
             # If a rank is lost, its death is the cause, even if the error has another type.
-            if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
+            if not isinstance(error, ProcessFailedError) and not self._survivors.has_lost_rank():
                 self._end_job()
                 raise
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..jit import cache, copies, sums
@@ -29,9 +29,9 @@ _DELAY_S, _OPERATIONS = 2.0, 100
 _MAX_CHARS = 1000
 # Interval at which ranks check for saved code, and time after which they stop.
 _INTERVAL_S, _LIMIT_S = 0.5, 600.0
-# The priority is set before the imports, because they also take CPU time. The scheduling policy is
-# set because the child inherits the rank's, which may be real-time. PR_SET_PDEATHSIG (1) makes
-# Linux kill the child (9) when the rank ends.
+# The child inherits the rank's scheduling policy, which may be real-time, so it changes the policy.
+# It lowers its priority before the imports, because imports also take CPU time. PR_SET_PDEATHSIG
+# (1) makes Linux kill the child (9) when the rank ends.
 _PROGRAM = """
 import ctypes, os, sys
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -43,43 +43,33 @@ background.compile_and_save(sys.argv[1], int(sys.argv[2]), sys.argv[3])
 
 
 def may_compile(config: Config) -> bool:
-    """Return whether this rank is allowed to compile code and to save it, and has numba."""
+    """Return whether this rank may compile and save code, and numba is installed."""
     return (config.rounds == "auto" and config.machine_code
             and folder_of(config.tuning_folder) is not None and find_spec("numba") is not None)
 
 
-class NotedCalls(Protocol):
-    """The part of fast calls that the compiler needs; see fast_calls.FastCalls."""
-
-    group: Any
-    memory: Any
-
-    def forget(self) -> None:
-        """Forget the noted calls."""
-
-
 class BackgroundCompiler:
-    """Starts a process that compiles sums, and loads their code once it is saved.
+    """Compiles sums in a separate process, and loads the compiled code.
 
-    The lowest rank of the node starts the process, for one dtype at a time. Each rank loads the
-    code in a thread, which checks the folder at intervals, and then ends.
+    The lowest rank of the node starts the process, for one dtype at a time. On each rank, a thread
+    checks the folder at intervals until it can load the code.
     """
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        # A communicator may be dropped meanwhile.
-        self._users: list[weakref.ref[NotedCalls]] = []
+        # Weak references, because a communicator may be dropped before its code is compiled.
+        self._users: list[weakref.ref[Any]] = []
         self._threads: list[threading.Thread] = []
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._stopping = threading.Event()
 
-    def want(self, fast_calls: NotedCalls, op: Any, name: str) -> None:
-        """Compile sums of a dtype if a program often needs them; there is only one attempt.
+    def want(self, fast_calls: Any, op: Any, name: str) -> None:
+        """Compile sums of a dtype if the program often uses them; try only once.
 
         Args:
-            fast_calls: Calls to forget when the code is loaded.
+            fast_calls: FastCalls of a group; it forgets the noted calls when the code is loaded.
             op: Op of a call.
-            name: Name of its dtype.
+            name: Name of the dtype of the call.
         """
         config, memory = fast_calls.group.config, fast_calls.memory
         if (memory is None or not compiled.is_compilable(op, name, len(memory.ranks))
@@ -104,16 +94,16 @@ class BackgroundCompiler:
             thread.join()
 
     def _run(self, name: str, folder: Path, ranks: int, starts: bool) -> None:
-        """Load the code of sums once it is saved, and forget calls that do not use it."""
-        with self._turn:
+        """Load the code once it is saved; then forget the noted calls, which do not use it."""
+        with self._lock:
             child: subprocess.Popen[str] | None = None
-            operations = self._operations()
+            operations = self._operation_count()
             try:
-                for passed_s in self._checks():
+                for passed_s in self._poll():
                     has_ended = child is not None and child.poll() is not None
                     cache.load_missing()
                     if compiled.code("sum", name, ranks) is not None:
-                        for fast_calls in self._alive():
+                        for fast_calls in self._live_users():
                             fast_calls.forget()
                         return
                     if child is not None and has_ended:
@@ -121,8 +111,8 @@ class BackgroundCompiler:
                         child = None
                         raise OSError(status, output[-_MAX_CHARS:].strip())
                     if (starts and child is None and passed_s >= _DELAY_S
-                            and self._operations() - operations >= _OPERATIONS):
-                        child = _started(name, ranks, folder)
+                            and self._operation_count() - operations >= _OPERATIONS):
+                        child = _start_child(name, ranks, folder)
             except OSError as error:
                 _log.info("sums of %s cannot be compiled in the background: %s", name, error)
             finally:
@@ -130,22 +120,22 @@ class BackgroundCompiler:
                     child.kill()
                     child.communicate()
 
-    def _checks(self) -> Iterator[float]:
-        """Yield the seconds that have passed, at intervals, while a check makes sense."""
+    def _poll(self) -> Iterator[float]:
+        """Yield the elapsed seconds at intervals, while the code may still be used."""
         began, passed_s = time.monotonic(), 0.0
-        while passed_s < _LIMIT_S and not self._stopping.wait(_INTERVAL_S) and self._alive():
+        while passed_s < _LIMIT_S and not self._stopping.wait(_INTERVAL_S) and self._live_users():
             passed_s = time.monotonic() - began
             yield passed_s
 
-    def _alive(self) -> list[NotedCalls]:
+    def _live_users(self) -> list[Any]:
         return [calls for user in tuple(self._users) if (calls := user()) is not None]
 
-    def _operations(self) -> int:
+    def _operation_count(self) -> int:
         return sum(int(fast_calls.group.sharing.counter.words[COUNTER_SEQUENCE])
-                   for fast_calls in self._alive())
+                   for fast_calls in self._live_users())
 
 
-def _started(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":
+def _start_child(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":
     """Start a process that compiles sums, at the lowest priority."""
     import subprocess
     _log.info("compiling sums of %s in the background; comm.prepare() does it before the first "
@@ -166,7 +156,7 @@ def compile_and_save(name: str, ranks: int, folder: str) -> None:
         folder: Folder in which to save the code.
     """
     cache.configure(Path(folder))
-    # Ranks stop checking once the first of these is loaded, so it is compiled last.
+    # Ranks stop checking once they can load the first code of this list, so it is compiled last.
     for compilation in reversed([*compilations(ranks, [name])]):
         compilation(compiles=True)
 

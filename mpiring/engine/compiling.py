@@ -17,7 +17,7 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     """Compile sums and means for fast calls, unless they are on disk; without numba, do nothing.
 
     The ranks of a node divide the work. A rank that keeps nothing on disk (see the setting
-    `tuning_folder`) does not compile, because it would have to at every start.
+    `tuning_folder`) does not compile, because it would have to compile again at every start.
 
     Args:
         group: Group of ranks. Short sums are compiled if all its ranks share one memory, long
@@ -31,8 +31,8 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
         return
     memory = group.sharing.memory
     wanted = [*compilations(group.size, dtypes)] if memory and group.config.tuning_folder else []
-    # First each rank compiles its share; then it loads the others' code, or compiles what is not
-    # on disk.
+    # First, each rank compiles its share. Then it loads the code of the other ranks, and compiles
+    # any code that is not on disk.
     for share in (wanted[memory.rank::len(memory.ranks)] if memory else [], wanted):
         for compilation in share:
             compilation(compiles=True)

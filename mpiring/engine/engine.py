@@ -1,8 +1,8 @@
 """Advances operations: in the caller's thread during a wait, otherwise in a background thread.
 
 MPI makes no progress by itself, so a thread must test requests. A thread that tests without pause
-takes a core from the computation. The engine's thread therefore sleeps, longer if operations
-rarely move, and leaves the work to a caller that waits, which tests without pause.
+takes a core from the computation. The engine's thread therefore sleeps between tests, longer if
+operations rarely move. While a caller waits, the caller tests instead, without pause.
 """
 
 import threading
@@ -26,8 +26,8 @@ from .handle import Action, Handle, Lane
 class Pause:
     """Pauses of the thread, which adapt to a fraction of the time between two movements.
 
-    If each movement reset the pause, the thread would take the core from the computation ten
-    times for each piece of a long message.
+    A movement shortens the next pause but does not reset it. Otherwise the thread would interrupt
+    the computation ten times for each piece of a long message.
 
     Args:
         longest_s: Length of the longest pause, in seconds.
@@ -38,7 +38,7 @@ class Pause:
         self._next_s = waiting.FIRST_PAUSE_S
 
     def after(self, moved: bool) -> float:
-        """Return the seconds to sleep after tests that moved something (or nothing)."""
+        """Return the seconds to sleep after tests; `moved` is true if an operation has moved."""
         if moved:
             self._next_s = max(self._next_s / waiting.PAUSE_SHRINKAGE, waiting.FIRST_PAUSE_S)
         pause = min(self._next_s, self._longest_s)
@@ -53,17 +53,17 @@ class Engine:
     Args:
         config: Settings.
         threaded: If true, advance in the background; needs MPI_THREAD_MULTIPLE.
-        end_job: Function to call with an error of the background thread that no caller has seen.
+        end_job: Function to call with an error of the background thread that no caller has raised.
         recorder: Recorder of the operations; a new one by default.
         patience: Policy by which a caller waits for the other ranks of its node.
 
     Attributes:
         recorder, threaded, patience: The arguments of the same name.
         compiler: Compiler of sums that were not prepared.
-        given_up: True after `give_up`; nothing is advanced any more.
-        failure: First error of any operation; no result can be trusted after it.
+        given_up: True after `give_up`; operations no longer advance.
+        failure: First error of any operation; later results cannot be trusted.
         lock: Lock for stepping operations. It is reentrant, because a signal handler may raise
-            between acquiring it and the following `try`, which must not block the main thread.
+            between `acquire` and the following `try`. The main thread then still holds the lock.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Engine:
         self._blocking: list[Handle[Any]] = []
         self._waiting: set[int] = set()
         self._waiting_lock = threading.Lock()
-        self._nobody_waits = threading.Event()
-        self._nobody_waits.set()
+        self._no_waiters = threading.Event()
+        self._no_waiters.set()
         self._failure_noticed = False
         self._failed: Task[Any] | None = None
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -124,11 +124,11 @@ class Engine:
     def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
         """Remove a communicator; return its incomplete operations.
 
-        Stop the thread after the last communicator.
+        This stops the thread if it was the last communicator.
 
         Args:
             lane: Lane of the communicator.
-            quietly: If true, incomplete operations are no failure.
+            quietly: If true, incomplete operations are not a failure.
         """
         with self.lock:
             left = [*lane.active, *lane.queue]
@@ -141,7 +141,7 @@ class Engine:
         return left
 
     def give_up(self, error: BaseException) -> list[Task[Any]]:
-        """Stop for good, because a rank has died; return the schedules in flight.
+        """Stop permanently, because a rank has died; return the schedules in flight.
 
         Args:
             error: Error that every later call raises.
@@ -166,7 +166,7 @@ class Engine:
         """Stop the thread; it makes no MPI call afterwards."""
         self._stopping = True
         self._wake.set()
-        self._nobody_waits.set()
+        self._no_waiters.set()
         self.compiler.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -175,8 +175,8 @@ class Engine:
         """Queue an operation behind those submitted before, and advance it."""
         self.raise_failure()
         handle.lane.queue.append(handle)
-        # Post its first messages at once, unless the thread is already working.
-        self._unless_busy(lambda: self._admit(handle.lane))
+        # Post its first messages at once, unless another thread is stepping operations.
+        self._try_locked(lambda: self._admit(handle.lane))
         if not handle.lane.is_paused:
             self._wake.set()
         return handle
@@ -184,16 +184,17 @@ class Engine:
     def run(self, handle: Handle[T]) -> None:
         """Advance an operation ahead of the queue, and wait for it."""
         with self.lock:
-            handle.lane.begun(handle.flight.started_s or time.monotonic())
+            handle.lane.record_start(handle.flight.started_s or time.monotonic())
             self._blocking.append(handle)
         self.wait(handle)
 
     def adopt(self, handle: Handle[T]) -> None:
-        """Advance an operation that has begun without the engine."""
+        """Advance an operation that was begun without the engine."""
         with self.lock:
-            handle.lane.begun(handle.flight.started_s)
+            handle.lane.record_start(handle.flight.started_s)
             handle.lane.at_once_s += handle.flight.exposed_s
-            # It must not count among background operations, whose limit is equal on all ranks.
+            # It does not count as a background operation, because their limit must have the same
+            # effect on all ranks.
             self._blocking.append(handle)
         self._wake.set()
 
@@ -201,8 +202,8 @@ class Engine:
         """Return when `handle` is complete, testing in this thread.
 
         Raises:
-            StallError: It is not complete after `timeout_s`. The error is late by at most 10 ms,
-                plus the duration of one step of an operation or an action.
+            StallError: It is not complete after `timeout_s`. The error is at most 10 ms late, plus
+                the duration of one step of an operation or of an action.
             ClosedError: This process is a fork.
         """
         forks.refuse_calls(self.recorder.rank)
@@ -211,12 +212,13 @@ class Engine:
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
-                self._nobody_waits.clear()
-            fruitless = 0
+                self._no_waiters.clear()
+            idle_steps = 0
             while not handle.done:
                 self.raise_failure()
                 moved = False
-                # Locks are not fair: a thread with moving operations may acquire it repeatedly.
+                # Locks are not fair: while operations move, another thread may acquire this lock
+                # repeatedly.
                 if self.lock.acquire(timeout=-1 if timeout_s is None else waiting.LATE_S):
                     try:
                         moved = self._progress()
@@ -228,11 +230,11 @@ class Engine:
                     raise StallError(
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
                         f"in flight, and wait may be called again with a longer timeout")
-                fruitless = 0 if moved else fruitless + 1
-                if fruitless > self.patience.wait_yields:
+                idle_steps = 0 if moved else idle_steps + 1
+                if idle_steps > self.patience.wait_yields:
                     pause_s = self.patience.pause_after(time.monotonic() - began)
                     time.sleep(pause_s if timeout_s is None else min(pause_s, waiting.LATE_S))
-                elif fruitless:
+                elif idle_steps:
                     waiting.give_way()
         finally:
             with self._waiting_lock:
@@ -241,12 +243,12 @@ class Engine:
                 self.recorder.waited(handle.flight, began, now)
                 self._waiting.discard(threading.get_ident())
                 if not self._waiting:
-                    self._nobody_waits.set()
+                    self._no_waiters.set()
 
     def advance(self) -> None:
-        """Make progress once, unless another thread is doing so; never wait."""
+        """Make progress once, without waiting, unless another thread is making progress."""
         forks.refuse_calls(self.recorder.rank)
-        if not self._unless_busy(self._progress):
+        if not self._try_locked(self._progress):
             waiting.give_way()
 
     def call(self, handle: Handle[Any], action: Action) -> None:
@@ -254,7 +256,7 @@ class Engine:
         forks.refuse_calls(self.recorder.rank)
         handle.lane.actions.append((handle, action))
         self._call_actions(handle.lane)
-        # The thread may have checked for actions just before.
+        # The thread may have checked for actions just before this one was added.
         self._wake.set()
 
     def _call_actions(self, *lanes: Lane) -> None:
@@ -273,11 +275,11 @@ class Engine:
                     lane.calling.release()
 
     def fail(self, error: BaseException, task: Task[Any] | None = None) -> None:
-        """Remember an error that is about to be raised.
+        """Record an error that is about to be raised.
 
         Args:
             error: Error of an operation.
-            task: Schedule that raised it, if the engine does not know it.
+            task: Schedule that raised it, if the schedule was not passed to the engine.
         """
         if self.failure is None:
             self._failed = task
@@ -298,8 +300,8 @@ class Engine:
             raise TransportError(
                 f"an earlier operation failed: {self.failure!r}") from self.failure
 
-    def _unless_busy(self, action: Callable[[], bool]) -> bool:
-        """Return `action()`, called under the lock; False if another thread holds it."""
+    def _try_locked(self, action: Callable[[], bool]) -> bool:
+        """Return `action()`, called under the lock; return False if another thread holds it."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -324,10 +326,10 @@ class Engine:
                     moved |= handle.step()
                     if handle.task.done:
                         active.remove(handle)
-                        self._completed(handle)
+                        self._complete(handle)
             now = time.monotonic()
-            if now >= self._next_look_s:
-                self._next_look_s = now + waiting.BUSY_LOOK_S
+            if now >= self._next_check_s:
+                self._next_check_s = now + waiting.BUSY_CHECK_S
                 for lane in self._lanes:
                     lane.check()
                 self._forget_dropped()
@@ -343,8 +345,8 @@ class Engine:
             if not lane.in_use and lane not in waited_for:
                 self._lanes.remove(lane)
 
-    def _progress_awake(self) -> bool:
-        """Do as `_progress`, but skip lanes that are paused."""
+    def _progress_unpaused(self) -> bool:
+        """Make progress like `_progress`, but skip paused lanes."""
         return self._progress([lane for lane in self._lanes if not lane.is_paused])
 
     def _admit(self, lane: Lane) -> bool:
@@ -357,23 +359,23 @@ class Engine:
 
     def _start(self, handle: Handle[T], active: list[Handle[Any]]) -> None:
         """Post an operation's first requests. The caller holds the lock."""
-        handle.lane.begun(time.monotonic())
+        handle.lane.record_start(time.monotonic())
         try:
             handle.start()
         except BaseException as error:
             self.fail(error)
             raise
         if handle.task.done:
-            self._completed(handle)
+            self._complete(handle)
         else:
             active.append(handle)
 
-    def _completed(self, handle: Handle[T]) -> None:
+    def _complete(self, handle: Handle[T]) -> None:
         """Record that an operation is complete."""
         now = time.monotonic()
         self.recorder.ended(handle.flight, now)
-        handle.lane.ended(now)
-        # Last, because a caller that sees it may read the statistics.
+        handle.lane.record_end(now)
+        # Set this last, because a caller that sees it may read the statistics.
         handle.done = True
 
     def _loop(self) -> None:
@@ -381,15 +383,15 @@ class Engine:
         pause = Pause(self._config.max_pause_s)
         try:
             while self._lanes and not self._stopping and self.failure is None:
-                self._nobody_waits.wait(waiting.IDLE_LOOK_S)
+                self._no_waiters.wait(waiting.IDLE_CHECK_S)
                 if not (self._blocking or any(
                         lane.busy and not lane.is_paused for lane in tuple(self._lanes))):
                     pause = Pause(self._config.max_pause_s)
-                    self._wake.wait(waiting.IDLE_LOOK_S)
+                    self._wake.wait(waiting.IDLE_CHECK_S)
                     self._wake.clear()
                 if self._stopping:
                     return
-                moved = [self._unless_busy(self._progress_awake) for _ in range(waiting.TESTS)]
+                moved = [self._try_locked(self._progress_unpaused) for _ in range(waiting.TESTS)]
                 self._call_actions()
                 time.sleep(pause.after(any(moved)))
             # A waiting caller may have raised a failure, but other callers' actions are still due.
@@ -401,7 +403,7 @@ class Engine:
         """Leave an error to the main thread; end the job if that thread does not raise it."""
         self._call_actions()
         if isinstance(error, ProcessFailedError):
-            # The main thread may survive it whenever it raises it.
+            # The main thread may recover from this error, no matter when it raises the error.
             return
         deadline = time.monotonic() + waiting.GRACE_S
         while time.monotonic() < deadline:

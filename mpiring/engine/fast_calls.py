@@ -1,12 +1,12 @@
-"""Prepares node calls and runs them in the caller's thread; passes late ones to the engine.
+"""Prepares node calls and runs them in the caller's thread; passes late calls to the engine.
 
-A call is prepared after an equal call, or as a persistent operation. Then it is called at once, or
-started and waited for. In both cases the protocol (see transport.protocol) completes it and records
-it in the counter, unless the engine runs it.
+A node call is prepared after an equal call, or for a persistent operation. The caller then runs it
+to its end, or starts it and waits for it later. In both cases, the protocol (see
+transport.protocol) records the completed call in the counter, unless the engine runs it.
 """
 
 import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,23 +30,23 @@ from .engine import Engine
 from .handle import Action, Handle, Lane
 from .opening import Sharing
 
-K = TypeVar("K", NodeCall, Call)
-# A limit is needed, because a program may combine vectors of ever new shapes.
+# Maximum number of noted calls, because a program may use any number of shapes.
 _MAX_CALLS = 256
-# Number of calls of a kind that may be started at once.
+# Maximum number of equal calls that are started at a time.
 _MAX_STARTED = AREAS - 1
-# Name of the call, op or root, dtype, shape. Then, for an allreduce in place, the position of this
-# rank's vector, or, for several calls started at once, a number.
+# Name of the call, op or root, dtype, and shape. The key of an allreduce in place also has the
+# position of this rank's vector; the key of a started call also has a number.
 _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
-# Vector for calls that combine nothing.
+# Vector of calls without data.
 NOTHING = np.empty(0, np.float32)
-_OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
+_BARRIER_KEY: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
-# Algorithms of an allreduce with the same bits as the node call, see collectives.shared: every rank
-# combines all vectors, or one slice of them.
+# Allreduce algorithms with results bitwise identical to those of node calls, see
+# collectives.shared. Each rank combines all vectors, or one slice of them.
 BY_SLOTS, BY_SLICES = "eager", "shared"
-# Number of barriers for which a vector stays in its slot if others combine in place.
+# Number of barriers at which a rank with its vector in its slot arrives at once, if other ranks
+# combine slices.
 _BARRIERS = 3
 
 
@@ -66,14 +66,14 @@ class CallingGroup(Protocol):
         """Return the schedules of an operation."""
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun without the engine."""
+        """Advance and watch an operation that was begun without the engine."""
 
     def check_open(self) -> None:
         """Raise ClosedError unless the group is open, and MPI is running in this process."""
 
 
 class FastCalls:
-    """The node calls that a group has prepared: short ones, and allreduces of any length.
+    """The prepared node calls of a group: short collectives, and allreduces of any length.
 
     Each rank decides by itself whether a call is fast; the other ranks need not know.
 
@@ -83,17 +83,17 @@ class FastCalls:
 
     Attributes:
         group, memory: The arguments of the same name.
-        started: Handles that were started, are not complete, and were not passed to the engine.
+        started: Handles of started calls that are not complete and not passed to the engine.
     """
 
     def __init__(self, group: CallingGroup, memory: NodeMemory | None) -> None:
         self.group, self.memory = group, memory
         self.started: list[FastHandle[Any]] = []
         self._counter = group.sharing.counter
-        # Maps to the Call of an allreduce that is prepared separately for each position of x.
+        # The value is a Call if the allreduce is prepared separately for each position of x.
         self._calls: dict[_Key, NodeCall | Call] = {}
 
-    def again(self, name: str, x: Any, op_or_root: Any = None) -> bool:
+    def repeat(self, name: str, x: Any, op_or_root: Any = None) -> bool:
         """Run a collective on `x` if an equal one was noted; return False otherwise.
 
         Args:
@@ -104,16 +104,16 @@ class FastCalls:
             MpiringError: The collective has failed.
         """
         key = name, op_or_root, x.dtype, x.shape
-        call = self._noted(key, x)
+        call = self._find_call(key, x)
         if call.__class__ is Call:
-            call = self._at_position(call, key, x)
+            call = self._call_at(call, key, x)
         if call is None:
             return False
         return self.run(call, x if x.ndim == 1 else x.reshape(-1))
 
     def barrier(self) -> bool:
         """Return True once every rank has called a barrier; False if none was noted."""
-        call: Any = self._calls.get(_OF_BARRIER)
+        call: Any = self._calls.get(_BARRIER_KEY)
         return call is not None and self.run(call, NOTHING)
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
@@ -126,24 +126,24 @@ class FastCalls:
             The handle, or None.
         """
         key = "allreduce", op, x.dtype, x.shape
-        noted = self._noted(key, x)
+        noted = self._find_call(key, x)
         if noted is None or x.nbytes > SLOT_BYTES:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
         for number in range(_MAX_STARTED):
-            another = *key, number
-            call: Any = self._calls.get(another)
+            numbered_key = *key, number
+            call: Any = self._calls.get(numbered_key)
             if call is None:
                 description = noted if noted.__class__ is Call else noted.call
                 call = self.prepare(description, vector, "allreduce", op, started=True)
                 if call is None:
                     return None
-                self._keep(another, call)
+                self._store(numbered_key, call)
             if not call[CALL_STAGE]:
                 break
         return self.start(call, vector, x)
 
-    def _noted(self, key: _Key, x: Any) -> Any:
+    def _find_call(self, key: _Key, x: Any) -> Any:
         try:
             call = self._calls.get(key)
         except TypeError:
@@ -152,21 +152,21 @@ class FastCalls:
         # Check each time, because the array's memory, shape and flags may change at any time.
         return call if call is not None and x.flags.carray else None
 
-    def _at_position(self, call: Call, key: _Key, x: Any) -> Any:
+    def _call_at(self, call: Call, key: _Key, x: Any) -> Any:
         position = self.group.windows.position_of(x)
-        return self._calls.get((*key, position)) or self._keep(
-            (*key, position), self.by_slices(call, x.reshape(-1), key[1]))
+        return self._calls.get((*key, position)) or self._store(
+            (*key, position), self.prepare_slices(call, x.reshape(-1), key[1]))
 
     def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
-        """Prepare the next equal call after a collective was made, so that it is fast if possible.
+        """After a collective, prepare the next equal call, so that it is fast if possible.
 
         Args:
-            name: Name that tells the call from others on such arrays.
+            name: Name that distinguishes the call from other calls on equal arrays.
             call: Description of the collective.
             x: NumPy array of the call.
             op_or_root: Op or root, if the collective has one.
-            kind: Collective that it works like, if not `name`: "allreduce", "reduce_scatter",
-                "allgather", "broadcast" or "barrier".
+            kind: Kind of the collective, if not `name`: "allreduce", "reduce_scatter", "allgather",
+                "broadcast" or "barrier".
         """
         if (self.memory is None or type(op_or_root) not in (str, int, type(None))
                 or not x.flags.carray):
@@ -177,13 +177,13 @@ class FastCalls:
         vector = x.reshape(-1)
         prepared = self.prepare(call, vector, kind, op_or_root)
         if prepared is not None:
-            self._keep(key, prepared)
+            self._store(key, prepared)
         elif kind == "allreduce" and self.is_compiled(vector, op_or_root):
-            self._keep(key, call)
+            self._store(key, call)
         if kind in ("allreduce", "reduce_scatter"):
             self.group.engine.compiler.want(self, op_or_root, dtype_name(x.dtype))
 
-    def _keep(self, key: _Key, call: K) -> K:
+    def _store(self, key: _Key, call: NodeCall | Call) -> Any:
         if len(self._calls) >= _MAX_CALLS:
             self.forget()
         self._calls[key] = call
@@ -199,7 +199,7 @@ class FastCalls:
 
         Args:
             call: Description of the collective.
-            x: Vector with the length and dtype of those to be combined or copied.
+            x: Vector with the length and dtype of the vectors to combine or copy.
             kind, op_or_root: Arguments of `note`.
             started: If true, the call will be started. An allreduce may then use slots even if
                 other ranks combine slices.
@@ -218,11 +218,12 @@ class FastCalls:
         root = op_or_root if kind == "broadcast" else 0
         plan = slot_plan(kind, x.size, memory.rank, len(memory.ranks), root)
         node_call = slot_call(memory, x.dtype, x.size, plan, combine)
-        self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
+        algorithm = BY_SLOTS if kind == "allreduce" else ""
+        self._make_operation(node_call, call, op, algorithm, **settings)
         return node_call
 
-    def by_slices(self, call: Call, x: Array, op: str) -> NodeCall:
-        """Return a call that combines one slice of long vectors; needs `is_compiled`.
+    def prepare_slices(self, call: Call, x: Array, op: str) -> NodeCall:
+        """Return a call that combines one slice of long vectors; call it only if `is_compiled`.
 
         Args:
             call: Description of the allreduce.
@@ -237,14 +238,15 @@ class FastCalls:
             node_call = piece_call(memory, x.dtype, x.size, staged_bytes, combine)
         else:
             node_call = NodeCall(memory, x.dtype, x.size, WINDOWS, combine)
-        self._whole(node_call, call, op, BY_SLICES, note=position, find=windows.vectors)
+        self._make_operation(node_call, call, op, BY_SLICES, note=position, find=windows.vectors)
         return node_call
 
-    def _whole(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
-               **settings: Any) -> None:
+    def _make_operation(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
+                        **settings: Any) -> None:
         code = compiled.code(op, dtype_name(node_call.dtype), len(node_call.memory.ranks))
-        node_call.whole(call, self._counter.identity_of(call, algorithm), op,
-                        code if self.group.config.rounds == "auto" else None, **settings)
+        node_call.make_operation(
+            call, self._counter.identity_of(call, algorithm), op,
+            code if self.group.config.rounds == "auto" else None, **settings)
 
     def is_compiled(self, x: Array, op: str) -> bool:
         """Return whether an allreduce combines slices, and compiled code for it exists."""
@@ -258,7 +260,7 @@ class FastCalls:
         Args:
             call: Prepared call.
             x: Vector of the call.
-            status: Status that `begin` has returned, if the call was begun.
+            status: Status that `begin` returned, if the caller has begun the call.
         """
         try:
             if call.is_short and status == GATED:
@@ -266,12 +268,12 @@ class FastCalls:
                 status = call.begin(call.address, data_address(x))
             elif call.code is not None and status == GATED:
                 status = call.run(BEGIN, x)
-            return status == DONE or self._go_on(status, call, x)
+            return status == DONE or self._continue(status, call, x)
         except BaseException as error:
             self.fail(call, error)
             raise
 
-    def _go_on(self, status: int, call: NodeCall, x: Array) -> bool:
+    def _continue(self, status: int, call: NodeCall, x: Array) -> bool:
         """Complete a call; return False if the gate is closed."""
         with self._counter:
             if status == GATED:
@@ -302,7 +304,7 @@ class FastCalls:
                 handle = FastHandle(self, call, x, result)
                 self.started.append(handle)
                 if status == LATE:
-                    # An operation in flight uses the area.
+                    # An operation in flight still uses the area.
                     self.hand_over()
                 else:
                     self._counter.close(GATE_STARTED)
@@ -311,27 +313,27 @@ class FastCalls:
             self.fail(call, error)
             raise
 
-    def _begin(self, how: int, call: NodeCall, x: Array) -> int:
-        """Begin a call, after running started calls if necessary. Needs the counter's lock."""
-        status = call.run(how + HELD, x)
+    def _begin(self, mode: int, call: NodeCall, x: Array) -> int:
+        """Begin a call; first run started calls if necessary. The caller holds the lock."""
+        status = call.run(mode + HELD, x)
         if status == GATED and self.started:
             for handle in tuple(self.started):
                 handle.poll()
             self._counter.open(GATE_STARTED)
-            status = call.run(how + HELD, x)
+            status = call.run(mode + HELD, x)
             if self.started:
                 self._counter.close(GATE_STARTED)
         return status
 
     def hand_over(self) -> None:
-        """Pass started calls to the engine, because other operations may have to wait for them."""
+        """Pass started calls to the engine, because later operations may have to wait for them."""
         with self._counter:
             for handle in tuple(self.started):
                 if not handle.poll():
                     handle.hand_over()
 
-    def leave(self, handle: "FastHandle[Any]") -> None:
-        """Remove a handle from the started ones. The caller holds the lock."""
+    def remove(self, handle: "FastHandle[Any]") -> None:
+        """Remove a handle from the started handles. The caller holds the lock."""
         if handle in self.started:
             self.started.remove(handle)
             if not self.started:
@@ -344,11 +346,11 @@ class FastCalls:
 
 
 class FastHandle(Handle[T]):
-    """Handle of a published fast call, for which no other rank waits for this one.
+    """Handle of a fast call that is published, so that no other rank waits for this rank.
 
-    `wait`, `test` or reading `done` does the rest: waiting for the other ranks, and combining. The
-    engine does it once another operation of this rank might wait for it (see `hand_over`). Until
-    then, a thread must hold the counter's lock to run it.
+    `wait`, `test` and reading `done` run the rest of the call: wait for the other ranks, and
+    combine. If another operation of this rank might have to wait for the call, the engine runs the
+    rest (see `hand_over`). Until then, a thread must hold the counter's lock to run the call.
 
     Args:
         calls: Fast calls of the group.
@@ -359,13 +361,14 @@ class FastHandle(Handle[T]):
 
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
                  waited_ns: int = 0) -> None:
-        # Does not call Handle's constructor: the engine's state is made when it gets the call.
+        # Handle's constructor is not called, because `hand_over` makes another handle for the
+        # engine.
         self._calls, self._call, self._result = calls, call, result
         self._x: Any = x
         self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
         self._waited_ns, self._is_done, self._is_running = waited_ns, False, False
         self._counter = calls.group.sharing.counter
-        # The engine's handle.
+        # The handle of the engine, once it runs the call.
         self._handle: Handle[Any] | None = None
 
     def __repr__(self) -> str:
@@ -383,8 +386,8 @@ class FastHandle(Handle[T]):
         return self.poll()
 
     def poll(self) -> bool:
-        """Run it as far as possible, unless the engine does; return whether it is complete."""
-        if not (self._is_done or self._handle or self._is_void):
+        """Run the call as far as possible, unless the engine does; return whether it is done."""
+        if not (self._is_done or self._handle or self._is_stopped):
             with self._counter:
                 # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
@@ -392,15 +395,15 @@ class FastHandle(Handle[T]):
         return self._is_done if self._handle is None else self._handle.done
 
     @property
-    def _is_void(self) -> bool:
-        """Whether it cannot continue here: an operation failed, or this process is a fork."""
+    def _is_stopped(self) -> bool:
+        """Whether the call cannot continue: an operation failed, or this process is a fork."""
         return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
 
-    def _run(self, how: int) -> bool:
+    def _run(self, mode: int) -> bool:
         """Run the rest in this thread, which holds the lock; return whether it is complete."""
         began_ns, self._is_running = time.monotonic_ns(), True
         try:
-            status = self._call.run(how, self._x)
+            status = self._call.run(mode, self._x)
             self._is_running = False
             ended_ns = time.monotonic_ns()
             self._waited_ns += ended_ns - began_ns
@@ -412,14 +415,15 @@ class FastHandle(Handle[T]):
         if status == DONE:
             # A handle that is kept must not keep the array alive.
             self._is_done, self._x = True, None
-            # The protocol has recorded all the time since the call began, also without a wait.
+            # The protocol has recorded all the time since the call began. Keep only the time during
+            # which the caller waited.
             self._counter.words[COUNTER_NANOSECONDS] -= (
                 ended_ns - self._began_ns - self._waited_ns)
-            self._calls.leave(self)
+            self._calls.remove(self)
         return self._is_done
 
     def hand_over(self) -> Handle[Any]:
-        """Let the engine run the rest, unless it does already; return the engine's handle."""
+        """Let the engine run the rest, unless it already does; return the engine's handle."""
         with self._counter:
             if self._handle is None:
                 group, call, began_s = self._calls.group, self._call, self._began_ns / 1e9
@@ -432,20 +436,20 @@ class FastHandle(Handle[T]):
                     # The engine records it, not the protocol.
                     call[CALL_BEGAN] = 0
                     group.adopt(handle)
-                self._calls.leave(self)
+                self._calls.remove(self)
             return self._handle
 
     def test(self) -> bool:
         """Make some progress; return whether the operation is complete. See Handle."""
         if self._handle is not None:
             return self._handle.test()
-        self._refuse_void()
+        self._raise_if_stopped()
         return self.poll()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank. See Handle."""
         if not self._is_done and self._handle is None:
-            self._refuse_void()
+            self._raise_if_stopped()
             with self._counter:
                 if not (self._is_done or self._handle or self._run(POLL) or self._run(RESUME)):
                     self.hand_over()
@@ -453,20 +457,20 @@ class FastHandle(Handle[T]):
             self._handle.wait(timeout_s)
         return self._result
 
-    def _refuse_void(self) -> None:
-        if self._is_void and not self._is_done:
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopped and not self._is_done:
             self._calls.group.check_open()
             self._calls.group.engine.raise_failure()
 
     def when_done(self, action: Action) -> None:
         """Call `action` once the operation is complete or has failed. See Handle."""
         if self._handle is None:
-            self._refuse_void()
+            self._raise_if_stopped()
         self.hand_over().when_done(action)
 
 
 def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
-    request = _Unfinished(call, x)
+    request = _Remainder(call, x)
     yield (request,)
     if request.status == DISAGREE:
         refuse_others(call.call, call.node())
@@ -480,8 +484,8 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
         call[CALL_STAGE] = IDLE
 
 
-class _Unfinished:
-    """The rest of a node call; complete when the call is, or if it needs another algorithm."""
+class _Remainder:
+    """The rest of a node call, as a request; also complete if the call needs another algorithm."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:
         self.status, self._call, self._x = LATE, call, x
@@ -490,7 +494,7 @@ class _Unfinished:
         return f"stage {self._call[CALL_STAGE]} of a node call"
 
     def test(self) -> bool:
-        """Run it as far as possible; return whether the request is complete."""
+        """Run the call as far as possible; return whether the request is complete."""
         if self.status == LATE:
             self.status = self._call.run(POLL, self._x)
         return self.status != LATE

@@ -1,4 +1,4 @@
-"""Runs the operations of a group of ranks: numbers them, passes them to the engine, closes."""
+"""Runs the operations of a group of ranks: numbers them, and passes them to the engine."""
 
 import atexit
 import time
@@ -72,23 +72,21 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        group = open_group(mpi_comm, config, engine)
+        (self._transport, self.sharing, self.engine, self._end_job, self._name,
+         self._trace) = open_group(mpi_comm, config, engine)
+        self.config, self.recorder = config, self.engine.recorder
         cache.configure(folder_of(config.tuning_folder), enabled=config.machine_code,
-                        warns=group.engine.recorder.rank == 0)
+                        warns=self.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
-        self.config, self.sharing = config, group.sharing
-        self._transport, self.engine = group.transport, group.engine
-        self._end_job, self._name, self._trace = group.end_job, group.name, group.trace
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.recorder = self.engine.recorder
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._counter, self._words = group.sharing.counter, group.sharing.counter.words
+        self._counter, self._words = self.sharing.counter, self.sharing.counter.words
         self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
-        self._post = Mailbox(self._transport)
-        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
+        self._mailbox = Mailbox(self._transport)
+        self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.recorder,
                                  self._counter)
         self.lane = self.engine.join(self._watch.check)
         self.engine.guard(self._counter)
@@ -101,7 +99,7 @@ class Group:
         atexit.register(self._close_at_exit)
 
     def _create_resources(self) -> None:
-        """Make empty pools, which drops the memory of earlier operations."""
+        """Create empty pools, which releases the memory of earlier operations."""
         windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
@@ -171,7 +169,7 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        # Operations of several threads queue in the order of their numbers, as on all ranks.
+        # Operations of several threads must queue in the order of their numbers.
         with self._counter:
             flight, schedule = self._prepare(call, build)
             try:
@@ -182,7 +180,7 @@ class Group:
                 elif handle.step() and handle.task.done:
                     handle.done = True
                     return handle
-                # Even a rank alone may have to wait for its GPU.
+                # Even a single rank may have to wait for its GPU.
                 return self.engine.submit(handle)
             except BaseException as error:
                 self.engine.fail(error)
@@ -217,16 +215,16 @@ class Group:
         return task.result  # type: ignore[return-value]
 
     def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that has begun without the engine."""
+        """Advance and watch an operation that was begun without the engine."""
         try:
-            self._note(handle.flight)
+            self._record(handle.flight)
             self._watch.enter(handle)
             self.engine.adopt(handle)
         except BaseException as error:
             self.engine.fail(error)
             raise
 
-    def _note(self, flight: Flight) -> None:
+    def _record(self, flight: Flight) -> None:
         self.recorder.add(flight)
         self._watch.last = flight
 
@@ -275,9 +273,9 @@ class Group:
     def _prepare(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
         """Make the schedule of the next operation, and record the call.
 
-        The operation's number is not used yet, because mistakes in the call raise here. Once it
-        is used, even an exception in a signal handler must not drop the operation on one rank.
-        The caller holds the counter's lock until then.
+        This does not use up the operation's number, because mistakes in the call raise here. Once
+        the number is used, not even an exception in a signal handler may drop the operation on one
+        rank. The caller holds the counter's lock until it has used the number.
         """
         self.check_open()
         if self.fast_calls.started:
@@ -291,11 +289,11 @@ class Group:
             if self.size == 1:
                 return Flight(call, sequence), schedule
             flight = Flight(call, sequence, self._name, collectives.algorithm)
-            self._note(flight)
+            self._record(flight)
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbors, call, schedule)
         except BaseException:
-            # The operation is canceled: later ones must not wait for its turn.
+            # The operation is canceled: later operations must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
 
@@ -310,15 +308,16 @@ class Group:
     def statistics(self) -> Statistics:
         """Costs of this group's operations so far."""
         fast_s = self._counter.fast_s
-        # A rank that is alone has costs only if its GPU makes it wait.
+        # A single rank has costs only if it waits for its GPU.
         operations = self.lane.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
                           self.lane.communication_s + fast_s, self.lane.exposed_s + fast_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
-        """Return a group of the ranks that pass the same color; None if the color is None.
+        """Wait for all operations; return a group of the ranks that pass the same color.
 
-        It first waits for all operations.
+        Returns:
+            The group; None if the color is None.
 
         Collective: yes. Blocking: yes.
         """
@@ -332,9 +331,9 @@ class Group:
         comm = self._transport.comm
         part = create_communicator(
             comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
-        return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
+        return None if color is None else self._make_child(cast("MPI.Intracomm", part), self.config)
 
-    def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
+    def _make_child(self, part: "MPI.Intracomm", config: Config) -> "Group":
         """Return a group over `part` that uses this group's engine; free `part`."""
         try:
             return Group(part, config, self.engine)
@@ -346,7 +345,7 @@ class Group:
 
         Args:
             ranks: Ranks of this group in their new order, including this rank.
-            tag: Number that differs between groups made at once on overlapping ranks.
+            tag: Number that differs between groups with common ranks that are made concurrently.
             config: Settings of the new group.
 
         Collective: yes, among those ranks. Blocking: yes.
@@ -354,16 +353,16 @@ class Group:
         from ..transport.mpi import create_communicator
         self.check_open()
         comm = self._transport.comm
-        everybody = comm.Get_group()
-        members = everybody.Incl(ranks)
+        all_ranks = comm.Get_group()
+        members = all_ranks.Incl(ranks)
         part = create_communicator(
             comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
-        for used in (members, everybody):
-            used.Free()
-        return self._child(part, config)
+        for mpi_group in (members, all_ranks):
+            mpi_group.Free()
+        return self._make_child(part, config)
 
     def messages(self) -> Messages:
-        """Return the single messages between these ranks, which are separate from collectives.
+        """Return the Messages between these ranks, which are separate from collectives.
 
         Collective: yes, the first time. Blocking: yes.
         """
@@ -377,8 +376,8 @@ class Group:
     def duplicate(self) -> "Group":
         """Return another group of the same ranks, whose operations have a separate order.
 
-        It duplicates the communicator of `messages()`, on which nothing else is collective. A rank
-        may be in an operation of this group meanwhile.
+        It duplicates the communicator of `messages()`, on which no other calls are collective.
+        Other ranks may still be in an operation of this group.
 
         Collective: yes. Blocking: yes.
         """
@@ -388,7 +387,7 @@ class Group:
         """Change `stall_timeout_s` for this group."""
         self.config = self._watch.config = replace(self.config, stall_timeout_s=seconds)
         if self._messages is not None:
-            self._messages.config = self.config
+            self._messages.watch.config = self.config
 
     @property
     def threaded(self) -> bool:
@@ -429,7 +428,7 @@ class Group:
     def _leave_engine(self) -> None:
         self._counter.close(GATE_CLOSED)
         if forks.in_fork:
-            # A fork may have copied locks held by threads that it does not have.
+            # A fork may have copied a lock that is held by a thread that exists only in the parent.
             return
         if self._messages is not None:
             self._messages.leave()
@@ -454,10 +453,10 @@ class Group:
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
-        self._forget()
+        self._unregister()
         if self._messages is not None:
             self._messages.free()
-        self._post.close()
+        self._mailbox.close()
         self._transport.free()
 
     def survivors(self) -> "Survivors":
@@ -473,24 +472,24 @@ class Group:
         if not self.closed and not forks.in_fork:
             self.closed = True
             self.survivors().leave(self.engine.give_up(error))
-            self._forget()
+            self._unregister()
 
     def drop(self) -> None:
-        """Release thread and memory of an unclosed group that was garbage-collected.
+        """Release the thread and the memory of an unclosed group that was garbage-collected.
 
-        Resources that other ranks need to close it stay until the end of the program.
+        Resources that other ranks need for closing the group are kept until the program ends.
 
         Collective: no. Blocking: no.
         """
         self._counter.close(GATE_CLOSED)
-        if self._is_beyond_closing:
+        if self._cannot_close:
             return
         self._create_resources()
         for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
             lane.dropped = True
         self._transport.drop()
 
-    def _forget(self) -> None:
+    def _unregister(self) -> None:
         atexit.unregister(self._close_at_exit)
         self._disconnect()
 
@@ -502,7 +501,7 @@ class Group:
 
     def _close_at_exit(self) -> None:
         """Close a group that the program has not closed."""
-        if self._is_beyond_closing:
+        if self._cannot_close:
             return
         self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
         try:
@@ -511,7 +510,7 @@ class Group:
             self._end_job(error)
 
     @property
-    def _is_beyond_closing(self) -> bool:
+    def _cannot_close(self) -> bool:
         return self.closed or self.engine.given_up or forks.in_fork or self._is_finalized()
 
     def check_open(self) -> None:

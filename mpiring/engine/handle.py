@@ -23,8 +23,8 @@ class Handle(Generic[T]):
         task: Schedule of the operation.
         lane: Lane of the operation's communicator.
         done: True once the operation is complete and counted.
-        patience_s: Number of seconds for which ranks that answer may stay away, if more than
-            `stall_timeout_s`; the argument `patient`, of which True means a day.
+        patience_s: Number of seconds for which the operation may stall while all ranks answer, if
+            more than `stall_timeout_s`. It is the argument `patient`; True means a day.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
@@ -62,8 +62,8 @@ class Handle(Generic[T]):
         """Return the operation's result when it is complete on this rank.
 
         Args:
-            timeout_s: Seconds after which to give up; the operation stays in flight. By default
-                the settings decide.
+            timeout_s: Timeout in seconds, after which the operation stays in flight. By default,
+                the setting `stall_timeout_s` applies.
 
         Raises:
             BufferMismatchError: The ranks made different calls.
@@ -144,8 +144,8 @@ class Lane:
             once nothing is in flight.
         operations: Number of completed operations.
         in_flight: Number of operations that have begun and are not complete.
-        communication_s: Seconds in which at least one of them was in flight.
-        at_once_s: Seconds that callers spent in blocking calls before these went to the engine.
+        communication_s: Seconds during which at least one operation was in flight.
+        at_once_s: Seconds that callers spent in blocking calls without the engine.
         waited_s: Seconds that callers spent waiting for operations in flight. `at_once_s` and
             `waited_s` are changed under separate locks.
         paused_until_s: End of a pause, in `time.monotonic`; see `pause`.
@@ -168,16 +168,17 @@ class Lane:
     _busy_since_s: float = 0.0
 
     def pause(self) -> None:
-        """Leave background operations to the thread that waits for one of them, for 0.3 s.
+        """For 0.3 s, let only waiting callers advance the background operations.
 
         A caller uses this if it will soon wait and needs its core until then. The engine's thread
-        would take the core repeatedly, and hide nothing. After 0.3 s it advances them again.
+        would take the core repeatedly without hiding any communication. After 0.3 s, the thread
+        advances the operations again.
         """
         self.paused_until_s = time.monotonic() + waiting.LANE_PAUSE_S
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine's thread must leave the background operations alone."""
+        """Whether the engine's thread must not advance the background operations."""
         return time.monotonic() < self.paused_until_s
 
     @property
@@ -185,14 +186,14 @@ class Lane:
         """Whether any operation is in flight or queued in the background."""
         return bool(self.active or self.queue)
 
-    def begun(self, now_s: float) -> None:
-        """Record that an operation is in flight since `now_s`."""
+    def record_start(self, now_s: float) -> None:
+        """Record that an operation was started at `now_s`."""
         if not self.in_flight:
             self._busy_since_s = now_s
         self.in_flight += 1
 
-    def ended(self, now_s: float) -> None:
-        """Record that an operation in flight is complete."""
+    def record_end(self, now_s: float) -> None:
+        """Record that an operation in flight was completed at `now_s`."""
         self.operations += 1
         self.in_flight -= 1
         if not self.in_flight:
@@ -205,5 +206,5 @@ class Lane:
 
     @property
     def in_use(self) -> bool:
-        """Whether any work is left or may still come."""
+        """Whether work remains or may still be submitted."""
         return bool(not self.dropped or self.busy or self.actions or self.calling.locked())

@@ -1,9 +1,9 @@
-"""Sends single messages from rank to rank, any number at once, separate from collectives."""
+"""Sends single messages between ranks, any number at a time, separate from collectives."""
 
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import whole_number
 from ..config import Config
@@ -12,25 +12,20 @@ from ..launch import forks
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..record.flight import Flight
-from ..transport.base import Channel, Request, Schedule, T, Task
+from ..transport.base import Channel, Schedule, T, Task
 from .engine import Engine
 from .handle import Handle
 from .stalls import MessageWatch
 
 if TYPE_CHECKING:
-    from ..transport.mpi import Mailbox, MpiTransport
+    from ..transport.mpi import Mailbox, MpiChannel, MpiTransport
 
 _log = logging.getLogger("mpiring")
 # The watch uses MPI tag 0. Tag -1 is for callers in this package.
 _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
-# Keeps memory alive that MPI may access after the communicator is closed.
+# These handles keep memory alive that MPI may access after the communicator is closed.
 _abandoned: list[Handle[Any]] = []
-
-
-class _Received(Request, Protocol):
-    @property
-    def source(self) -> int: ...
 
 
 class Message(Handle[T]):
@@ -39,7 +34,7 @@ class Message(Handle[T]):
     def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
         super().__init__(messages.lane, flight, task)
-        self._messages, self._other = messages, other
+        self._messages, self._peer = messages, other
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result when it is complete on this rank; for one message, the peer's rank.
@@ -59,9 +54,10 @@ class Message(Handle[T]):
         """
         if self.done:
             return super().wait()
+        watch = self._messages.watch
         if timeout_s is None:
-            timeout_s = self._messages.config.stall_timeout_s or None
-        with self._messages.watch.waiting(self, self._other, timeout_s or 0.0) as report:
+            timeout_s = watch.config.stall_timeout_s or None
+        with watch.waiting(self, self._peer, timeout_s or 0.0) as report:
             try:
                 return super().wait(timeout_s)
             except StallError as error:
@@ -73,24 +69,22 @@ class Messages:
 
     Args:
         transport: Transport for these messages only.
-        post: Mailbox of the watch, on the same communicator.
-        engine: Engine that advances the messages, independently of each other.
+        mailbox: Mailbox of the watch, on the same communicator.
+        engine: Engine that advances the messages independently of each other.
         config: Settings.
 
     Attributes:
         comm: MPI communicator.
-        config: Settings; may be replaced.
         lane: Lane of the engine.
         watch: Watch that reports stalled messages.
     """
 
-    def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
+    def __init__(self, transport: "MpiTransport", mailbox: "Mailbox", engine: Engine,
                  config: Config) -> None:
         self.comm = transport.comm
-        self.config = config
-        self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
+        self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.recorder)
         self.lane = engine.join(self.watch.check, math.inf)
-        self._transport, self._post = transport, post
+        self._transport, self._mailbox = transport, mailbox
         self._engine = engine
         # Each rank numbers its messages independently.
         self._name = f"messages of rank {engine.recorder.rank}"
@@ -110,9 +104,9 @@ class Messages:
         Collective: no. Blocking: no.
         """
         dest = self._rank("dest", dest)
-        request = self._transport.tagged(self._checked(tag)).isend(x, dest)
+        request = self._channel(tag).isend(x, dest)
         call = Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes)
-        return self._begin(call, _completed(request, dest), dest)
+        return self._begin(call, _complete(request, dest), dest)
 
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
@@ -131,14 +125,14 @@ class Messages:
 
         Collective: no. Blocking: no.
         """
-        channel = self._transport.tagged(self._checked(tag))
+        channel = self._channel(tag)
         sender = "any rank" if source is None else source
         call = Call("recv", f"{x.nbytes} bytes from {sender}, tag {tag}", nbytes=x.nbytes)
         if source is not None:
             source = self._rank("source", source)
-            schedule = _completed(channel.irecv(x, source), source)
+            schedule = _complete(channel.irecv(x, source), source)
         elif x.nbytes <= self._transport.piece_bytes:
-            schedule = _received(channel.irecv_any(x))
+            schedule = _complete(channel.irecv_any(x), None)
         else:
             raise ConfigError(
                 f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} are "
@@ -165,12 +159,12 @@ class Messages:
         size = self._transport.size
         return whole_number(f"rank {self._transport.rank}: {name}", rank, 0, size - 1)
 
-    def _checked(self, tag: int) -> int:
+    def _channel(self, tag: int) -> "MpiChannel":
         forks.refuse_calls(self._engine.recorder.rank)
         last = self._transport.tag_limit - _OFFSET
         if not _FIRST_TAG <= tag <= last:
             raise ConfigError(f"tag={tag}: this MPI supports 0 to {last}")
-        return tag + _OFFSET
+        return self._transport.tagged(tag + _OFFSET)
 
     def _begin(self, call: Call, schedule: Schedule[T], other: int | None) -> Message[T]:
         flight = Flight(call, self._number, self._name)
@@ -188,15 +182,10 @@ class Messages:
 
     def free(self) -> None:
         """Return the communicator to MPI; collective."""
-        self._post.close()
+        self._mailbox.close()
         self._transport.free()
 
 
-def _completed(request: Request, other: int) -> Schedule[int]:
+def _complete(request: Any, other: int | None) -> Schedule[int]:
     yield (request,)
-    return other
-
-
-def _received(request: _Received) -> Schedule[int]:
-    yield (request,)
-    return request.source
+    return request.source if other is None else other

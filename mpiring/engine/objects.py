@@ -11,13 +11,13 @@ from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
 
-# Size of the first message, which holds most objects, and of the length at its start.
+# Sizes of the first message, which holds most objects, and of the length field at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
 
 
 def broadcast(group: Group, obj: T, root: int) -> T:
     """Return the object that rank `root` passed; see Communicator.broadcast_object."""
-    pickled, problem = _pickled(obj) if group.rank == root else (np.empty(0, np.uint8), "")
+    pickled, problem = _pickle(obj) if group.rank == root else (np.empty(0, np.uint8), "")
     head = _head(pickled)
     _run_short(group, Call("broadcast_object", f"from root {root}"), "broadcast", head, root)
     nbytes = _length(head)
@@ -34,7 +34,7 @@ def broadcast(group: Group, obj: T, root: int) -> T:
 
 def allgather(group: Group, obj: T, label: str) -> list[T]:
     """Return the objects that all ranks passed; see Communicator.allgather_object."""
-    pickled, _ = _pickled(obj)
+    pickled, _ = _pickle(obj)
     heads = np.empty((group.size, _HEAD_BYTES), np.uint8)
     heads[group.rank] = _head(pickled)
     _run_short(group, Call(label), "allgather", heads.reshape(-1), None)
@@ -55,9 +55,9 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
 def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
                root: int | None) -> None:
     """Run a collective on a short vector; repeated calls use the fast path."""
-    # The prefix keeps labels apart from the names of other collectives.
+    # The prefix distinguishes labels from the names of other collectives.
     fast_calls, name = group.fast_calls, f"object: {call.kind}"
-    if not fast_calls.again(name, x, root):
+    if not fast_calls.repeat(name, x, root):
         group.run(call, lambda collectives: collectives.allgather(x) if root is None else
                   collectives.broadcast(x, root))
         fast_calls.note(name, call, x, root, kind)
@@ -76,10 +76,10 @@ def _length(head: NDArray[Any]) -> int:
     return int(head[:_LENGTH_BYTES].view(np.int64)[0])
 
 
-def _pickled(obj: object) -> tuple[NDArray[Any], str]:
+def _pickle(obj: object) -> tuple[NDArray[Any], str]:
     """Return the pickled pair (object, problem), and the problem; "" if the object pickles.
 
-    The other ranks wait for these bytes, so a problem is sent instead of raised.
+    The other ranks wait for these bytes, so the problem is sent before it is raised.
     """
     problem = ""
     try:

@@ -23,7 +23,7 @@ from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
 from ..transport import waiting
-from ..transport.base import run_to_end
+from ..transport.base import Task
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
 from .background import may_compile
@@ -44,11 +44,11 @@ class Sharing(NamedTuple):
     Attributes:
         topology: Position of this rank among the nodes.
         order: All ranks, node after node.
-        memory_groups: Ranks that share a memory, for each memory, in that order.
+        memory_groups: Groups of ranks that share a memory, in the same order.
         memory: Memory that this rank shares; None if it is alone in its group.
         counter: Counter of the group's operations and its last fast calls.
         neighbors: Result of `launch.topology.neighbors`.
-        first_ranks: Ranks as numbered by the first group.
+        first_ranks: Numbers of all ranks in the first group.
         patience: Policy by which this rank waits for other ranks of its node.
         compiles: True if every rank may compile code.
     """
@@ -64,33 +64,21 @@ class Sharing(NamedTuple):
     compiles: bool
 
 
-class GroupParts(NamedTuple):
-    """The parts of an open group.
-
-    Attributes:
-        transport: Private duplicate of an MPI communicator.
-        sharing: Ranks that share nodes and memories.
-        engine: Engine that advances its operations, and those of groups split from it.
-        end_job: Function that ends the job on all ranks because of an error.
-        name: Name in reports and traces; "" for the first group.
-        trace: Trace file, if this group has begun one.
-    """
-
-    transport: "MpiTransport"
-    sharing: Sharing
-    engine: Engine
-    end_job: JobEnder
-    name: str
-    trace: TraceFile | None
-
-
-def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> GroupParts:
+def open_group(
+    mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None,
+) -> tuple["MpiTransport", Sharing, Engine, JobEnder, str, TraceFile | None]:
     """Open a group over the ranks of an MPI communicator.
 
     Args:
         mpi_comm: MPI communicator to duplicate.
         config: Settings; compared between ranks.
         engine: Engine of the group from which this one is split; None to start one.
+
+    Returns:
+        A private duplicate of the communicator, the ranks that share nodes and memories, and the
+        engine. Then the function that ends the job on all ranks because of an error, and the
+        group's name in reports and traces ("" for the first group). Finally, the group's trace
+        file; None if it has begun none.
 
     Raises:
         ConfigError: It is no intracommunicator, or the settings differ or cannot work here.
@@ -106,11 +94,11 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
     end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report,
                        in_full=config.full_tracebacks)
-    agree, settings = True, _settings_of(config)
-    if mpi_comm.size > 1:
-        if config.abort_on_exception:
-            end_job_on_exceptions(end_job)
-        agree = await_all(mpi_comm, config, settings)
+    # These settings must be equal on all ranks.
+    settings = {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
+    if mpi_comm.size > 1 and config.abort_on_exception:
+        end_job_on_exceptions(end_job)
+    agree = mpi_comm.size == 1 or await_all(mpi_comm, config, settings)
     transport = MpiTransport(mpi_comm)
     comm = transport.comm
     try:
@@ -132,9 +120,9 @@ def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
-                              end_job=end_job if config.abort_on_exception else _leave,
+                              end_job=end_job if config.abort_on_exception else _ignore,
                               patience=sharing.patience)
-    return GroupParts(transport, sharing, engine, end_job, name, trace)
+    return transport, sharing, engine, end_job, name, trace
 
 
 def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -> bool:
@@ -154,7 +142,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
     """
     from ..transport.mpi import create_communicator, start_maximum
     number = digest([repr(settings).encode()]) >> 1
-    # Equal on all ranks if the maximum is the minimum.
+    # All ranks have the same number if its maximum is its minimum.
     numbers = np.array([number, -number])
     request = create_communicator(comm, lambda: start_maximum(comm, numbers))
     began_s = time.monotonic()
@@ -169,7 +157,7 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
             raise StallError(text)
         if waited_s >= warning_s:
             warning_s = math.inf
-            # Two ranks print it, not all, because rank 0 may be the missing one.
+            # Only two ranks print it: rank 0 alone is not enough, because it may be missing.
             if comm.rank <= 1:
                 print_at_once(text)
         time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
@@ -178,18 +166,13 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
 
 def _first_report(memory: NodeMemory) -> FirstReport:
     # The hook lives as long as the process, but the memory may be freed earlier.
-    still_there, rank = weakref.ref(memory), memory.rank
+    memory_ref, rank = weakref.ref(memory), memory.rank
 
     def words() -> Sequence[memoryview] | None:
-        memory = still_there()
+        memory = memory_ref()
         return None if memory is None else memory.words
 
     return FirstReport(words, rank)
-
-
-def _settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks."""
-    return {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
 
 
 def _refuse_different_settings(comm: "MPI.Intracomm", settings: dict[str, Any]) -> None:
@@ -208,21 +191,24 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
         comm: MPI communicator of the ranks.
         config: Settings.
         first_rank: Number of this rank in the first group.
-        engine: Engine of the first group, which had more ranks on this node; None for that group.
+        engine: Engine of the first group, which may have more ranks on this node; None for the
+            first group.
     """
-    from ..transport.mpi import MpiNode, gathered
+    from ..transport.mpi import MpiNode, allgather
     node, counter, segments = MpiNode(comm), OperationCounter(), None
     if node.size > 1 and config.shared_memory:
-        # No descriptor is kept to make it private in forks: they make no calls and never write.
-        segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
+        # Forks make no calls and never write to this memory, so it need not be private in them.
+        task = Task(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
+        task.step()
+        segments = task.result
     memory_leader = comm.rank if segments is None else node.ranks[0]
     processors = frozenset(usable_processors())
-    leaders, memory_leaders, first_ranks, places, compiles = gathered(comm, (
+    leaders, memory_leaders, first_ranks, processor_sets, compiles = allgather(comm, (
         node.ranks[0], memory_leader, first_rank, hash(processors), may_compile(config),
     )).T.tolist()
     node.free()
     # Ranks that are bound to other processors do not compete with this one.
-    rivals = [*zip(leaders, places)].count((leaders[comm.rank], places[comm.rank]))
+    rivals = [*zip(leaders, processor_sets)].count((leaders[comm.rank], processor_sets[comm.rank]))
     patience = engine.patience if engine else waiting.patience(rivals, len(processors))
     memory = None if segments is None else NodeMemory(
         segments, node.rank, node.ranks, counter.words, patience)
@@ -246,5 +232,5 @@ def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
     return config.progress != "inline" and multiple
 
 
-def _leave(error: BaseException) -> None:
+def _ignore(error: BaseException) -> None:
     """Do nothing: the next call raises the background thread's error."""

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Persistent(Generic[T]):
     """An operation on one array, made once: call it, or `start()` and `wait()`, many times.
 
-    The `persistent_` methods of a Communicator make it. They check the arguments, choose the
-    algorithm and prepare the call. It keeps the array and the communicator alive, and need not be
-    closed.
+    The `persistent_` methods of a Communicator create it. They check the arguments, choose the
+    algorithm and prepare the call. The operation keeps the array and the communicator alive, and
+    need not be closed.
 
     Args:
         group: Group of the ranks.
@@ -46,9 +46,9 @@ class Persistent(Generic[T]):
         self._handle: Handle[Any] | None = None
         self._fast_calls = fast_calls = group.fast_calls
         # The prepared calls for `__call__` and for `start`.
-        self._called = self._started = None
+        self._blocking_call = self._started_call = None
         self._begin: Callable[[int, int], int] | None = None
-        self._words = self._address = 0
+        self._words_address = self._vector_address = 0
         # All ranks must make the same operations in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
@@ -56,21 +56,22 @@ class Persistent(Generic[T]):
             return
         name = compiled.COPIES if kind in COPYING else dtype_name(vector.dtype)
         compile_fast_calls(group, [name])
-        self._called = fast_calls.prepare(call, vector, kind, op_or_root)
-        self._started = self._called or fast_calls.prepare(
+        node_call = fast_calls.prepare(call, vector, kind, op_or_root)
+        self._started_call = node_call or fast_calls.prepare(
             call, vector, kind, op_or_root, started=True)
         if kind == "allreduce" and fast_calls.is_compiled(vector, op_or_root):
-            self._called = fast_calls.by_slices(call, vector, op_or_root)
+            node_call = fast_calls.prepare_slices(call, vector, op_or_root)
+        self._blocking_call = node_call
         # Only the memory of a NumPy array is known not to move; other memory is checked each time.
-        if self._called is not None and self._called.is_short and type(result) is np.ndarray:
-            self._begin, self._words = self._called.begin, self._called.address
-            self._address = data_address(vector)
+        if node_call is not None and node_call.is_short and type(result) is np.ndarray:
+            self._begin, self._words_address = node_call.begin, node_call.address
+            self._vector_address = data_address(vector)
 
     def __repr__(self) -> str:
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
 
     def start(self) -> None:
-        """Begin the operation; leave the array alone until `wait()` returns.
+        """Begin the operation; do not use the array until `wait()` returns.
 
         Raises:
             ConfigError: It is already started, or the array was moved or made read-only.
@@ -79,8 +80,8 @@ class Persistent(Generic[T]):
         """
         self._refuse_started()
         build = self._build()
-        if self._started is not None:
-            self._handle = self._fast_calls.start(self._started, self._vector, None)
+        if self._started_call is not None:
+            self._handle = self._fast_calls.start(self._started_call, self._vector, None)
         if self._handle is None:
             self._handle = self._group.submit(self._call, build)
 
@@ -109,20 +110,20 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             self._refuse_started()
-        begin, called = self._begin, self._called
+        begin, node_call = self._begin, self._blocking_call
         try:
-            if begin is not None and called is not None:
+            if begin is not None and node_call is not None:
                 # This does the same as FastCalls.run, in two thirds of its time.
-                status = begin(self._words, self._address)
+                status = begin(self._words_address, self._vector_address)
                 if status == DONE or status != GATED and self._fast_calls.run(
-                        called, self._vector, status):
+                        node_call, self._vector, status):
                     return self._result
             build = self._build()
-            if called is None or not self._fast_calls.run(called, self._vector):
+            if node_call is None or not self._fast_calls.run(node_call, self._vector):
                 self._group.run(self._call, build)
         except BaseException as error:
-            if called is not None:
-                self._fast_calls.fail(called, error)
+            if node_call is not None:
+                self._fast_calls.fail(node_call, error)
             raise
         return self._result
 

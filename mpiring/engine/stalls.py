@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import StallError
@@ -22,16 +22,17 @@ from .handle import Handle
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
 
-# Number of operations that a report shows before the stalled one, and number of ranks that it
-# shows: this rank, and the first ranks that have not called the operation.
-_LAST, _RANKS = 4, 4
-# With up to _FEW ranks, each rank asks all others. With more, a rank asks rank 0, then _MORE times
-# as many of the first ranks, and so on, until one of them also waits and therefore reports on all.
-# In total this costs a few messages per rank. A report lists at most _FEW ranks.
-_FEW, _MORE = 64, 4
-# Number of times per `stall_timeout_s` that a patient rank asks the ranks it waits for.
+# A report shows this many operations before the stalled one, for this many ranks: this rank, and
+# the first ranks that have not called the operation.
+_MAX_CALLS, _MAX_RANKS = 4, 4
+# With up to _MAX_ASKED ranks, each rank asks all others. With more, a rank asks rank 0, then
+# _GROWTH times as many of the first ranks, and so on. It stops once one of these ranks also waits
+# and therefore reports on all. This costs a few messages per rank in total. A report lists at most
+# _MAX_ASKED ranks.
+_MAX_ASKED, _GROWTH = 64, 4
+# How often per `stall_timeout_s` a patient rank asks the other ranks.
 _QUESTIONS = 2
-_SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
+_NO_ANSWER = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
 class StallWatch:
@@ -39,7 +40,7 @@ class StallWatch:
 
     Args:
         rank, size: Number of this rank, and number of ranks.
-        post: Mailbox for questions and answers.
+        mailbox: Mailbox for questions and answers.
         config: Settings `stall_warning_s` and `stall_timeout_s`.
         recorder: Recorder of this rank's last operations.
         counter: Counter of its last fast calls in this communicator.
@@ -47,20 +48,21 @@ class StallWatch:
 
     Attributes:
         config: Settings; may be replaced.
-        last: Record of this rank's last call, except fast calls. A handle would keep the user's
-            array alive.
+        last: Flight of this rank's last call, except fast calls; not its handle, which would keep
+            the user's array alive.
     """
 
-    def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
                  counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
         self._rank, self._size = rank, size
-        self._post = post
+        self._mailbox = mailbox
         self._recorder = recorder
         self._counter = counter
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
-        self._lock = threading.Lock()    # the caller enters operations, the engine's thread looks
+        # The caller enters operations, and the engine's thread reads them.
+        self._lock = threading.Lock()
         self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
 
@@ -80,10 +82,10 @@ class StallWatch:
         """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
 
         Raises:
-            StallError: `stall_timeout_s` has passed; holds the report.
+            StallError: `stall_timeout_s` has passed; the error contains the report.
         """
-        for source, message in self._post.poll():
-            self._read(source, json.loads(message))
+        for source, message in self._mailbox.poll():
+            self._receive(source, json.loads(message))
         oldest = next(iter(self.unfinished()), None)
         if oldest is None:
             self._inquiry = None
@@ -102,7 +104,7 @@ class StallWatch:
                     self._warn(self._report(inquiry, " has waited"))
 
     def _is_overdue(self, inquiry: "_Inquiry") -> bool:
-        """Return whether an operation has stalled, or a rank been silent in it, for too long."""
+        """Return whether the operation has stalled, or a rank has been silent, for too long."""
         handle, timeout_s, now_s = inquiry.handle, self.config.stall_timeout_s, time.monotonic()
         if not timeout_s or handle.waited_s < timeout_s:
             return False
@@ -110,17 +112,18 @@ class StallWatch:
             return True
         if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
             inquiry.asked_again_s = now_s
-            _ask(self._post, handle.flight.sequence, self._watched)
+            _ask(self._mailbox, handle.flight.sequence, self._watched_ranks)
         # Without a background thread, a rank that computes does not answer either.
         return handle.lane.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
-            for rank in self._watched)
+            for rank in self._watched_ranks)
 
     @functools.cached_property
-    def _watched(self) -> list[int]:
-        """Ranks whose silence this rank notices: all others, or of many the next 1, 2, 4, …"""
+    def _watched_ranks(self) -> list[int]:
+        """Ranks whose silence this rank checks: all others, or, of many, those 1, 2, 4, … ahead."""
         p = self._size
-        distances = range(1, p) if p <= _FEW else [1 << k for k in range((p - 1).bit_length())]
+        distances = range(1, p) if p <= _MAX_ASKED else [
+            1 << k for k in range((p - 1).bit_length())]
         return [(self._rank + distance) % p for distance in distances]
 
     def _patience_s(self, handle: Handle[Any]) -> float:
@@ -128,13 +131,13 @@ class StallWatch:
         return max(self.config.stall_timeout_s, handle.patience_s)
 
     def _has_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
-        """Ask other ranks once per purpose; return True once they answered, or had time to."""
+        """Ask other ranks once per purpose; return True once they have answered or are late."""
         if inquiry.purpose != purpose:
             inquiry.purpose, inquiry.asked = purpose, 0
             for answers in (inquiry.answers, inquiry.last, inquiry.waiting):
                 answers.clear()
             self._ask_more(inquiry)
-        if (len(inquiry.answers) < len(self._asked(inquiry))
+        if (len(inquiry.answers) < len(self._asked_ranks(inquiry))
                 and time.monotonic() - inquiry.asked_s <= waiting.ANSWER_S):
             return False
         if inquiry.asked == self._size or any(rank < self._rank for rank in inquiry.waiting):
@@ -143,21 +146,21 @@ class StallWatch:
         return False
 
     def _ask_more(self, inquiry: "_Inquiry") -> None:
-        """Ask more ranks; ask all if no lower rank is left."""
-        before = self._asked(inquiry)
-        inquiry.asked, inquiry.asked_s = max(1, _MORE * inquiry.asked), time.monotonic()
-        if self._size <= _FEW or inquiry.asked > self._rank:
+        """Ask more ranks; ask all ranks if all lower ranks have been asked."""
+        before = len(self._asked_ranks(inquiry))
+        inquiry.asked, inquiry.asked_s = max(1, _GROWTH * inquiry.asked), time.monotonic()
+        if self._size <= _MAX_ASKED or inquiry.asked > self._rank:
             inquiry.asked = self._size
-        _ask(self._post, inquiry.handle.flight.sequence, self._asked(inquiry)[len(before):])
+        _ask(self._mailbox, inquiry.handle.flight.sequence, self._asked_ranks(inquiry)[before:])
 
-    def _asked(self, inquiry: "_Inquiry") -> list[int]:
+    def _asked_ranks(self, inquiry: "_Inquiry") -> list[int]:
         return [rank for rank in range(inquiry.asked) if rank != self._rank]
 
-    def _read(self, source: int, message: dict[str, Any]) -> None:
+    def _receive(self, source: int, message: dict[str, Any]) -> None:
         inquiry = self._inquiry
         if "ask" in message:
             text, waits = self._position(message["ask"])
-            _answer(self._post, source, message, text, waits, self._recorder.report(_LAST))
+            _answer(self._mailbox, source, message, text, waits, self._recorder.report(_MAX_CALLS))
         elif inquiry and inquiry.handle.flight.sequence == message["answer"]:
             inquiry.answers[source], inquiry.last[source] = message["text"], message["last"]
             inquiry.heard_s[source] = time.monotonic()
@@ -176,7 +179,7 @@ class StallWatch:
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
-        # An operation that was started but not waited for is in neither list.
+        # A started fast call is in neither list until the caller waits for it.
         if max(last.sequence, self._counter.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
@@ -189,8 +192,8 @@ class StallWatch:
             limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
         if timeout_s and patience_s > timeout_s:
             limit += f", but {patience_s:g} s while all ranks answer: others may still be at work"
-        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_RANKS - 1]
-        last = [self._recorder.report(_LAST), *(inquiry.last[rank] for rank in missing)]
+        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_MAX_RANKS - 1]
+        last = [self._recorder.report(_MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
             f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
             *(f"  {line}" for line in self._positions(inquiry)),
@@ -198,11 +201,12 @@ class StallWatch:
             *(f"  {line}" for text in last for line in text.splitlines())])
 
     def _positions(self, inquiry: "_Inquiry") -> list[str]:
-        """Return a line for each rank that was asked; of many, first those that do not wait."""
-        asked = sorted(self._asked(inquiry), key=lambda rank: (
-            self._size > _FEW and rank in inquiry.waiting, rank))
-        lines = [f"rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in asked[:_FEW]]
-        if len(asked) > _FEW:
+        """Return a line per asked rank; if there are many, ranks that do not wait come first."""
+        asked = sorted(self._asked_ranks(inquiry), key=lambda rank: (
+            self._size > _MAX_ASKED and rank in inquiry.waiting, rank))
+        lines = [f"rank {rank} {inquiry.answers.get(rank, _NO_ANSWER)}"
+                 for rank in asked[:_MAX_ASKED]]
+        if len(asked) > _MAX_ASKED:
             lines.append(f"{len(inquiry.waiting)} of the {len(asked)} other ranks wait in it too")
         if inquiry.asked < self._size:
             lines.append(f"ranks {inquiry.asked} to {self._size - 1} were not asked: "
@@ -241,30 +245,22 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
-class Owner(Protocol):
-    """Owner of the messages that are watched.
+class MessageWatch:
+    """Watches the messages for which callers wait, and asks the other ranks.
+
+    Args:
+        rank, size, mailbox, config, recorder, warn: Arguments of StallWatch.
 
     Attributes:
         config: Settings; may be replaced.
     """
 
-    config: Config
-
-
-class MessageWatch:
-    """Watches the messages for which callers wait, and asks the other ranks.
-
-    Args:
-        rank, size, post, recorder, warn: Arguments of StallWatch.
-        owner: Owner of the messages, whose `config.stall_warning_s` counts.
-    """
-
-    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Owner", recorder: Recorder,
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._post = post
-        self._owner = owner
+        self._mailbox = mailbox
+        self.config = config
         self._recorder = recorder
         self._warn = warn or print_at_once
         # No lock: each change is atomic, and a fork may happen at any time.
@@ -277,10 +273,10 @@ class MessageWatch:
 
         Args:
             handle: Handle of the message.
-            other: Rank at its other end; None for any.
+            other: Rank at the other end; None for any.
             limit_s: Seconds after which the caller gives up; 0 for never.
         """
-        warning_s = self._owner.config.stall_warning_s
+        warning_s = self.config.stall_warning_s
         # Ask early enough that answers arrive before the wait ends.
         ask_s = min([s for s in (warning_s, limit_s / 2) if s], default=math.inf)
         wait = self._waits[id(handle)] = _Wait(
@@ -292,15 +288,15 @@ class MessageWatch:
             del self._waits[id(handle)]
 
     def check(self) -> None:
-        """Answer other ranks; ask them about late messages, and report these."""
-        for source, content in self._post.poll():
+        """Answer other ranks; ask them about late messages, and report late messages."""
+        for source, content in self._mailbox.poll():
             message = json.loads(content)
             if "ask" in message:
                 waits = [f"{wait.handle}, since {time.monotonic() - wait.began_s:.0f} s"
                          for wait in tuple(self._waits.values())]
                 text = f"waits for {'; '.join(waits) or 'no message'}"
-                _answer(self._post, source, message, text, bool(waits),
-                        self._recorder.report(_LAST))
+                _answer(self._mailbox, source, message, text, bool(waits),
+                        self._recorder.report(_MAX_CALLS))
             elif message["answer"] in self._waits:
                 self._waits[message["answer"]].answers[source] = "\n".join(
                     filter(None, [message["text"], message["last"]]))
@@ -309,7 +305,7 @@ class MessageWatch:
             waited_s = now_s - wait.began_s
             if not wait.asked_s and waited_s >= wait.ask_s:
                 wait.asked_s = now_s
-                _ask(self._post, number, wait.peers)
+                _ask(self._mailbox, number, wait.peers)
             is_late = now_s - wait.asked_s > waiting.ANSWER_S
             complete = is_late or len(wait.answers) == len(wait.peers)
             if waited_s >= wait.warning_s and complete:
@@ -320,10 +316,10 @@ class MessageWatch:
 
     def _lines(self, wait: "_Wait") -> list[str]:
         late = wait.asked_s and time.monotonic() - wait.asked_s > waiting.ANSWER_S
-        missing = _SILENT if late else "has not answered yet"
-        lines = [line for rank in wait.peers[:_RANKS]
+        missing = _NO_ANSWER if late else "has not answered yet"
+        lines = [line for rank in wait.peers[:_MAX_RANKS]
                  for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]
-        return [f"  {line}" for line in lines + self._recorder.report(_LAST).splitlines()]
+        return [f"  {line}" for line in lines + self._recorder.report(_MAX_CALLS).splitlines()]
 
 
 @dataclass
@@ -339,16 +335,16 @@ class _Wait:
     answers: dict[int, str] = field(default_factory=dict)
 
 
-def _ask(post: "Mailbox", number: int, ranks: list[int]) -> None:
+def _ask(mailbox: "Mailbox", number: int, ranks: list[int]) -> None:
     question = json.dumps({"ask": number}).encode()
     for rank in ranks:
-        post.post(rank, question)
+        mailbox.post(rank, question)
 
 
-def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
+def _answer(mailbox: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
             last: str) -> None:
     answer = {"answer": question["ask"], "text": text, "waits": waits, "last": last}
-    post.post(source, json.dumps(answer).encode())
+    mailbox.post(source, json.dumps(answer).encode())
 
 
 def print_at_once(text: str) -> None:

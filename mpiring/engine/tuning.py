@@ -15,21 +15,23 @@ from ..transport.base import Schedule
 
 _log = logging.getLogger("mpiring")
 
-# Increase it when the algorithms have changed so much that saved models mislead.
+# Increase it after changes to the algorithms that make saved models misleading.
 _EDITION = 2
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
-# The minimum of this many calls counts: disturbances only make calls slower.
+# The fastest of this many calls counts, because disturbances only make calls slower.
 _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
-# No size is begun that would end later than this; the documentation promises half a second.
+# Measuring stops before it would take longer than this; the documentation promises half a second.
 _BUDGET_S = 0.35
-# A saved model is checked at a size beyond a network's buffers, if it has one.
+# A saved model is checked at this size, which exceeds the buffers of networks, or at its largest
+# size.
 _CHECKED_BYTES = 512 << 10
-# A saved model is wrong if one call takes this many times longer, or shorter.
+# A saved model is wrong if a call is slower or faster by this factor.
 _TOLERANCE = 2.0
 
 
-# Function that returns the result of the schedule that is built; the text is for reports.
+# Function of a text for reports and a function that builds a schedule; it runs the schedule, and
+# returns the result.
 Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
@@ -37,7 +39,7 @@ class Tunable(Protocol):
     """A group whose speed is tuned by its user.
 
     Attributes:
-        operations_in_flight: Number of operations as in Config; may be changed at any time.
+        operations_in_flight: Setting of the same name; may be changed at any time.
     """
 
     operations_in_flight: int
@@ -76,8 +78,8 @@ class Tuner:
 
         Collective: yes. Blocking: yes.
         """
-        model = None if fresh else self._saved()
-        if model is None or not self._is_right(model):
+        model = None if fresh else self._load()
+        if model is None or not self._is_valid(model):
             model = self.probe()
             if self._rank == 0:
                 self._save(model)
@@ -94,13 +96,13 @@ class Tuner:
         for size in SIZES:
             times = {name: measured[-1][1] * size / measured[-1][0]
                      for name, measured in points.items() if measured}
-            ahead_s = sum(seconds * (1 + _calls(seconds)) for seconds in times.values())
+            needed_s = sum(seconds * (1 + _call_count(seconds)) for seconds in times.values())
             # For the smallest sizes, latency makes this a gross overestimate.
             if size > SIZES[1] and self._slowest(
-                    time.perf_counter() - began_s) + ahead_s > _BUDGET_S:
+                    time.perf_counter() - began_s) + needed_s > _BUDGET_S:
                 break
             for name in self._candidates:
-                seconds = self._time_of(name, x[:size // 4], times.get(name, 0.0))
+                seconds = self._measure(name, x[:size // 4], times.get(name, 0.0))
                 points[name].append((size, seconds))
         return Model(tuple((name, Curve(tuple(measured))) for name, measured in points.items()))
 
@@ -111,7 +113,7 @@ class Tuner:
         x[...] = 0
         return x
 
-    def _time_of(self, algorithm: str, x: Array, expected_s: float) -> float:
+    def _measure(self, algorithm: str, x: Array, expected_s: float) -> float:
         """Return the duration of an allreduce on the slowest rank, in seconds."""
         def allreduce() -> None:
             self._run(f"{algorithm} of {x.nbytes} bytes",
@@ -119,7 +121,7 @@ class Tuner:
 
         allreduce()
         times = []
-        for _ in range(_calls(expected_s)):
+        for _ in range(_call_count(expected_s)):
             # Synchronize first: late ranks would count as slow communication.
             self._slowest(0.0)
             began_s = time.perf_counter()
@@ -134,7 +136,7 @@ class Tuner:
             x, op="max", algorithm="ring"))
         return float(x[0])
 
-    def _is_right(self, model: Model) -> bool:
+    def _is_valid(self, model: Model) -> bool:
         """Return whether a saved model still fits; links may have changed under the same names."""
         curves = dict(model.curves)
         if tuple(curves) != tuple(self._candidates):
@@ -142,10 +144,10 @@ class Tuner:
         name = self._candidates[0]
         size = min(_CHECKED_BYTES, curves[name].points[-1][0])
         expected_s = curves[name].time_s(size)
-        ratio = self._time_of(name, self._zeros(size), expected_s) / expected_s
+        ratio = self._measure(name, self._zeros(size), expected_s) / expected_s
         return 1 / _TOLERANCE < ratio < _TOLERANCE
 
-    def _saved(self) -> Model | None:
+    def _load(self) -> Model | None:
         """Return the model that rank 0 has on disk."""
         text = self._cache.read("model") if self._rank == 0 else ""
         try:
@@ -168,6 +170,6 @@ class Tuner:
                 self._cache.folder, exc.strerror or exc)
 
 
-def _calls(expected_s: float) -> int:
+def _call_count(expected_s: float) -> int:
     """Return how many calls to time."""
     return _LONG_CALLS if expected_s > _LONG_S else _CALLS

@@ -194,7 +194,7 @@ def agreed(
         first, schedule = (), _finished(stop.value)
     # The data is already in flight; only its use must wait for the headers.
     if node is not None:
-        if node.met:
+        if node.has_arrived:
             yield first
             first = ()
         else:

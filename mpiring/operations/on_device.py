@@ -110,9 +110,9 @@ class DeviceNode:
             node.test, node.agrees, node.headers, node.leave)
 
     @property
-    def met(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the first barrier has started."""
-        return self._node.met
+        return self._node.has_arrived
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return the staging slots of all ranks of the node, in pinned memory; see base.Node."""

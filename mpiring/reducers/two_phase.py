@@ -12,7 +12,7 @@ from ..collectives import direct, ring
 from ..gpu import vectors
 from ..memory.arrays import Array, bounds_of, cut
 from ..memory.reduction import reduction
-from ..transport.base import Request, Schedule, together
+from ..transport.base import Request, Schedule, run_together
 from .codecs.base import Codec
 from .compressor import SliceExchange
 
@@ -55,7 +55,7 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
             finite &= yield from _average(strip, codec, strips[i], losses[i])
         return finite
 
-    return all((yield from together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
+    return all((yield from run_together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
 
 
 def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:

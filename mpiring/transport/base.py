@@ -17,8 +17,8 @@ class Request(Protocol):
         """Return whether it is complete, without blocking; once True, it stays True."""
 
 
-# A collective algorithm: a generator that posts requests, yields those for which it waits, and is
-# resumed when all of them are complete.
+# A collective algorithm: a generator that posts requests, yields the requests for which it waits,
+# and is resumed when all of them are complete.
 Schedule = Generator[Sequence[Request], None, T]
 
 
@@ -46,7 +46,7 @@ class Channel(Protocol):
     def lane(self, index: int) -> "Channel":
         """Return lane `index` of the same operation, below LANES; lane 0 is its first channel.
 
-        Schedules that run at once, and that may overtake each other, need separate lanes.
+        Concurrent schedules that may overtake each other need separate lanes.
         """
 
     def isend(self, array: Array, dest: int) -> Request:
@@ -62,7 +62,7 @@ class Channel(Protocol):
 class Members:
     """A channel between some ranks of another channel; see base.Channel.
 
-    Its messages are those of `net`, and keep their order.
+    Its messages are sent on `net`, and keep their order.
 
     Args:
         net: Channel of all ranks.
@@ -96,8 +96,8 @@ class Members:
 class Node(Protocol):
     """One operation on the ranks that share a node's memory: barriers, notes and staging slots.
 
-    It is itself a request, for which a rank waits first. It is complete once no rank uses the
-    memory for an earlier operation any more.
+    The node is itself a request, for which a rank waits first. The request is complete once no rank
+    uses the memory for an earlier operation.
 
     Attributes:
         rank, size: Number of this rank within the node, and number of ranks there.
@@ -111,14 +111,14 @@ class Node(Protocol):
     memory: Any
 
     @property
-    def met(self) -> bool:
-        """Whether the first barrier was begun."""
+    def has_arrived(self) -> bool:
+        """Whether this rank has arrived at the first barrier."""
 
     def test(self) -> bool:
         """Return whether this operation may use the memory."""
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return the staging slots of all ranks of the node, which all of them read and write.
+        """Return the staging slots of all ranks of the node, which all these ranks read and write.
 
         Args:
             dtype: Dtype of the elements.
@@ -138,7 +138,7 @@ class Node(Protocol):
         """Arrive; the request is complete once every rank of the node has arrived."""
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Arrive; return the up to 8 whole numbers that each rank has passed, per rank."""
+        """Arrive; return, per rank, the whole numbers that it has passed, at most 8."""
 
     def part(self, call: Any, x: Any) -> Schedule[None]:
         """Run a call as a part of the operation; see node_call.NodeCall.
@@ -193,7 +193,7 @@ class Task(Generic[T]):
         while not self.done:
             error, pending = None, self.pending
             try:
-                # Mostly there is one request, for which making a list would take longer.
+                # Usually there is one request. Making a list would take longer.
                 if len(pending) == 1:
                     if not pending[0].test():
                         return moved
@@ -232,15 +232,15 @@ class _Movement:
         return self._moved
 
 
-def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
-    """Run several schedules at once, and return their results in order.
+def run_together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
+    """Run several schedules concurrently, and return their results in order.
 
     Args:
-        schedules: Schedules, begun in this order; drawn from the iterable only in their turn.
-        in_flight: Largest number of schedules that run at a time.
+        schedules: Schedules, begun in this order; the iterable is advanced only to begin the next.
+        in_flight: Maximum number of schedules that run at a time.
 
     Raises:
-        Exception: The error of any schedule; the others are not resumed then.
+        Exception: The error of any schedule, after which no other schedule is resumed.
 
     Collective: as the schedules. Blocking: no (a schedule).
     """
@@ -264,16 +264,6 @@ def _begin(waiting: Iterator[Schedule[T]], count: int, begun: list[Task[T]]) -> 
         if not task.done:
             active.append(task)
     return active
-
-
-def run_to_end(schedule: Schedule[T]) -> T:
-    """Return the result of a schedule that never waits."""
-    while True:
-        try:
-            next(schedule)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
 
 
 # Length of the header by which ranks compare their calls.

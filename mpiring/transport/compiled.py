@@ -22,15 +22,16 @@ from .layout import (
     COUNTER_NANOSECONDS, HEADER_WORD, PIECES, ROWS, SLOTS, SLOT_WORD)
 from .protocol import protocol
 
-# Dtypes of compiled sums and means (of integers, only sums). The code for any dtype also runs calls
-# that reduce nothing; these calls use the code for this one.
+# The code for any dtype also runs calls that reduce nothing. Such calls use the code for this
+# dtype.
 COPIES = "float32"
+# Dtypes of compiled sums and means (for integers, only sums).
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
-# Number of bytes added at a time: with those of four vectors they stay in the level-1 cache.
+# Number of bytes that are added at a time. Four vectors' blocks fit into the level-1 cache.
 _BLOCK_BYTES = 4096
-# Python's lock keeps two threads from using the same number. Without the lock, Python code runs the
-# calls.
+# Python's lock prevents two threads from using the same operation number. If there is no lock,
+# Python code runs the calls.
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
@@ -55,22 +56,23 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
 
 def is_compilable(op: str, name: str, ranks: int) -> bool:
     """Return whether numba could compile calls for an op on a dtype, among some ranks."""
-    # More 16-bit vectors would be rounded on the way, see sums.adding.
+    # Sums of more than four 16-bit vectors would be rounded several times, see sums.adding.
     return (_HAS_LOCK and op in OPS and name in DTYPES
             and not (ranks > 4 and name in SIXTEEN_BIT))
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
-    """Return the function to compile, of the address of a call's words plus how, and the vector's.
+    """Return the function to compile for a dtype.
 
-    The address of the words is a multiple of 8.
+    Its arguments are the address of a call's words, a multiple of 8, plus the mode, and the address
+    of the vector.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     run = intrinsics.inlined(protocol(_dialect(intrinsics, name, words_at)))
 
-    def run_at(address_and_how, vector):  # type: ignore[no-untyped-def]
-        how = address_and_how & 7
-        return run(words_at(address_and_how - how), how, vector)
+    def run_at(address_and_mode, vector):  # type: ignore[no-untyped-def]
+        mode = address_and_mode & 7
+        return run(words_at(address_and_mode - mode), mode, vector)
 
     return run_at
 
@@ -167,12 +169,13 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any, Any]:
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
     """Return a function that adds n numbers of each rank: the dialect's `reduce`.
 
-    Slots are added into the vector. Vectors, and private vectors with the other ranks' slots, are
-    added block by block, in this rank's slot, and the sums are copied into all of them.
+    For SLOTS, it adds the slots into the vector. For the other kinds, the sources are the vectors
+    (WINDOWS), or this rank's vector and the other ranks' slots. It adds them block by block in this
+    rank's slot, and copies the sums to all sources.
     """
     stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
-    number, both, add = _sums(intrinsics, name, pointer)
+    number, add_both, add = _sums(intrinsics, name, pointer)
     block = _BLOCK_BYTES // itemsize
 
     @intrinsics.inlined
@@ -188,13 +191,13 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
                 call[first + r] = slot_of(call, r, at)
             call[first + call[CALL_RANK]], offset = vector, 0
         if kind != SLOTS and p == 2:
-            both(call[first] + offset, call[first + 1] + offset, n, divisor)
+            add_both(call[first] + offset, call[first + 1] + offset, n, divisor)
             return
         done = 0
         while done < n:
             length, total = min(step, n - done), pointer(out)
             add(call, first, offset + done * itemsize, length, total, divisor)
-            # Not the variable `kind`, for which the compiler would duplicate the loop.
+            # With the variable `kind`, the compiler would duplicate the loop.
             if call[CALL_KIND] != SLOTS:
                 for r in range(first, first + p):
                     result = pointer(call[r] + offset + done * itemsize)
@@ -213,21 +216,25 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
     """
     inlined = intrinsics.inlined
     number, widen, narrow, divides = _arithmetic(intrinsics, name)
-    both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
+    add_both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
     if name == "bfloat16":
-        both = _by_pairs(intrinsics, both)
-    finish, divides = _finishing(inlined, name, narrow, divides)
+        add_both = _pairwise(intrinsics, add_both)
+    finish = inlined(lambda x, divisor: x)
+    if name in SIXTEEN_BIT:
+        # Each sum is divided and rounded once, at the end.
+        finish, divides = inlined(lambda x, divisor: narrow(x / divisor)), False
     sums = adding(inlined, pointer, widen, finish)
 
     @inlined
     def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        # More than four vectors are not of 16 bits, see code: a sum has the type of `out`.
+        # Sums of more than four vectors are stored in `out` on the way. They are never 16-bit, see
+        # is_compilable.
         sums(call, first, call[CALL_RANKS], offset, n, out, divisor)
         if divides and divisor != 1:
             for i in range(n):
                 out[i] /= divisor
 
-    return number, both, add
+    return number, add_both, add
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
@@ -242,8 +249,8 @@ def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
     return np.dtype(name).type, same, same, np.dtype(name).kind == "f"
 
 
-def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
-    """Return a function that does `one_by_one` on bfloat16, two at a time in aligned words."""
+def _pairwise(intrinsics: Any, add_each: Any) -> Any:
+    """Return `add_each` for bfloat16, but adding two numbers at a time if they are aligned."""
     inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
     first, second, two = (
         intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)
@@ -256,22 +263,14 @@ def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
     def mean(x, y, divisor):  # type: ignore[no-untyped-def]
         return two((first(x) + first(y)) / divisor, (second(x) + second(y)) / divisor)
 
-    pair_by_pair = adding_both(inlined, pointer, add, mean, True)
+    add_pairs = adding_both(inlined, pointer, add, mean, True)
 
     @inlined
-    def both(a, b, n, divisor):  # type: ignore[no-untyped-def]
+    def add_both(a, b, n, divisor):  # type: ignore[no-untyped-def]
         pairs = 0
         if (a | b) & 3 == 0:
             pairs = n // 2
-            pair_by_pair(a, b, pairs, divisor)
-        one_by_one(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
+            add_pairs(a, b, pairs, divisor)
+        add_each(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
 
-    return both
-
-
-def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any, bool]:
-    """Return a function of a sum that is to be stored, and whether sums are divided later."""
-    if name in SIXTEEN_BIT:
-        # Each sum is rounded once, at the end.
-        return inlined(lambda x, divisor: narrow(x / divisor)), False
-    return inlined(lambda x, divisor: x), divides
+    return add_both

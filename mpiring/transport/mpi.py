@@ -18,16 +18,17 @@ from .staged import DeviceMessage
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
 
-# Number of lines that made dropped communicators in an error.
+# An error names at most this many source lines that made dropped communicators.
 _LINES = 3
 _CONTROL_TAG = 0
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
         "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
 
-# MPI's errors when a rank has died, or when another rank that knows of a death informs all ranks.
-# (If MPI lacks these errors, mpi4py defines them as ERR_UNKNOWN.)
-_LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+# MPI errors after the death of a rank: MPI has noticed it, or another rank has revoked the
+# communicator. (If MPI lacks these errors, mpi4py defines them as ERR_UNKNOWN.)
+_PROCESS_FAILURES = {
+    MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
 
 
 def failure(action: str, error: MPI.Exception) -> TransportError:
@@ -35,23 +36,23 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
 
     Args:
         action: Description of the failed action, with its rank.
-        error: Error of MPI.
+        error: MPI error.
     """
-    if error.Get_error_class() in _LOSSES:
+    if error.Get_error_class() in _PROCESS_FAILURES:
         return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
     return TransportError(f"{action} failed: {error.Get_error_string()}")
 
 
 def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Return the communicator that `make` makes out of another one.
+    """Return the communicator that `make` makes from another communicator.
 
     Args:
         comm: Communicator that `make` uses.
-        make: Function that makes the communicator.
+        make: Function that makes the new communicator.
 
     Raises:
         ProcessFailedError: A rank has died.
-        TransportError: MPI makes no more; names the number of open ones.
+        TransportError: MPI cannot make it; the error names the number of open communicators.
 
     Collective: like `make`.
     """
@@ -59,8 +60,8 @@ def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
         return make()
     except MPI.Exception as exc:
         raise failure(
-            f"rank {comm.rank}: making a communicator ({_census()}; MPI has room for some "
-            f"thousand, MPICH for 2,048: close() those that are not needed any more)",
+            f"rank {comm.rank}: making a communicator ({_open_communicators()}; MPI has room for "
+            f"some thousand, MPICH for 2,048: close() those that are not needed any more)",
             exc) from exc
 
 
@@ -69,10 +70,11 @@ def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
     return comm.Iallreduce(MPI.IN_PLACE, numbers, MPI.MAX)
 
 
-def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
+def allgather(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     """Return the whole numbers of all ranks, shape (ranks, numbers).
 
-    This rank sleeps meanwhile. MPI would test without pause, and delay ranks that share its core.
+    This rank sleeps between tests. MPI would test without pause, which delays ranks on the same
+    core.
 
     Collective: yes. Blocking: yes.
     """
@@ -88,7 +90,7 @@ def gathered(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
 _open: "set[MpiTransport]" = set()
 
 
-def _census() -> str:
+def _open_communicators() -> str:
     """Return the number of open transports, and the lines that made the dropped ones."""
     dropped = [transport.line for transport in list(_open) if transport.dropped]
     text = f"{len(_open)} communicators of mpiring's are open in this process"
@@ -99,7 +101,7 @@ def _census() -> str:
     return f"{text}, {len(dropped)} of them dropped without close(), made at {lines}"
 
 
-def _users_line() -> tuple[str, int]:
+def _caller_line() -> tuple[str, int]:
     """Return the file and line that called this package."""
     frame = sys._getframe(1)
     package = __name__.partition(".")[0]
@@ -114,13 +116,13 @@ class _Pending:
     def __init__(self, request: MPI.Request, rank: int, action: str, other: int,
                  nbytes: int, expected: int | None = None) -> None:
         self._request = request
-        self._about = rank, action, nbytes, other
+        self._text_arguments = rank, action, nbytes, other
         self._expected = expected
         self._status = None if expected is None else MPI.Status()
         self._done = False
 
     def __repr__(self) -> str:
-        return _text(*self._about)
+        return _text(*self._text_arguments)
 
     @property
     def source(self) -> int:
@@ -193,12 +195,11 @@ class MpiTransport:
     Attributes:
         comm: The private communicator.
         rank, size: Number of this rank, and number of ranks.
-        bytes_sent: Number of bytes sent by this rank (by MPI's own collectives, the least
-            possible).
+        bytes_sent: Number of bytes sent by this rank (for MPI's own collectives, the minimum).
         piece_bytes: The argument of the same name.
         tag_limit: Highest tag that MPI accepts.
-        line: File and line of the user's program that made it.
-        dropped: True if it was garbage-collected without being freed.
+        line: File and line of the user's program that made the transport.
+        dropped: True if the transport was garbage-collected without being freed.
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
@@ -212,7 +213,7 @@ class MpiTransport:
         # complete.
         self.tag_limit = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self._tags = min(self.tag_limit, 1 << 20)
-        self.line, self.dropped = _users_line(), False
+        self.line, self.dropped = _caller_line(), False
         _open.add(self)
 
     def channel(self, sequence: int, lane: int = 0) -> "MpiChannel":
@@ -229,11 +230,11 @@ class MpiTransport:
         """Start MPI_Iallreduce of a vector, in place; ranks must call in the same order."""
         if x.dtype == np.bool_:
             x = x.view(np.uint8)    # MPI has no MAX and MIN of booleans
-        return self.started(
+        return self.start_request(
             lambda: self.comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op]), _ALLREDUCE, x.nbytes)
 
-    def started(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
-                other: int = -1, expected: int | None = None) -> _Pending:
+    def start_request(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
+                      other: int = -1, expected: int | None = None) -> _Pending:
         """Make an MPI call that returns a request; convert its errors."""
         try:
             request = start()
@@ -247,7 +248,7 @@ class MpiTransport:
         _open.discard(self)
 
     def drop(self) -> None:
-        """Warn that it can no longer be freed. The garbage collector calls this; use no lock."""
+        """Warn that it can no longer be freed. The garbage collector calls this, so use no lock."""
         self.dropped = True
         warnings.warn_explicit(
             f"rank {self.rank}: a communicator of {self.size} ranks, made in this line, was "
@@ -257,7 +258,7 @@ class MpiTransport:
 
 
 class MpiChannel:
-    """One operation's lane: a tag of the transport's communicator. See base.Channel.
+    """One lane of an operation: a tag of the transport's communicator. See base.Channel.
 
     Attributes:
         sent: Number of bytes that this rank has sent on all lanes of the operation, as a list
@@ -284,19 +285,19 @@ class MpiChannel:
         """Start sending the bytes of a contiguous vector."""
         self._transport.bytes_sent += array.nbytes
         self.sent[0] += array.nbytes
-        return self._in_pieces(array, lambda piece: self._transport.started(
+        return self._in_pieces(array, lambda piece: self._transport.start_request(
             lambda: self._comm.Isend([piece, MPI.BYTE], dest, self._tag),
             _SEND, piece.nbytes, dest))
 
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving the bytes of a contiguous vector."""
-        return self._in_pieces(array, lambda piece: self._transport.started(
+        return self._in_pieces(array, lambda piece: self._transport.start_request(
             lambda: self._comm.Irecv([piece, MPI.BYTE], source, self._tag),
             _RECEIVE, piece.nbytes, source, expected=piece.nbytes))
 
     def irecv_any(self, array: Array) -> _Pending:
         """Start receiving a contiguous vector from any rank; see `source` of the request."""
-        return self._transport.started(
+        return self._transport.start_request(
             lambda: self._comm.Irecv([as_bytes(array), MPI.BYTE], MPI.ANY_SOURCE, self._tag),
             _RECEIVE_ANY, array.nbytes, expected=array.nbytes)
 
@@ -313,7 +314,7 @@ class Mailbox:
     def __init__(self, transport: MpiTransport) -> None:
         self._comm = transport.comm
         self._rank = transport.rank
-        self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
+        self._in_flight: deque[tuple[MPI.Request, bytes]] = deque()
         # Number of messages sent to each rank, and received from all ranks.
         self._sent, self._received = np.zeros(transport.size, np.int64), 0
 
@@ -326,17 +327,17 @@ class Mailbox:
         """
         try:
             request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
-            self._leaving.append((request, message))
+            self._in_flight.append((request, message))
             self._sent[dest] += 1
-            while self._leaving and self._leaving[0][0].Test():
-                self._leaving.popleft()
+            while self._in_flight and self._in_flight[0][0].Test():
+                self._in_flight.popleft()
         except MPI.Exception as exc:
             raise failure(f"rank {self._rank}: sending a note to rank {dest}", exc) from exc
 
     def poll(self) -> list[tuple[int, bytes]]:
         """Return the messages that have arrived, each with its source.
 
-        For a rank that waits in shared memory, this is the only way to learn of a death.
+        Only this call tells a rank that waits in shared memory that another rank has died.
 
         Raises:
             ProcessFailedError, TransportError: As for `post`.
@@ -354,9 +355,9 @@ class Mailbox:
         return arrived
 
     def close(self) -> None:
-        """Receive messages in flight, like late answers, because MPI frees nothing before.
+        """Receive messages in flight, such as late answers, so that MPI can free resources.
 
-        Nothing may be sent afterwards.
+        No message may be sent afterwards.
 
         Raises:
             ProcessFailedError, TransportError: As for `post`.
@@ -377,7 +378,7 @@ class Mailbox:
 class MpiNode:
     """The ranks of a communicator that share a node, synchronized by blocking MPI calls.
 
-    It serves the start, when they do not share memory yet. Its constructor is collective.
+    Used at the start, before the ranks share memory. The constructor is collective.
 
     Attributes:
         rank, size: Number of this rank within the node, and number of ranks there.
@@ -395,7 +396,7 @@ class MpiNode:
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return the numbers that each rank of the node has passed, per rank; never yield."""
-        return [tuple(row) for row in gathered(self._local, numbers).tolist()]
+        return [tuple(row) for row in allgather(self._local, numbers).tolist()]
         yield ()
 
     def free(self) -> None:

@@ -22,11 +22,11 @@ from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
-    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK,
-    CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_VECTOR,
-    CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS, COPIES,
-    COUNTER_NANOSECONDS, DONE, RESUME, IDLE, POLL, FALLBACK, PIECES, PUBLISH, READS, ROWS, SLOTS,
-    WINDOWS, WRITING, call_words)
+    CALL_IS_OPERATION, CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE,
+    CALL_POLLS, CALL_RANK, CALL_RANKS, CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE,
+    CALL_SPINS, CALL_STAGE, CALL_VECTOR, CALL_WIDTH, CALL_WRITE_LENGTH, CALL_WRITE_START,
+    CALL_YIELDS, COPIES, COUNTER_CALLS, COUNTER_NANOSECONDS, DONE, FALLBACK, IDLE, PIECES, POLL,
+    PUBLISH, READS, RESUME, ROWS, SLOTS, WINDOWS, WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
 
@@ -38,7 +38,8 @@ _WITH_LOCK_BYTES = 64 << 10
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
 
 
-# For an area: all slots, the part of this rank's slot to write, and the function that reduces all.
+# For an area: all slots, the part of this rank's slot to write, and a function that reduces the
+# slots.
 _Views = tuple[Sequence[Array], Array | None, Any]
 
 
@@ -50,10 +51,10 @@ class _Operands:
         combine: Implementation of the op.
         segments: Words of node memory of all ranks.
         header: Header by which ranks compare the call.
-        x, slots: Vector and all ranks' slots of the present operation.
+        x, slots: Vector and all ranks' slots of the current operation.
         written: Part of this rank's slot to write.
         combined: Function that reduces all slots.
-        views: Slots, written and combined, for each area.
+        views: Values of `slots`, `written` and `combined` for each area.
         slices: For WINDOWS, this rank's slice of all vectors.
     """
 
@@ -71,7 +72,7 @@ class _Operands:
 class NodeCall:
     """A call that the ranks of a node make, once or many times.
 
-    It is a part of an operation, unless `whole` makes it a complete one.
+    It is a part of an operation, unless `make_operation` makes it a complete one.
 
     Args:
         memory: Memory of the node.
@@ -82,8 +83,8 @@ class NodeCall:
     Attributes:
         memory, dtype: The arguments of the same name.
         call, op: Description of a complete operation, and its op.
-        words: Words of the call, see layout. An array for compiled code. For Python, a list, which
-            it reads in a third of the time, with objects instead of addresses.
+        words: Words of the call, see layout: an array for compiled code, or, for Python, a list
+            with objects instead of addresses. Python reads a list in a third of the time.
         operands: Objects with which Python runs the call.
         code: Compiled code of the call; None if Python runs it.
         is_short: If true, the code may begin with Python's lock held. Then
@@ -95,7 +96,7 @@ class NodeCall:
                  combine: Any) -> None:
         self.memory, self.dtype = memory, dtype
         self.words: Any = [0] * call_words(len(memory.ranks))
-        self._of_code: Any = None
+        self._compiled_words: Any = None
         self.operands = _Operands(memory, dtype, combine)
         self.code: Code | None = None
         self.is_short, self.address = False, 0
@@ -106,9 +107,9 @@ class NodeCall:
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_POLLS] = kind, n, 1
         self[CALL_LAST] = int(kind == WINDOWS)
         self[CALL_SPINS], self[CALL_YIELDS] = memory.patience.spins, memory.patience.yields
-        self._name_objects()
+        self._set_objects()
 
-    def _name_objects(self) -> None:
+    def _set_objects(self) -> None:
         words, segments = self.words, self.operands.segments
         words[CALL_ADDRESS], words[CALL_COUNTER] = self.operands, self.memory.counter
         words[CALL_CLOCK] = time.CLOCK_MONOTONIC
@@ -120,8 +121,9 @@ class NodeCall:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[word] = value
 
-    def whole(self, call: Any, identity: int, op: str, code: Code | None, *,
-              note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
+    def make_operation(self, call: Any, identity: int, op: str, code: Code | None, *,
+                       note: tuple[int, int] = (0, 0), barriers: int = 1,
+                       find: Find | None = None) -> None:
         """Make the call a complete operation.
 
         Args:
@@ -130,12 +132,12 @@ class NodeCall:
             op: Name of the op; "" if nothing is reduced.
             code: Compiled code for the op and the dtype, if there is any.
             note: Position of this rank's vector for the other ranks; it never changes.
-            barriers: Number of barriers at which it has arrived when its vector is in its slot.
+            barriers: Number of barriers at which this rank arrives when its vector is in its slot.
             find: Function that finds all ranks' vectors, for WINDOWS.
         """
         self.call, self.operands.header = call, call.header
         self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
-        self[CALL_WHOLE], self._find, self.op = 1, find, op
+        self[CALL_IS_OPERATION], self._find, self.op = 1, find, op
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
 
@@ -150,7 +152,7 @@ class NodeCall:
         if code is None:
             return
         header = self.operands.header
-        self.words = self._of_code = array("q", [
+        self.words = self._compiled_words = array("q", [
             word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR] = divisor
@@ -160,7 +162,7 @@ class NodeCall:
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
             self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
-        self[CALL_ADDRESS] = self.address = self._of_code.buffer_info()[0]
+        self[CALL_ADDRESS] = self.address = self._compiled_words.buffer_info()[0]
         self[CALL_CLOCK] = self.address + 8 * (CALL_CLOCK + 1)
         for rank, segment in enumerate(self.memory.segments):
             self[CALL_BASES + rank] = data_address(segment)
@@ -191,48 +193,48 @@ class NodeCall:
             self.words, node.slots(self.dtype))
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
-    def run(self, how: int, x: Array) -> int:
+    def run(self, mode: int, x: Array) -> int:
         """Run the call as far as possible; return its status. See layout.
 
         Args:
-            how: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
+            mode: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
             x: Vector of the call.
         """
         code = self.code
-        if code is None or self.words is not self._of_code:
-            return self._run_in_python(how, x)
-        if how == RESUME or how == POLL and not self.is_short:
-            status = code.call(self.address + how, 0)
-        elif self.is_short or how & 3 == PUBLISH or how == POLL:
-            status = code.call_with_lock(self.address + how, data_address(x))
+        if code is None or self.words is not self._compiled_words:
+            return self._run_in_python(mode, x)
+        if mode == RESUME or mode == POLL and not self.is_short:
+            status = code.call(self.address + mode, 0)
+        elif self.is_short or mode & 3 == PUBLISH or mode == POLL:
+            status = code.call_with_lock(self.address + mode, data_address(x))
         else:
-            # Number the call with Python's lock held; release it while other ranks may be late.
-            status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
+            # Hold Python's lock while the call gets its number; release it while ranks may be late.
+            status = code.call_with_lock(self.address + mode + PUBLISH, data_address(x))
             if status == DONE:
                 status = code.call(self.address + RESUME, 0)
-        return self._fall_back(how, x) if status == FALLBACK else status
+        return self._fall_back(mode, x) if status == FALLBACK else status
 
-    def _run_in_python(self, how: int, x: Array) -> int:
-        status: int = run_plain(self.words, how, x)
+    def _run_in_python(self, mode: int, x: Array) -> int:
+        status: int = run_plain(self.words, mode, x)
         if self.words[CALL_STAGE] == IDLE:
             # A call that is kept must not keep the array alive.
             self.operands.x = None
             if self.code is not None:
                 # The next run uses compiled code again.
-                self.words = self._of_code
+                self.words = self._compiled_words
                 self.words[CALL_STAGE] = IDLE
         return status
 
-    def _fall_back(self, how: int, x: Array) -> int:
-        """Continue in Python, or with the present positions of vectors."""
-        how = POLL if how == POLL else RESUME
+    def _fall_back(self, mode: int, x: Array) -> int:
+        """Continue in Python, or with the current positions of the vectors."""
+        mode = POLL if mode == POLL else RESUME
         if self[CALL_KIND] == PIECES:
             return FALLBACK
         if self._find is None:
-            self.words = list(self._of_code)
-            self._name_objects()
+            self.words = list(self._compiled_words)
+            self._set_objects()
             _bind(self.words, x)
-            return self._run_in_python(how, x)
+            return self._run_in_python(mode, x)
         notes = self.node().notes(2)
         addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
         # Only NumPy can add vectors at unaligned addresses.
@@ -243,7 +245,7 @@ class NodeCall:
         for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
             self[first + rank] = address
             self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
-        return self.run(how, x)
+        return self.run(mode, x)
 
     @property
     def by_slices(self) -> bool:
@@ -254,12 +256,12 @@ class NodeCall:
         """Return the node of the operation, after the first barrier."""
         node = self.memory.node(
             self[CALL_SEQUENCE], self.operands.header, self[CALL_DIGEST])
-        node.arrived(node.count + 1)
+        node.arrival(node.count + 1)
         return node
 
 
 class _Barriers:
-    """Replaces the segments if ranks synchronize by barriers: setting a flag means arriving.
+    """Used instead of segments if ranks synchronize by barriers: setting a flag means arriving.
 
     Attributes:
         arrival: Request that waits for the other ranks.
@@ -331,12 +333,12 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
               combine: Combine | None = None) -> NodeCall:
     """Return a call in which each rank writes once to its slot, and reads once."""
     call = NodeCall(memory, dtype, n, READS if plan.reduces is None else SLOTS, combine)
-    call[CALL_WRITES], call[CALL_WRITTEN] = plan.writes.start, _length(plan.writes)
-    if plan.reduces is not None:
-        call[CALL_REDUCES], call[CALL_REDUCED] = plan.reduces.start, _length(plan.reduces)
+    ranges = [(CALL_WRITE_START, plan.writes), (CALL_REDUCE_START, plan.reduces or slice(0, 0))]
     first = CALL_BASES + 2 * len(memory.ranks)
-    for rank, part in enumerate(plan.reads):
-        call[first + 2 * rank], call[first + 2 * rank + 1] = part.start, _length(part)
+    ranges += [(first + 2 * rank, part) for rank, part in enumerate(plan.reads)]
+    # The length of a range is in the word after its start.
+    for word, part in ranges:
+        call[word], call[word + 1] = part.start, part.stop - part.start
     return call
 
 
@@ -352,7 +354,7 @@ def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: 
     """
     p, half = len(memory.ranks), memory.slots(0, dtype, None)[0].size // 2
     longest = min(half, piece_bytes // dtype.itemsize) // p
-    # Slices of alternate pieces share their place: one is read while the next is written.
+    # Pieces use the halves of a slot alternately: one is read while the next is written.
     width = -(-n // max(1, -(-n // (longest * p)) * p))
     call = NodeCall(memory, dtype, n, PIECES, combine)
     call[CALL_LAST] = 1 - (-n // max(1, width * p))
@@ -378,7 +380,7 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
 
 
 class _Parts:
-    """Vectors of one dtype that Python uses as one vector, in which each follows the last.
+    """Vectors of one dtype that Python uses as one vector, one after the other.
 
     Args:
         parts: Vectors in any memory.
@@ -397,13 +399,14 @@ class _Parts:
 
 def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes: int,
                combine: Combine | None = None) -> tuple[NodeCall, Any]:
-    """Return a part of an operation on a vector per rank, and its vector; compiled if possible.
+    """Return a part of an operation, on one vector per rank, and its vector; compiled if possible.
 
     Args:
         memory: Memory of the node.
         kind: COPIES, to copy part r from rank r to all ranks, or ROWS, to reduce it on rank r.
         parts: Contiguous vectors of one dtype in any memory, one per rank of the node, of lengths
-            that all ranks agree on. For COPIES, the part of a rank that writes nothing is empty.
+            that are the same on all ranks. For COPIES, the part of a rank that writes nothing is
+            empty.
         piece_bytes: Number of bytes that a rank writes in a phase.
         combine: Implementation of the op, for ROWS.
     """
@@ -428,21 +431,16 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     if kind == COPIES:
         # This rank writes its part, and does not read it.
         own = first + 2 * memory.rank
-        call[CALL_WRITES], call[CALL_WRITTEN], call[own + 1] = call[own], call[own + 1], 0
+        call[CALL_WRITE_START], call[CALL_WRITE_LENGTH], call[own + 1] = call[own], call[own + 1], 0
     call.compile(code, int(divisor))
     return call, vector if code is None else parts[0]
 
 
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
-    """Return a call that reduces slices of vectors in windows, whose positions all ranks know."""
+    """Return a call that reduces slices of vectors in windows at positions that all ranks know."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
     call.operands.slices, call[CALL_FIRST] = slices, 1
     return call
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
 
 
 # The dialect. In it, a call is the list of its words.
@@ -461,11 +459,11 @@ def _views(words: Any, slots: Sequence[Array]) -> _Views:
     """Return the objects with which Python works in an area, given all ranks' slots there."""
     combined, written = None, None
     if words[CALL_KIND] == SLOTS:
-        part = slice(words[CALL_REDUCES], words[CALL_REDUCES] + words[CALL_REDUCED])
+        part = slice(words[CALL_REDUCE_START], words[CALL_REDUCE_START] + words[CALL_REDUCE_LENGTH])
         combined = _reducer(words[CALL_ADDRESS].combine, [slot[part] for slot in slots])
     if words[CALL_KIND] <= SLOTS:
-        start = words[CALL_WRITES]
-        written = slots[words[CALL_RANK]][start:start + words[CALL_WRITTEN]]
+        start = words[CALL_WRITE_START]
+        written = slots[words[CALL_RANK]][start:start + words[CALL_WRITE_LENGTH]]
     return slots, written, combined
 
 
@@ -484,7 +482,7 @@ def _publish(segment: Any, word: int, value: int) -> None:
     segment[word] = value
 
 
-def _nothing() -> None:
+def _relax() -> None:
     """Do nothing between two checks, because a check takes Python long enough."""
 
 
@@ -545,4 +543,4 @@ run_plain = protocol(SimpleNamespace(
     bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
     write_header=_write_header, write=_write, read=_read, write_back=_write_back, reduce=_reduce,
-    relax=_nothing, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))
+    relax=_relax, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -1,40 +1,29 @@
 """The memory that the ranks of a node share: barriers, notes, headers of calls, staging slots.
 
-Every rank writes to its own segment only. A segment has a few areas. Operation number s uses area
-s modulo their number, once no rank is in the area's previous operation.
+Every rank writes to its own segment only, except in some node calls (see protocol). A segment has
+AREAS areas. Operation number s uses area `s % AREAS`, once no rank is in the previous operation of
+this area.
 """
 
 import platform
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
+    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_HEADERS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
     HEADER_WORD, LANE_WORDS, LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
 from .waiting import Patience
 
-# x86 reorders neither stores among themselves nor loads among themselves; ARM and POWER do.
+# x86 reorders neither stores with stores nor loads with loads; ARM and POWER reorder both.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
-# A limit is needed, because a program may combine vectors of ever new lengths.
+# Maximum number of cached views, because a program may combine vectors of any number of lengths.
 _MAX_SLOTS = 256
-
-
-class PartCall(Protocol):
-    """A call that is a part of an operation; see node_call.NodeCall."""
-
-    def __getitem__(self, word: int) -> int: ...
-
-    def join(self, sequence: int, count: int, x: Any) -> None:
-        """Begin after barrier number `count` of operation number `sequence`."""
-
-    def run(self, how: int, x: Any) -> int:
-        """Run the call as far as possible; return its status."""
 
 
 class NodeMemory:
@@ -44,7 +33,7 @@ class NodeMemory:
         segments: Memory of each rank of the node: NODE_MEMORY_BYTES bytes, zero at first.
         rank: Number of this rank among them.
         ranks: Their ranks in the communicator, for messages.
-        counter: Words of the group's counter; this class writes those of COUNTER_WRITTEN.
+        counter: Words of the group's counter; this class writes those of COUNTER_HEADERS.
         patience: Policy by which these ranks wait for each other.
     """
 
@@ -58,7 +47,6 @@ class NodeMemory:
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
-        self.positions = [position for position in range(len(ranks)) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * AREAS
 
@@ -103,18 +91,21 @@ class NodeMemory:
 
 
 class SharedNode:
-    """The node of one operation; see base.Node."""
+    """The node of one operation; see base.Node.
 
-    __slots__ = ("rank", "size", "ranks", "met", "memory",
-                 "_sequence", "_header", "_lanes",
-                 "_digest", "_area", "_flag", "_count")
+    Attributes:
+        count: Value of this rank's flag since its last barrier.
+    """
+
+    __slots__ = ("rank", "size", "ranks", "has_arrived", "memory", "count",
+                 "_sequence", "_header", "_lanes", "_digest", "_area", "_flag")
 
     def __init__(self, memory: NodeMemory, sequence: int, header: bytes, digest: int,
                  lane: int) -> None:
         self.rank = memory.rank
         self.size = len(memory.ranks)
         self.ranks = memory.ranks
-        self.met = False
+        self.has_arrived = False
         self.memory = memory
         self._sequence = sequence
         self._header = header
@@ -122,7 +113,7 @@ class SharedNode:
         self._digest = digest
         self._area = sequence % AREAS * AREA_WORDS
         self._flag = self._area + lane * LANE_WORDS
-        self._count = (sequence + 1) << COUNT_BITS
+        self.count = (sequence + 1) << COUNT_BITS
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return vectors of at most SLOT_BYTES bytes, per rank of the node; see base.Node."""
@@ -139,51 +130,46 @@ class SharedNode:
                 return False
         return self.memory.words[self.rank][flag] >= ended
 
-    def barrier(self, *numbers: int) -> "_Arrived":
+    def barrier(self, *numbers: int) -> "_Arrival":
         """Arrive, write a note of up to 8 numbers, and return a request for the other ranks."""
         memory, flag = self.memory, self._flag
         words = memory.words[self.rank]
-        self._count += 1
-        if not self.met:
-            self.met = True
+        self.count += 1
+        if not self.has_arrived:
+            self.has_arrived = True
             self._write_header()
         if numbers:
-            note = flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
+            note = flag + NOTE_WORD + (self.count & 1) * NOTE_WORDS
             for position, number in enumerate(numbers):
                 words[note + position] = number
         if REORDERS:
             memory.fence()
-        words[flag] = self._count
-        return _Arrived(memory, flag, self._count)
+        words[flag] = self.count
+        return _Arrival(memory, flag, self.count)
 
-    @property
-    def count(self) -> int:
-        """The value of this rank's flag since its last barrier."""
-        return self._count
-
-    def arrived(self, count: int) -> "_Arrived":
+    def arrival(self, count: int) -> "_Arrival":
         """Return a request for the other ranks, after other code has set this rank's flag."""
-        self._count, self.met = count, True
-        return _Arrived(self.memory, self._flag, count)
+        self.count, self.has_arrived = count, True
+        return _Arrival(self.memory, self._flag, count)
 
-    def part(self, call: "PartCall", x: Any) -> Schedule[None]:
+    def part(self, call: Any, x: Any) -> Schedule[None]:
         """Run a call as a part of the operation, after its barriers so far; see protocol.
 
         Args:
-            call: Call of the ranks of the node.
+            call: NodeCall of the ranks of the node.
             x: Vector of the call.
         """
-        if not self.met:
-            self.met = True
+        if not self.has_arrived:
+            self.has_arrived = True
             self._write_header()
-        call.join(self._sequence, self._count, x)
-        # Other ranks' data is not used before the calls were compared.
+        call.join(self._sequence, self.count, x)
+        # This does not use data of other ranks, because the calls have not been compared yet.
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
-            yield (self.arrived(call[CALL_COUNT]),)
+            yield (self.arrival(call[CALL_COUNT]),)
             status = call.run(POLL, x)
-        self._count = call[CALL_COUNT]
+        self.count = call[CALL_COUNT]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return the up to 8 numbers that each rank of the node has passed, per rank."""
@@ -192,7 +178,7 @@ class SharedNode:
 
     def notes(self, length: int) -> list[tuple[int, ...]]:
         """Return the numbers of all ranks' notes, per rank of the node; after a barrier."""
-        note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
+        note = self._flag + NOTE_WORD + (self.count & 1) * NOTE_WORDS
         return [tuple(words[note:note + length]) for words in self.memory.words]
 
     def lane(self, index: int) -> "SharedNode":
@@ -200,7 +186,7 @@ class SharedNode:
         if index not in self._lanes:
             # Keep the object, because its count of barriers must continue.
             other = SharedNode(self.memory, self._sequence, self._header, self._digest, index)
-            other.met = True
+            other.has_arrived = True
             self._lanes[index] = other
         return self._lanes[index]
 
@@ -222,22 +208,22 @@ class SharedNode:
     def headers(self) -> list[tuple[int, bytes]]:
         """Return the other ranks and their headers; after the first barrier."""
         memory, start = self.memory, (self._area + HEADER_WORD) * 8
-        return [(self.ranks[position], bytes(memory.texts[position][start:start + HEADER_BYTES]))
-                for position in memory.positions]
+        return [(self.ranks[position], bytes(text[start:start + HEADER_BYTES]))
+                for position, text in enumerate(memory.texts) if position != self.rank]
 
     def _write_header(self) -> None:
         memory = self.memory
         words = memory.words[self.rank]
         words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
-        # A program that repeats the same calls finds its header already in place.
+        # If a program repeats the same calls, the header is already in place.
         area = self._sequence % AREAS
-        counter, written = memory.counter, COUNTER_WRITTEN + area
+        counter, written = memory.counter, COUNTER_HEADERS + area
         if counter[written] or memory.written[area] is not self._header:
             counter[written], memory.written[area] = 0, self._header
             memory.write_header(self._area, self._header)
 
 
-class _Arrived:
+class _Arrival:
     """A request that is complete once every other rank of the node has arrived."""
 
     __slots__ = ("_memory", "_flag", "_count", "_others")
@@ -270,14 +256,14 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1
         self.ranks: Sequence[int] = (rank,)
-        self.met, self.memory = True, None
+        self.has_arrived, self.memory = True, None
 
     def test(self) -> bool:
         """Return True, because no other rank uses the memory."""
         return True
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return one vector, by default as long as in a node memory."""
+        """Return one vector, by default as long as a slot of a node memory."""
         return [np.empty(SLOT_BYTES // dtype.itemsize, dtype)[:size]]
 
     def agrees(self) -> bool:
@@ -296,7 +282,7 @@ class Alone:
         return self
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return this rank's numbers, after a yield like in any other node."""
+        """Return this rank's numbers, after one yield, as other nodes do."""
         yield (self,)
         return [numbers]
 

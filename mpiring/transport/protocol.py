@@ -1,43 +1,43 @@
 """The protocol of the ranks of a node in shared memory: write, synchronize, reduce or read, leave.
 
-There is one text. `protocol` is given a dialect: functions that load, store, copy and reduce. One
-dialect is Python with NumPy (`node_call`), another one numba's intrinsics (`compiled`). Tests run
-the first one on simulated memory that acts as an adversary. A call is an array of words (see
-`layout`), so that any dialect can continue where another one has stopped.
+The protocol is written once. `protocol` is given a dialect: functions that load, store, copy and
+reduce. One dialect uses Python and NumPy (`node_call`), the other one uses numba's intrinsics
+(`compiled`). Tests run the Python dialect on simulated memory that acts as an adversary. A call is
+an array of words (see `layout`), so that one dialect can continue where the other one has stopped.
 
 Operation s uses area `s % AREAS` of every rank's segment, once every rank's flag there is at least
-`(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then it runs in phases. In each, a rank writes to its own
-segment, and publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier number c. It waits until
-all flags have reached this value, and then sees what the other ranks have written. After the last
-phase it publishes ENDED, because it no longer reads other segments. Publishing stores with release
-semantics, waiting loads with acquire semantics. A rank writes to another rank's segment only in
-PIECES, COPIES and ROWS.
+`(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then the operation runs in phases. In each phase, a rank
+writes to its own segment, and publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier number
+c. It waits until all flags have reached this value, and then sees the data that the other ranks
+have written. After the last phase it publishes ENDED, because it no longer reads other segments.
+Publishing stores with release semantics; waiting loads with acquire semantics. A rank writes to
+another rank's segment only in PIECES, COPIES and ROWS.
 
 With the first flag, a rank publishes the digest of its call, and the header. A rank compares all
 digests before it uses any data. The phases are:
 
-READS   0: write a part of the vector, then read others' parts.
-SLOTS   0: write it, then reduce all ranks' slots, in rank order.
+READS   0: write a part of the vector, then read the other ranks' parts.
+SLOTS   0: write a part of the vector, then reduce all ranks' slots, in rank order.
 WINDOWS 0: write a note with the position of the vector, then compare all notes with the known ones.
         1: reduce this rank's slice of all vectors, and store it into all of them.
 PIECES  j: write piece j except this rank's slice, and reduce this slice of piece j - 1 into all
         slots. Then read the other results from this rank's slot. The first piece is piece 1, and
-        pieces use the halves of the slots in turn. In phase 0, write a note that the vector is in
-        no window.
+        pieces use the halves of the slots alternately. In phase 0, write a note that the vector is
+        in no window.
 
-COPIES  j: write piece j of a part, then read piece j of others' parts.
+COPIES  j: write piece j of a part, then read piece j of the other ranks' parts.
 ROWS    j: write piece j of each other rank's part, and reduce this rank's piece j - 1 from all
-        slots and the vector. In both, pieces use the halves of the slots in turn.
+        slots and the vector. As in COPIES, pieces use the halves of the slots alternately.
 
-In PIECES, results overwrite the contributions that they were reduced from. So a cache line moves
-from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy of it.
-With the results in the slots of the ranks that reduced them, 1 MiB took three times as long on two
-cores. Measured. For the same reason ROWS also reduces into the slots, and in COPIES between two
-ranks the reader writes the data back to the slot.
+In PIECES, results overwrite the contributions from which they were reduced. So a cache line moves
+from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy. If each
+rank stored its results in its own slot, 1 MiB took three times as long (measured on two cores). For
+the same reason, ROWS also reduces into the slots, and in COPIES between two ranks the reader writes
+the data back to the slot.
 
 In an allreduce in windows, a rank that may return late for phase 1 writes its vector to its slot.
-It notes this, and arrives at three barriers at once. All other ranks then also write their vectors
-to their slots.
+Its note says so, and it arrives at three barriers at once. All other ranks then also write their
+vectors to their slots.
 """
 
 from collections.abc import Callable
@@ -45,19 +45,19 @@ from typing import Any
 
 from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
-    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
-    CALL_LENGTH, CALL_POLLS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
-    CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
-    CALL_WRITTEN, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
-    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, RESUME, HELD,
-    IDLE, IN_SLOT, LATE, POLL, WAITING, NOTE_WORD, NOTE_WORDS, FALLBACK, PIECES, PUBLISH, READS,
-    ROWS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
-    WRITING)
+    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_IS_OPERATION, CALL_KIND,
+    CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE, CALL_POLLS, CALL_RANK, CALL_RANKS,
+    CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WIDTH,
+    CALL_WRITE_LENGTH, CALL_WRITE_START, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HEADERS,
+    COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
+    FALLBACK, FORM_WORD, GATED, HELD, IDLE, IN_SLOT, LATE, NOTE_WORD, NOTE_WORDS, PIECES, POLL,
+    PUBLISH, READS, RESUME, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
+    ROWS, SLOTS, WAITING, WINDOWS, WRITING)
 
-# Number of phases that run at a time; they take a few milliseconds.
-_PHASES = 32
-# An area is free once the operation AREAS before has ended in it. Its flag is then this much below
-# the count with which this operation begins.
+# Maximum number of phases per run; they take a few milliseconds.
+_MAX_PHASES = 32
+# An area is free once the previous operation in it, whose number is lower by AREAS, has ended. The
+# flag is then this much lower than the count with which this operation begins.
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 # Offset of a rank's note of its first barrier.
 _NOTE = NOTE_WORD + NOTE_WORDS
@@ -65,20 +65,20 @@ _IN_SLOT, _ = IN_SLOT
 
 
 def protocol(d: Any) -> Callable[..., Any]:
-    """Return `run(call, how, vector)`, which runs a call as far as possible; see layout.
+    """Return `run(call, mode, vector)`, which runs a call as far as possible; see layout.
 
     Args:
-        d: Dialect in which the protocol is written. Its argument `call` is the words of a call, in
-            any form. Offsets within areas are in words; those within slots and vectors are in
-            elements.
+        d: Dialect in which the protocol is written. The argument `call` of its functions is the
+            words of a call, in any form. Offsets within areas are in words. Offsets within slots
+            and vectors are in elements.
 
     A dialect has the following attributes.
 
     Attributes:
         form: Number that is written with a digest, see layout.FORM_WORD.
-        inlined: Decorator of each function of the text.
+        inlined: Decorator of each function of the protocol.
         counter: Function of a call that returns the words of its counter.
-        bind: Function of a call and a vector that lets the call work on the vector.
+        bind: Function of a call and a vector that makes the call use the vector.
         load: Function of a rank's segment and a word's offset that returns the word.
         all_arrived: Function of a call, a flag's offset and a value. It returns whether all ranks'
             flags have reached the value. Then all earlier stores of these ranks are visible.
@@ -87,10 +87,11 @@ def protocol(d: Any) -> Callable[..., Any]:
         write_header: Function that copies the call's header to this rank's segment.
         write: Function of at, start, n that copies n elements of the vector to this rank's slot.
         read: Function of rank, at, start, n that copies n elements of a rank's slot to the vector.
-        write_back: Function of rank, at, start, n that copies what was read to the slot again.
-        reduce: Function of at, start, n. For SLOTS it reduces n elements of all slots into the
-            vector. For WINDOWS it reduces n elements of all vectors into all of them. For PIECES it
-            and ROWS it reduces the other ranks' slots and this rank's vector into all of them.
+        write_back: Function of rank, at, start, n that copies n elements of the vector to the slot
+            from which `read` copied them.
+        reduce: Function of at, start, n. For SLOTS, it reduces n elements of all slots into the
+            vector. For WINDOWS, it reduces n elements of all vectors into all vectors. For PIECES
+            and ROWS, it reduces the other ranks' slots and this rank's vector into all of them.
         relax, give_way: Functions to call between two checks, to keep the core or to give it away.
         now: Function of a clock that returns the time in ns.
         count: Function of a call and ns that counts a fast call, and returns the previous count.
@@ -98,33 +99,33 @@ def protocol(d: Any) -> Callable[..., Any]:
     counter_of, all_arrived, begin, wait, run_phases = (
         d.counter, d.all_arrived, _beginning(d), _waiting(d), _phases(d))
 
-    def run(call, how, vector):  # type: ignore[no-untyped-def]
+    def run(call, mode, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
-        # Only a complete operation must be begun; a part has begun already.
-        if call[CALL_WHOLE] != 0 and how != RESUME and how != POLL:
-            if not begin(call, counter, how, vector):
+        # Only a complete operation must be begun here; a part was begun by `join`.
+        if call[CALL_IS_OPERATION] != 0 and mode != RESUME and mode != POLL:
+            if not begin(call, counter, mode, vector):
                 return GATED
-            how = how & 3
+            mode = mode & 3
         if call[CALL_STAGE] == BEGUN:
             ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
             if call[CALL_SEQUENCE] >= AREAS and not all_arrived(
-                    call, call[CALL_AREA], ended) and not wait(call, ended, how):
+                    call, call[CALL_AREA], ended) and not wait(call, ended, mode):
                 return LATE
             call[CALL_STAGE] = WRITING
-        return run_phases(call, counter, how)
+        return run_phases(call, counter, mode)
 
     return run
 
 
 def _phases(d: Any) -> Any:
-    """Return a function that runs the phases as far as the other ranks have come."""
+    """Return a function that runs as many phases as the other ranks have reached."""
     all_arrived, wait, leave = d.all_arrived, _waiting(d), _leaving(d)
     write, reduce, read = _writing(d), _reducing(d), _reading(d)
     arrive, agreement = _arriving(d), _agreeing(d)
 
     @d.inlined
-    def run_phases(call, counter, how):  # type: ignore[no-untyped-def]
-        for _ in range(_PHASES):
+    def run_phases(call, counter, mode):  # type: ignore[no-untyped-def]
+        for _ in range(_MAX_PHASES):
             j = call[CALL_PHASE]
             if call[CALL_STAGE] == WRITING:
                 if j <= call[CALL_LAST]:
@@ -136,12 +137,12 @@ def _phases(d: Any) -> Any:
                     return DONE
                 arrive(call, counter, j)
                 call[CALL_STAGE] = WAITING
-                if how == PUBLISH:
+                if mode == PUBLISH:
                     return DONE
             count = call[CALL_COUNT]
-            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, how):
+            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, mode):
                 return LATE
-            if j == 0 and call[CALL_WHOLE] != 0:
+            if j == 0 and call[CALL_IS_OPERATION] != 0:
                 status = agreement(call)
                 if status != DONE:
                     return status
@@ -158,11 +159,11 @@ def _beginning(d: Any) -> Any:
     bind, now = d.bind, d.now
 
     @d.inlined
-    def begin(call, counter, how, vector):  # type: ignore[no-untyped-def]
+    def begin(call, counter, mode, vector):  # type: ignore[no-untyped-def]
         if call[CALL_STAGE] != IDLE or counter[COUNTER_GATE] != 0 or (
-                how < HELD and counter[COUNTER_HELD] != 0):
+                mode < HELD and counter[COUNTER_HELD] != 0):
             return False
-        # First, so that an interrupt handler can see that something has begun.
+        # Set this first, so that a signal handler can see that the call has begun.
         call[CALL_STAGE] = BEGUN
         call[CALL_BEGAN] = now(call[CALL_CLOCK])
         sequence = counter[COUNTER_SEQUENCE]
@@ -182,10 +183,10 @@ def _waiting(d: Any) -> Any:
     all_arrived, relax, give_way = d.all_arrived, d.relax, d.give_way
 
     @d.inlined
-    def wait(call, value, how):  # type: ignore[no-untyped-def]
+    def wait(call, value, mode):  # type: ignore[no-untyped-def]
         polls, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
-        limit = call[CALL_POLLS] if how == POLL else spins
-        if how == RESUME:
+        limit = call[CALL_POLLS] if mode == POLL else spins
+        if mode == RESUME:
             limit = spins + call[CALL_YIELDS]
         while polls < limit:
             if polls < spins:
@@ -201,22 +202,22 @@ def _waiting(d: Any) -> Any:
 
 
 def _arriving(d: Any) -> Any:
-    """Return a function that publishes the data, and the first time also the call."""
+    """Return a function that publishes the data and, in the first phase, also the call."""
     store, publish, write_header, form = d.store, d.publish, d.write_header, d.form
 
     @d.inlined
     def arrive(call, counter, j):  # type: ignore[no-untyped-def]
         area, count = call[CALL_AREA], call[CALL_COUNT] + 1
-        if j == 0 and call[CALL_WHOLE] != 0:
+        if j == 0 and call[CALL_IS_OPERATION] != 0:
             base = call[CALL_BASES + call[CALL_RANK]]
             count += call[CALL_BARRIERS] - 1
             if call[CALL_NOTE] != 0:
                 store(base, area + _NOTE, call[CALL_NOTE])
                 store(base, area + _NOTE + 1, call[CALL_NOTE + 1])
             store(base, area + DIGEST_WORD, call[CALL_DIGEST])
-            # A rank that writes a vector after a note uses NumPy.
+            # If a rank writes its vector to its slot after a note, it uses NumPy.
             store(base, area + FORM_WORD, form if call[CALL_KIND] <= SLOTS else 0)
-            written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
+            written = COUNTER_HEADERS + call[CALL_SEQUENCE] % AREAS
             if counter[written] != call[CALL_IDENTITY]:
                 write_header(call)
                 counter[written] = call[CALL_IDENTITY]
@@ -290,7 +291,7 @@ def _writing(d: Any) -> Any:
     def write(call, j):  # type: ignore[no-untyped-def]
         half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
         if call[CALL_KIND] == COPIES:
-            start, n = piece_of(call, j, call[CALL_WRITES], call[CALL_WRITTEN])
+            start, n = piece_of(call, j, call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
             copy(call, half, start, n)
         elif call[CALL_KIND] == ROWS:
             for r in range(p):
@@ -304,7 +305,7 @@ def _writing(d: Any) -> Any:
                 copy(call, at - before, start - before, before)
                 copy(call, at + n, start + n, after)
         elif call[CALL_KIND] != WINDOWS:
-            copy(call, call[CALL_WRITES], call[CALL_WRITES], call[CALL_WRITTEN])
+            copy(call, call[CALL_WRITE_START], call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
 
     return write
 
@@ -319,8 +320,8 @@ def _reducing(d: Any) -> Any:
         if kind == READS or kind == COPIES or kind == PIECES and j == 1 or (
                 kind != ROWS and j > 1 and j > call[CALL_LAST]):
             return
-        at = start = call[CALL_REDUCES]
-        n = call[CALL_REDUCED]
+        at = start = call[CALL_REDUCE_START]
+        n = call[CALL_REDUCE_LENGTH]
         if kind == WINDOWS:
             # This rank's slice, see memory.arrays.slice_of.
             at, start = 0, rank * call[CALL_LENGTH] // p
@@ -363,12 +364,12 @@ def _reading(d: Any) -> Any:
 
 
 def _leaving(d: Any) -> Any:
-    """Return a function that ends the operation, if the call is all of it, and notes it."""
+    """Return a function that ends the call, and its operation unless the call is a part of one."""
     publish, now, count = d.publish, d.now, d.count
 
     @d.inlined
     def leave(call, counter):  # type: ignore[no-untyped-def]
-        if call[CALL_WHOLE] != 0:
+        if call[CALL_IS_OPERATION] != 0:
             publish(call[CALL_BASES + call[CALL_RANK]], call[CALL_AREA],
                     (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
         began = call[CALL_BEGAN]
@@ -379,7 +380,7 @@ def _leaving(d: Any) -> Any:
             counter[entry + RING_SEQUENCE] = call[CALL_SEQUENCE]
             counter[entry + RING_BEGAN] = began
             counter[entry + RING_ENDED] = ended
-        # Last: another thread may begin it again.
+        # Set this last, because another thread may then begin the call again.
         call[CALL_STAGE] = IDLE
 
     return leave

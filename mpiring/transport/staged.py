@@ -1,7 +1,7 @@
-"""Messages in GPU memory, through pinned host memory or, if MPI can, directly.
+"""Messages in GPU memory, through pinned host memory or, if MPI accepts GPU pointers, directly.
 
-A message is posted only when the GPU no longer uses its memory. For a vector to send, this is when
-it has been copied to the host, or, if MPI accepts GPU pointers, when the work queued on it is done.
+A message is posted only when the GPU no longer uses its memory. A vector to send must have been
+copied to the host or, if MPI accepts GPU pointers, all work that is queued on it must be done.
 Messages are posted in the order of the calls, because MPI matches them in this order.
 """
 
@@ -28,7 +28,7 @@ class DeviceChannel:
         self._device = device
         self._direct = direct
         self._lanes: dict[int, DeviceChannel] = {0: self}
-        # MPI matches sends in their order, and receives in theirs.
+        # Two queues, because MPI matches sends in order and receives in order, independently.
         self._sends: deque[DeviceMessage] = deque()
         self._receives: deque[DeviceMessage] = deque()
 
@@ -47,44 +47,45 @@ class DeviceChannel:
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a vector in any memory; it must not change meanwhile."""
         x: Any = array
-        if not self._stages(x):
-            return self._queued(self._sends, self._used(x), lambda: self._net.isend(array, dest))
+        if not self._needs_staging(x):
+            return self._enqueue(
+                self._sends, self._work_event(x), lambda: self._net.isend(array, dest))
         slot, host = self._slot(x)
-        return self._queued(self._sends, self._device.to_host(x, host),
-                            lambda: self._net.isend(host, dest),
-                            lambda: self._device.staging.release(slot))
+        return self._enqueue(
+            self._sends, self._device.to_host(x, host), lambda: self._net.isend(host, dest),
+            lambda: self._device.staging.release(slot))
 
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving a vector in any memory.
 
-        Once complete, work that is queued on the device sees the data.
+        Work that is queued on the device after completion sees the data.
         """
         x: Any = array
-        if not self._stages(x):
+        if not self._needs_staging(x):
             # Queued work may still read the old data.
-            return self._queued(
-                self._receives, self._used(x), lambda: self._net.irecv(array, source))
+            return self._enqueue(
+                self._receives, self._work_event(x), lambda: self._net.irecv(array, source))
         slot, host = self._slot(x)
-        return self._queued(
+        return self._enqueue(
             self._receives, None, lambda: self._net.irecv(host, source),
             lambda: self._device.staging.release(slot, self._device.to_device(host, x)))
 
-    def _stages(self, x: Any) -> bool:
+    def _needs_staging(self, x: Any) -> bool:
         return isinstance(x, DeviceVector) and not self._direct
 
-    def _used(self, x: Any) -> Event | None:
+    def _work_event(self, x: Any) -> Event | None:
         """Return an event after all work queued on the GPU; None for a vector in host memory."""
         return self._device.event() if isinstance(x, DeviceVector) else None
 
     def _slot(self, x: DeviceVector) -> tuple[Array, Array]:
-        """Return a slot of pinned memory, and its part that has a vector's length."""
+        """Return a slot of pinned memory, and the part of it with the length of a vector."""
         slot = self._device.staging.acquire(x.nbytes)
         return slot, slot[:x.nbytes]
 
-    def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None,
-                post: Callable[[], Request],
-                landed: Callable[[], None] = lambda: None) -> "DeviceMessage":
-        message = DeviceMessage(self, ready, post, landed)
+    def _enqueue(self, queue: "deque[DeviceMessage]", ready: Event | None,
+                 post: Callable[[], Request],
+                 on_complete: Callable[[], None] = lambda: None) -> "DeviceMessage":
+        message = DeviceMessage(self, ready, post, on_complete)
         queue.append(message)
         self.post()
         return message
@@ -92,7 +93,7 @@ class DeviceChannel:
     def post(self) -> None:
         """Post the messages that are ready, in order; called at each test of a message."""
         for queue in (self._receives, self._sends):
-            while queue and queue[0].posted():
+            while queue and queue[0].try_post():
                 queue.popleft()
 
 
@@ -103,22 +104,23 @@ class DeviceMessage:
         channel: Channel of the message.
         ready: Event after which it may be posted; None to post it at once.
         post: Function that posts it.
-        landed: Function to call once it is complete.
+        on_complete: Function to call once it is complete.
 
     Attributes:
         request: Request of the posted message; None before.
     """
 
     def __init__(self, channel: DeviceChannel, ready: Event | None, post: Callable[[], Request],
-                 landed: Callable[[], None]) -> None:
-        self._channel, self._ready, self._post, self._landed = channel, ready, post, landed
+                 on_complete: Callable[[], None]) -> None:
+        self._channel, self._ready = channel, ready
+        self._post, self._on_complete = post, on_complete
         self.request: Request | None = None
         self._done = False
 
     def __repr__(self) -> str:
         return repr(self.request or "a message that waits for the GPU")
 
-    def posted(self) -> bool:
+    def try_post(self) -> bool:
         """Post it if the GPU no longer uses its memory; return whether it is posted."""
         if self._ready is not None and not self._ready.test():
             return False
@@ -132,6 +134,6 @@ class DeviceMessage:
         self._channel.post()
         if self.request is None or not self.request.test():
             return False
-        self._landed()
+        self._on_complete()
         self._done = True
         return True

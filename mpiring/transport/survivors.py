@@ -14,10 +14,10 @@ from ..errors import MpiringError, ProcessFailedError, TransportError
 from .base import Request, T, Task
 from .mpi import failure, messages_of
 
-# Seconds that MPI may take to release the buffers of messages that are no longer waited for.
+# Seconds that MPI may take to release the buffers of abandoned messages.
 _SETTLING_S = 1.0
-# Seconds that MPI's news of a death may take.
-_NEWS_S = 0.5
+# Seconds that MPI may take to report the death of a rank.
+_REPORT_S = 0.5
 _PAUSE_S = 1e-3
 
 # Messages that MPI did not release: their buffers must stay in place forever.
@@ -28,7 +28,7 @@ class Survivors:
     """The ranks of an MPI communicator, any of which may die.
 
     Args:
-        comm: MPI communicator. All its living ranks must call `agree` and `shrunk` in the same
+        comm: MPI communicator. All its living ranks must call `agree` and `shrink` in the same
             order.
 
     Attributes:
@@ -40,15 +40,15 @@ class Survivors:
         self.comm, self.size = comm, comm.size
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
-    def lost(self) -> bool:
-        """Return whether a rank has died; wait a moment for news of a death.
+    def has_lost_rank(self) -> bool:
+        """Return whether a rank has died; wait briefly until MPI reports it.
 
         Collective: no. Blocking: no.
         """
-        deadline = time.monotonic() + _NEWS_S
+        deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline:
             try:
-                # Unlike the functions meant for this, it listens to the launcher.
+                # Unlike MPI's functions for this purpose, Iprobe also handles launcher messages.
                 self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             except MPI.Exception as exc:
                 return isinstance(failure("", exc), ProcessFailedError)
@@ -56,14 +56,14 @@ class Survivors:
         return False
 
     def leave(self, tasks: Sequence[Task[Any]] = ()) -> None:
-        """Stop all messages of these ranks, so that all ranks learn of a death.
+        """Stop all communication of these ranks, so that each rank learns of a death.
 
         Args:
             tasks: Schedules that will not be resumed; MPI releases their buffers.
 
         Collective: no. Blocking: no.
         """
-        self._called("revoke", self.comm.Revoke)
+        self._call("revoke", self.comm.Revoke)
         _settle(tasks)
 
     def agree(self, answer: bool) -> bool:
@@ -84,21 +84,21 @@ class Survivors:
                 if not isinstance(error, ProcessFailedError):
                     raise error from exc
 
-    def shrunk(self) -> "Survivors":
+    def shrink(self) -> "Survivors":
         """Return the surviving ranks, in their order, on a new communicator.
 
         Collective: yes. Blocking: yes.
         """
-        return Survivors(cast(MPI.Intracomm, self._called("shrink", self.comm.Shrink)))
+        return Survivors(cast(MPI.Intracomm, self._call("shrink", self.comm.Shrink)))
 
-    def grown(self, number: int, size: int,
-              command: Callable[[Sequence[int]], Sequence[str]]) -> "Survivors":
+    def grow(self, number: int, size: int,
+             command: Callable[[Sequence[int]], Sequence[str]]) -> "Survivors":
         """Start new ranks, which must call `join`; return all ranks on a new communicator.
 
         Args:
             number: Number of this rank on the new communicator, less than `size`.
             size: Number of ranks of the new communicator.
-            command: Function that returns the command of new ranks, whose numbers are its argument.
+            command: Function that returns the command of new ranks, given their numbers.
 
         Raises:
             TransportError: MPI cannot start new ranks, or a rank died. It is raised on all ranks,
@@ -119,7 +119,7 @@ class Survivors:
         complete = self.agree(new is not None)
         if new is None or not complete:
             if new is not None:
-                # The new ranks that have it end.
+                # This ends the new ranks that already have this communicator.
                 Survivors(new).leave()
             raise TransportError(f"rank {self.comm.rank}: {problem}")
         if self.comm.rank == 0:
@@ -129,7 +129,7 @@ class Survivors:
                     new.send(None, other)
         return Survivors(new)
 
-    def _called(self, name: str, call: Callable[[], T]) -> T:
+    def _call(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except MPI.Exception as exc:
@@ -137,16 +137,17 @@ class Survivors:
 
 
 def join(numbers: Sequence[int]) -> Survivors:
-    """Join the ranks that have started this process by `grown`.
+    """Join the ranks that have started this process by `grow`.
 
     Args:
-        numbers: Numbers of all ranks that were started with this one, in the order of their world.
+        numbers: Numbers of all ranks that were started with this one, in the order of
+            MPI_COMM_WORLD.
 
     Collective: yes. Blocking: yes.
     """
     merged = MPI.Comm.Get_parent().Merge(high=True)
     new = cast(MPI.Intracomm, merged.Split(0, numbers[MPI.COMM_WORLD.rank]))
-    # Sent when all other ranks also have this communicator.
+    # Rank 0 sends this once all other ranks also have the communicator.
     new.recv()
     return Survivors(new)
 
@@ -157,12 +158,12 @@ def _settle(tasks: Sequence[Task[Any]]) -> None:
             for message in messages_of(request)]
     deadline = time.monotonic() + _SETTLING_S
     while left and time.monotonic() < deadline:
-        left = [request for request in left if not _is_over(request)]
+        left = [request for request in left if not _is_complete(request)]
         time.sleep(_PAUSE_S)
     _unsettled.extend(left)
 
 
-def _is_over(request: Request) -> bool:
+def _is_complete(request: Request) -> bool:
     try:
         return request.test()
     except MpiringError:

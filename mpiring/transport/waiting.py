@@ -1,7 +1,7 @@
 """All numbers that determine how callers and the engine wait: spin, give the core away, sleep.
 
 Most ranks arrive within microseconds, so a waiting rank first checks without pause. Then another
-rank may need the core, so it gives the core away between checks. At last it sleeps.
+rank may need the core, so it gives the core away between checks. Finally, it sleeps.
 """
 
 import math
@@ -10,44 +10,44 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-# More than two ranks per core sleep sooner and longer, see `patience`.
+# With more than two ranks per core, ranks sleep sooner and longer, see `patience`.
 
 # Number of checks of flags, or steps of a schedule, without pause in Python, and number of checks
 # in compiled code. Then, number of checks between which the core is given away. In shared memory,
-# most calls are complete by then. The engine runs the others.
+# most calls are complete after these checks. The engine runs all other calls.
 SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
 # If ranks share cores, other ranks cannot arrive before this one gives its core away. (With 4 ranks
 # on 2 cores and a value of 20, short calls took up to a fifth longer.)
-SPINS_TOGETHER = 4
-# Number of checks by compiled code at a barrier between pieces, for about 3 us. Then the engine
-# continues. Values from 20 to 5000 are equally fast.
+SHARED_CORE_SPINS = 4
+# Number of checks by compiled code at a barrier between pieces, which take about 3 µs. Then the
+# engine continues. Values from 20 to 5000 are equally fast.
 PIECE_POLLS = 50
 # Number of times that a caller who waits for the engine's operations gives its core away before it
-# sleeps: two ranks that share a core must alternate.
+# sleeps, because two ranks that share a core must alternate. Then, minimum length of its pauses.
 WAIT_YIELDS, WAIT_PAUSE_S = 2000, 50e-6
-# Share of the time waited so far for which it then sleeps, if more than two ranks share a core.
+# Length of its pauses as a share of the time waited so far, if more than two ranks share a core.
 # (While 63 ranks waited for one on 2 cores, pauses of equal length, 13 ms, took 0.7 of a core.)
 PAUSE_SHARE = 0.05
-# Limit on the delay of a wait with a timeout because another thread steps operations.
+# Maximum delay of a timeout while another thread steps operations.
 LATE_S = 0.01
 
 # Number of tests by the engine's thread before it sleeps. Between hosts, one test moved at most 100
-# KiB (MPICH over TCP), but the wire 250 KB in a pause of 2 ms. With one test, an allreduce behind a
-# computation took twice its time.
+# KiB (MPICH over TCP), but the network can transfer 250 KB in a pause of 2 ms. With one test, an
+# allreduce during a computation took twice as long.
 TESTS = 4
 # The first pause of the thread, and the factors by which pauses change; see `max_pause_s`.
 FIRST_PAUSE_S, PAUSE_GROWTH, PAUSE_SHRINKAGE = 20e-6, 1.5, 2.0
 # Interval at which an idle engine answers other ranks' questions.
-IDLE_LOOK_S = 0.1
+IDLE_CHECK_S = 0.1
 # Interval at which a busy engine does so, and checks for stalls and dead ranks. (Open MPI reported
 # a death at about the third check: with 0.1 s, after 0.25 to 0.45 s.)
-BUSY_LOOK_S = 0.02
+BUSY_CHECK_S = 0.02
 # Time for which the thread leaves operations to a caller who will soon wait, see Lane.pause. It is
-# longer than most models compute between two buckets. Other ranks are late by at most this time if
-# the caller does not wait, or waits where the engine does not know of it.
+# longer than the computation between two buckets in most models. If the caller does not wait, or
+# does not wait through the engine, other ranks are delayed by at most this time.
 LANE_PAUSE_S = 0.3
-# Time for which a failure in the background waits for the main thread to notice it, so that the
-# traceback shows the user's line. After that the thread ends the job.
+# Time after a failure in the background during which the main thread may raise it, so that the
+# traceback shows the user's line. After this time, the background thread ends the job.
 GRACE_S = 2.0
 
 # Ranks may still prepare data before they open a group. Compilation takes seconds, and a minute or
@@ -66,7 +66,7 @@ class Patience(NamedTuple):
 
     Attributes:
         spins, compiled_spins: Number of checks without pause, by Python and by compiled code.
-        yields: Number of checks after that, between which both give the core away.
+        yields: Number of further checks, between which both give the core away.
         wait_yields: Number of times that a caller who waits for the engine gives its core away
             before it sleeps.
         pause_share: Length of a pause between two checks when it sleeps, as a share of the time
@@ -81,7 +81,7 @@ class Patience(NamedTuple):
 
     def pause_after(self, waited_s: float) -> float:
         """Return the seconds to sleep if the wait has taken `waited_s` seconds."""
-        return max(WAIT_PAUSE_S, min(self.pause_share * waited_s, IDLE_LOOK_S))
+        return max(WAIT_PAUSE_S, min(self.pause_share * waited_s, IDLE_CHECK_S))
 
 
 def patience(ranks: int, processors: int) -> Patience:
@@ -98,5 +98,5 @@ def patience(ranks: int, processors: int) -> Patience:
     if ranks <= processors:
         return Patience()
     share = min(1.0, 2 * processors / ranks)
-    return Patience(SPINS_TOGETHER, SPINS_TOGETHER, math.ceil(YIELDS * share ** 2),
+    return Patience(SHARED_CORE_SPINS, SHARED_CORE_SPINS, math.ceil(YIELDS * share ** 2),
                     math.ceil(WAIT_YIELDS * share ** 2), PAUSE_SHARE if share < 1 else 0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from mpiring.asynchronous.clocks import Condition, SliceOwner, SliceWorker
 from mpiring.simulated.network import SimulatedNetwork
-from mpiring.transport.base import together
+from mpiring.transport.base import run_together
 
 VOID_EVERY = 5
 
@@ -69,7 +69,7 @@ def train(p, steps, staleness, seed, *, reads=True):
         return seen
 
     def program(net):
-        results = yield from together([owners[net.rank].serve(net), worker(net)])
+        results = yield from run_together([owners[net.rank].serve(net), worker(net)])
         return results[1]
 
     return owners, network.run(program)

@@ -14,7 +14,7 @@ from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine, Pause
 from mpiring.record.flight import Flight
 from mpiring.engine.handle import Handle
-from mpiring.transport.base import Task, together
+from mpiring.transport.base import Task, run_together
 
 
 class Flag:
@@ -153,7 +153,7 @@ def test_a_pause_settles_at_a_part_of_the_time_between_movements():
 
 def test_a_stall_is_counted_from_the_last_movement_of_any_part(inline):
     flags = [Flag() for _ in range(3)]
-    handle = inline.submit(together([waits_for(flag) for flag in flags], in_flight=3))
+    handle = inline.submit(run_together([waits_for(flag) for flag in flags], in_flight=3))
     for number, flag in enumerate(flags):
         time.sleep(0.02)
         before = handle.waited_s
@@ -296,7 +296,7 @@ def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, m
 
 def test_giving_up_returns_what_is_under_way_and_fails_every_later_call(background):
     part, whole = Flag(), Flag()
-    first = background.submit(together([waits_for(part), waits_for(whole)]))
+    first = background.submit(run_together([waits_for(part), waits_for(whole)]))
     second = background.submit(waits_for(Flag()))
     queued = background.submit(waits_for(Flag()))
     left = background.engine.give_up(ProcessFailedError("a rank has died"))

@@ -130,7 +130,7 @@ def test_of_many_ranks_one_asks_all_and_each_other_asks_a_few(missing):
         post(self, dest, message)
 
     for watch in ranks.watches:
-        watch._post.post = counted.__get__(watch._post)
+        watch._mailbox.post = counted.__get__(watch._mailbox)
     ranks.look(1.0)
     (report,) = ranks.reports[first]
     assert f"\n  rank {missing} has not called it" in report
@@ -220,8 +220,8 @@ def test_zero_waits_for_ever_without_a_word():
 
 def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
     ranks = Ranks(3, stall_warning_s=2, stall_timeout_s=0)
-    settings = SimpleNamespace(config=Config(stall_warning_s=2))
-    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), settings, ranks.recorders[rank],
+    config = Config(stall_warning_s=2)
+    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), config, ranks.recorders[rank],
                                   ranks.reports[rank].append) for rank in range(3)]
 
     def message(rank, kind):

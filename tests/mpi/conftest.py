@@ -58,4 +58,4 @@ def breakable():
     MPI.COMM_WORLD.Barrier()
     for communicator in opened:
         communicator._group.closed = True
-        communicator._group._forget()
+        communicator._group._unregister()

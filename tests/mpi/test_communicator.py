@@ -363,7 +363,7 @@ def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypat
                     group.engine.raise_failure()
         # Not close(): that waits for what was begun.
         group.closed = True
-        group._forget()
+        group._unregister()
         group._transport.free()
     comm.barrier()
 

@@ -46,8 +46,9 @@ def calls_of(memory, rank, size):
             else:
                 made[kind, n, copy] = slot_call(
                     memory.ranks[rank], FLOAT32, n, plan_of(kind, n, rank, size), combine)
-            made[kind, n, copy].whole(SimpleNamespace(header=b"h" * 192, digest=number), number,
-                                      "sum", None, note=NOWHERE if n > LONGEST else (0, 0))
+            made[kind, n, copy].make_operation(
+                SimpleNamespace(header=b"h" * 192, digest=number), number, "sum", None,
+                note=NOWHERE if n > LONGEST else (0, 0))
         return made[kind, n, copy]
 
     return call

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import BufferMismatchError, StallError
-from mpiring.transport.base import NO_BYTES, Members, together
+from mpiring.transport.base import NO_BYTES, Members, run_together
 from mpiring.simulated.network import Lost, SimulatedNetwork
 
 
@@ -81,7 +81,7 @@ def test_together_returns_all_results_in_order_and_bounds_what_is_under_way(in_f
             under_way -= 1
             return left
 
-        results = yield from together((part(i) for i in range(7)), in_flight)
+        results = yield from run_together((part(i) for i in range(7)), in_flight)
         return results, most
 
     for seed in range(10):
@@ -96,8 +96,8 @@ def test_together_of_none_and_of_schedules_that_wait_for_nothing():
         yield
 
     def program(net):
-        assert (yield from together([])) == []
-        return (yield from together(nothing(i) for i in range(5)))
+        assert (yield from run_together([])) == []
+        return (yield from run_together(nothing(i) for i in range(5)))
 
     assert SimulatedNetwork(1).run(program) == [[0, 1, 2, 3, 4]]
 
@@ -114,7 +114,7 @@ def test_together_begins_without_using_what_has_arrived():
         yield (Complete(),)
         log.append("used")
 
-    schedule = together([part(), part()])
+    schedule = run_together([part(), part()])
     first = tuple(next(schedule))
     assert log == []
     assert all(request.test() for request in first)
@@ -126,7 +126,7 @@ def test_an_error_of_a_part_is_raised():
         yield (net.irecv(np.zeros(net.rank + 1), 1 - net.rank), net.isend(NO_BYTES, 1 - net.rank))
 
     def program(net):
-        yield from together([exchange(net.lane(1), 0), wrong(net)])
+        yield from run_together([exchange(net.lane(1), 0), wrong(net)])
 
     with pytest.raises(BufferMismatchError, match="expected 8 bytes from rank 1, got 0"):
         SimulatedNetwork(2).run(program)
@@ -135,5 +135,5 @@ def test_an_error_of_a_part_is_raised():
 def test_a_stall_says_what_each_part_waits_for():
     with pytest.raises(StallError) as caught:
         SimulatedNetwork(2, faults=[Lost(0, 1, index=1)]).run(
-            lambda net: together([exchange(net.lane(i), 0) for i in range(2)]))
+            lambda net: run_together([exchange(net.lane(i), 0) for i in range(2)]))
     assert "8 bytes from rank 0 (channel 0, lane 1)" in str(caught.value)

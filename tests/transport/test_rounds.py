@@ -56,7 +56,7 @@ class Rank:
                 a = NodeCall(self.memory, dtype, n, WINDOWS, combine)
             else:
                 a = slot_call(self.memory, dtype, n, self.plan(kind, n), combine)
-            a.whole(call, identity, op, compiled.code(
+            a.make_operation(call, identity, op, compiled.code(
                 op, dtype_name(dtype), size) if self.compiled else None, **settings)
             self.rounds[key] = call, a
         return self.rounds[key]
