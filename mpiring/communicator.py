@@ -409,7 +409,7 @@ class Communicator:
                               lambda collectives: collectives.allgather(vector))
 
     def _broadcast(self, x: Any, root: int) -> Prepared:
-        root = whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
+        root = self._root(root)
         vector = vector_of(x, writeable=self.rank != root)
         return self._prepared("broadcast", f"of {described(x, vector)} from root {root}", vector,
                               lambda collectives: collectives.broadcast(vector, root))

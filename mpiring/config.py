@@ -13,10 +13,6 @@ from .errors import ConfigError
 from .names import CONFIG, AlgorithmName, explaining
 
 PREFIX = "MPIRING_"
-PROGRESS = ("auto", "thread", "inline")
-DIGEST_ACTIONS = ("stop", "restore")
-ROUNDS = ("auto", "python", "off")
-GPU_AWARE = ("auto", "yes", "no")
 # Ranks that disagree on these settings would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
           "digest_action", "gpu_aware", "autotune")
@@ -24,9 +20,9 @@ _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
 
-def _setting(default: Any, *allowed: str) -> Any:
-    """Declare a Config field whose default its MPIRING_* variable may replace."""
-    return field(default=None, metadata={"default": default, "allowed": allowed})
+def _setting(default: Any, *others: str) -> Any:
+    """Declare a Config field by its default and, if only some values are allowed, the others."""
+    return field(default=None, metadata={"default": default, "others": others})
 
 
 @dataclass(frozen=True)
@@ -88,15 +84,15 @@ class Config:
     tuning_folder: str = _setting("~/.cache/mpiring")
     autotune: bool = _setting(False)
     machine_code: bool = _setting(True)
-    progress: str = _setting("auto", *PROGRESS)
+    progress: str = _setting("auto", "thread", "inline")
     operations_in_flight: int = _setting(2)
-    rounds: str = _setting("auto", *ROUNDS)
+    rounds: str = _setting("auto", "python", "off")
     max_pause_s: float = _setting(2e-3)
     stall_warning_s: float = _setting(60.0)
     stall_timeout_s: float = _setting(600.0)
     digest_steps: int = _setting(1000)
-    digest_action: str = _setting("stop", *DIGEST_ACTIONS)
-    gpu_aware: str = _setting("auto", *GPU_AWARE)
+    digest_action: str = _setting("stop", "restore")
+    gpu_aware: str = _setting("auto", "yes", "no")
     abort_on_exception: bool = _setting(True)
     full_tracebacks: bool = _setting(False)
     allow_singleton: bool = _setting(False)
@@ -113,7 +109,7 @@ class Config:
                 given, source = os.environ[variable], variable
             if given is not None:
                 value = _converted(given, type(default), source)
-                _check_range(entry.name, value, source, entry.metadata["allowed"])
+                _check_range(entry.name, value, source, (default, *entry.metadata["others"]))
             object.__setattr__(self, entry.name, value)
 
 
@@ -152,9 +148,9 @@ def _converted(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _check_range(name: str, value: Any, source: str, allowed: tuple[str, ...]) -> None:
+def _check_range(name: str, value: Any, source: str, allowed: tuple[Any, ...]) -> None:
     expected = ""
-    if allowed and value not in allowed:
+    if len(allowed) > 1 and value not in allowed:
         expected = f"one of {', '.join(allowed)}"
     elif name.endswith("_s") and not 0 <= value < math.inf:
         expected = "a finite number of seconds, 0 or more"

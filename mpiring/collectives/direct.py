@@ -42,10 +42,6 @@ def reduce_scatter(
     width = -(-longest // count)
     pieces = [chunks_of(chunk, count) for chunk in chunks]
 
-    def at(i: int, k: int) -> tuple[int, slice]:
-        n = chunks[i].size
-        return i, slice(k * n // count, (k + 1) * n // count)
-
     def begun(k: int) -> tuple[list[Array], list[Request]]:
         """Begin to exchange piece k of every chunk; return all ranks' pieces for this rank."""
         sources, requests = [pieces[r][k]] * p, []
@@ -53,7 +49,7 @@ def reduce_scatter(
         for s in range(1, p):
             source, dest = (r - s) % p, (r + s) % p
             if local is not None:
-                local.collect(*at(dest, k))
+                local.collect(dest, k, count)
             start = (k % 2 * (p - 1) + s - 1) * width
             sources[source] = inbox[start:start + pieces[r][k].size]
             requests += [net.irecv(sources[source], source), net.isend(pieces[dest][k], dest)]
@@ -65,7 +61,7 @@ def reduce_scatter(
         if k + 1 < count:
             pending = begun(k + 1)
         if local is not None:
-            local.collect(*at(r, k))
+            local.collect(r, k, count)
         yield requests
         combine.combine(sources, pieces[r][k])
     return chunks[r]

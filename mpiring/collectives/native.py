@@ -33,9 +33,7 @@ class NativeTransport(Protocol):
 def supports(dtype: DTypeLike, op: str) -> bool:
     """Return whether MPI's own allreduce gives the right result for a dtype and an op."""
     name = dtype_name(dtype)
-    if name in _NO_MPI_TYPE:
-        return False
-    return op in _NAN_SAFE_OPS or not name.startswith("float")
+    return name not in _NO_MPI_TYPE and (op in _NAN_SAFE_OPS or not name.startswith("float"))
 
 
 class Turns:

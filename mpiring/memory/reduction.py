@@ -24,15 +24,11 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
     "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 OPS = tuple(_UFUNCS)
 _NUMPY_1 = np.__version__.startswith("1.")
-_DTYPES = {
-    "sum": (*FLOATING, *COMPLEX, *INTEGER),
+_DTYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sum", "prod"), (*FLOATING, *COMPLEX, *INTEGER)),
     "mean": (*FLOATING, *COMPLEX),
-    "prod": (*FLOATING, *COMPLEX, *INTEGER),
-    "max": (*FLOATING, *INTEGER, "bool"),
-    "min": (*FLOATING, *INTEGER, "bool"),
-    "band": (*INTEGER, "bool"),
-    "bor": (*INTEGER, "bool"),
-    "bxor": (*INTEGER, "bool"),
+    **dict.fromkeys(("max", "min"), (*FLOATING, *INTEGER, "bool")),
+    **dict.fromkeys(("band", "bor", "bxor"), (*INTEGER, "bool")),
 }
 _REMEDIES = {
     "bool": "view it as numpy.uint8 to count, or use max (or) and min (and)",

@@ -40,9 +40,13 @@ def create() -> int:
     return os.memfd_create("mpiring")
 
 
-def identity(descriptor: int) -> tuple[int, int]:
-    """Return the device and number of an open file, which identify it on this system."""
-    status = os.fstat(descriptor)
+def identity(file: int | str) -> tuple[int, int]:
+    """Return the device and number of a file, which identify it on this system.
+
+    Args:
+        file: Descriptor or path of the file.
+    """
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 
@@ -58,8 +62,7 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
         OSError: The process is in another container, or /proc is not accessible.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
-    status = os.stat(path)
-    if (status.st_dev, status.st_ino) != wanted:
+    if identity(path) != wanted:
         raise OSError(errno.ENXIO, f"process {pid} is not of this container")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 

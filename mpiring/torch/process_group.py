@@ -164,18 +164,14 @@ class ProcessGroup(dist.ProcessGroup):
         build = buffers.build(group, build)
         if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, build)
-            rests = buffers.stream is None and self._fills_node()
+            # If PyTorch's threads fill the node, background progress takes their cores: with two
+            # ranks on two cores, it took as much time as the reductions.
+            pauses = (buffers.stream is None and len(group.sharing.memory_groups) == 1
+                      and fill_cores(self._share))
             return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
-                                   lanes=[handle.lane] if rests else []))
+                                   lanes=[handle.lane] if pauses else []))
         group.run(call, build)
         return self._work(Work(DONE, value, threaded=True))
-
-    def _fills_node(self) -> bool:
-        """Return whether background progress would only take cores from the backward pass.
-
-        With two ranks on two cores, the thread then took as much time as the reductions.
-        """
-        return len(self._group.sharing.memory_groups) == 1 and fill_cores(self._share)
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:

@@ -54,8 +54,8 @@ STEP = "tests/tools/test_step.py"
 
 MUTANTS = [
     # Schedules.
-    Mutant("collectives/ring.py", "pieces[(r - hop // k - 1) % p][hop % k]",
-           "pieces[(r - hop // k - 2) % p][hop % k]", CONTRACT),
+    Mutant("collectives/ring.py", "(r - hop // k - 1) %",
+           "(r - hop // k - 2) %", CONTRACT),
     Mutant("collectives/ring.py", "last=landing >= copying - k", "last=landing > copying - k",
            RING),
     Mutant("collectives/ring.py", "slots[hop % len(slots)]", "slots[0]", CONTRACT),
@@ -63,7 +63,7 @@ MUTANTS = [
            "return min(k, _IN_FLIGHT) * (n // (p * k))", RING),
     Mutant("collectives/ring.py", "landing >= last - k", "landing > last - k",
            "tests/collectives/test_hierarchical.py"),
-    Mutant("collectives/direct.py", "local.collect(*at(r, k))", "pass",
+    Mutant("collectives/direct.py", "local.collect(r, k, count)", "pass",
            "tests/collectives/test_hierarchical.py"),
     Mutant("collectives/local.py", "sources if between and hands_out else", "",
            "tests/collectives/test_hierarchical.py"),
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant("collectives/exchange.py", "copy_to(receives[r], sends[r])", "pass",
            "tests/collectives/test_adversary.py"),
     Mutant("collectives/shared.py", "    combine.combine(sources, sources[node.rank])\n"
-           "    # Other ranks may still read this rank's contribution.\n"
+           "    # Other ranks may still be reading this rank's contribution.\n"
            "    yield (node.barrier(),)", "    combine.combine(sources, sources[node.rank])",
            "tests/collectives/test_node_order.py tests/collectives/test_slices.py "
            "tests/collectives/test_adversary.py tests/collectives/test_hierarchical.py"),
