@@ -4,18 +4,18 @@ An array is cut into pieces, and each piece into R slices, one for each rank of 
 On every node the local ranks process the slices in turn: rank l of m processes l, l+m, … A rank
 combines its node's contributions to the slice. A ring of one rank per node combines the slice over
 nodes, and the result is copied to the node's other ranks. There are R rings, even if the smallest
-node has fewer ranks, so that all ranks of large nodes add. Each of N nodes still sends 2(N-1)/N of
-the array, which is the least possible.
+node has fewer ranks, so that all ranks of large nodes combine. Each of N nodes still sends
+2(N-1)/N of the array, which is the least possible.
 
 If the arrays are in memory that the ranks of a node share, a rank combines and copies piece by
 piece while messages are sent; see `local`. Otherwise the ranks synchronize before and after the
 rings.
 
-A few pieces are in flight at once, so that the network sends one while another is added. The
+A few pieces are in flight at once, so that the network sends one while another is combined. The
 pieces are the same on all nodes, independent of the memory that holds the arrays.
 
 If each rank needs only its own slice, ring j processes the slices of the ranks with local number
-j. A node with fewer ranks has none in it.
+j. A node with fewer ranks has an empty slice in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from . import direct, doubling, ring, shared
 from .local import Local
 from .operation import Operation, Tuning
 
-# One piece of an array, as its slices: those of rings 0, 1, …
+# One piece of an array, as a list of slices: the slice of ring 0, of ring 1, …
 Piece = Sequence[slice]
 # Function by which nodes exchange a slice, given the channel of the ranks that have it (one of
 # each node), this node's slice, and the number of its ring.
@@ -65,7 +65,7 @@ class Levels(NamedTuple):
         combiner, sizes = operation.combiner, [len(ranks) for ranks in operation.nodes]
         p, largest = sum(sizes), max(sizes)
         if widens(dtype, op):
-            # Divides by `largest` on all nodes, whatever their size, and then by the rest.
+            # Every node divides by `largest`, whatever its size; the final division is by the rest.
             return cls(combiner(op, dtype, largest), combiner(op, dtype, p / largest), True)
         within = "sum" if op == "mean" else op
         return cls(combiner(within, dtype, p), combiner(op, dtype, p), False)
@@ -74,8 +74,7 @@ class Levels(NamedTuple):
 class IntraNode:
     """Combines slices within a node and copies them to its ranks, at once or piece by piece.
 
-    Subclasses do that. This class is for an array that exists once in the node's memory, and does
-    nothing.
+    This base class does nothing: it is for an array that exists once in the node's memory.
 
     Attributes:
         synchronizes: If true, the ranks of the node synchronize, and process all slices of a piece
@@ -194,7 +193,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
         def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
             intra = inside[index]
             # Synchronizing between rings could deadlock: a rank with several rings may keep
-            # others in a ring waiting, which then do not synchronize.
+            # others in a ring waiting, which then do not reach the barrier.
             if intra.synchronizes:
                 for row in rows:
                     yield from intra.collect(row)
@@ -262,13 +261,13 @@ def _in_lanes(node: Node, pieces: Sequence[T], count: int,
             yield from lane(index, piece)
 
     yield from together(map(run, range(count)), count)
-    # Only after this barrier every rank's vector is complete. A rank that disagrees with another
+    # Every rank's vector is complete only after this barrier. A rank that disagrees with another
     # node never arrives, so no result leaves its node.
     yield (node.barrier(),)
 
 
 def _ring(operation: Operation, lane: int, j: int) -> Channel:
-    """Return a lane's channel between the ranks, one of each node, that exchange slice j."""
+    """Return a lane's channel between the ranks, one per node, that exchange slice j."""
     return Members(operation.net.lane(lane), [ranks[j % len(ranks)] for ranks in operation.nodes])
 
 
@@ -287,7 +286,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     Collective: yes. Blocking: no (a schedule).
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
-    # This must precede the messages: a rank that disagrees with another node must not send any.
+    # The barriers must precede the messages: ranks that disagree must not send any.
     if node.met:
         yield (node.barrier(),)
     copies = shared.staged_copies(node, x)
@@ -361,8 +360,8 @@ def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Seque
     """Cut each rank's slice into the same number of pieces.
 
     Returns:
-        Per piece and per node, a piece of the slice of each of its ranks; smaller nodes get
-        additional empty pieces.
+        For each piece and each node, one piece of the slice of each rank; smaller nodes are padded
+        with empty pieces.
     """
     largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
     by_rank = [_chunks_of(part, count) for part in slices(bounds)]
@@ -428,7 +427,7 @@ def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence
 
 
 class _InWindows(IntraNode):
-    """Vectors in windows; only one rank touches a slice of any vector, so no barrier is needed."""
+    """Vectors in windows; each slice is accessed by one rank, so no barrier is needed."""
 
     def __init__(self, rank: int, vectors: Sequence[Array], combine: Combine) -> None:
         self._rank, self._vectors, self._combine = rank, vectors, combine

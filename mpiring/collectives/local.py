@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from ..memory.arrays import Array, slice_of
 from ..memory.reduction import Combine
 
-# Longer vectors of a node are copied around the caches: the size of a processor's last-level
-# cache. Measured.
+# Total length from which the vectors of a node are copied past the caches: the size of a
+# processor's last-level cache. Measured.
 _CACHES_BYTES = 32 << 20
 
 
 class Local:
-    """The vectors of a node, of which one rank exchanges a part with other nodes.
+    """The vectors of a node's ranks; this rank exchanges a part of them with other nodes.
 
     The rank combines the vectors just before it sends a part, and stores each result as soon as
     it arrives, while other parts are on the wire. Each source is read once and each result is

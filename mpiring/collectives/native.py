@@ -18,7 +18,7 @@ from ..transport.base import Request, Schedule
 PIECE_BYTES = 1 << 30
 
 # MPI has no 16-bit floating types. Its MAX and MIN drop NaN (measured with MPICH and Open MPI),
-# but those of mpiring propagate it.
+# but mpiring's propagate it.
 _NAN_SAFE_OPS = ("sum", "mean", "prod")
 _NO_MPI_TYPE = ("float16", "bfloat16", "longdouble", "clongdouble")
 
@@ -47,8 +47,8 @@ class Turns:
         """Queue behind all earlier operations.
 
         Raises:
-            RuntimeError: A later operation is already in the queue. Ask for native calls when the
-                operation is made, not from inside a running schedule.
+            RuntimeError: A later operation is already in the queue. Request native calls when the
+                operation is created, not from inside a running schedule.
         """
         if sequence < self._newest:
             raise RuntimeError(
@@ -59,7 +59,7 @@ class Turns:
         return Turn(self._queue, sequence)
 
     def forget(self, sequence: int) -> None:
-        """Remove the newest operation, which was not begun, from the queue."""
+        """Remove the newest operation, which did not start, from the queue."""
         while self._queue and self._queue[-1] == sequence:
             self._queue.pop()
 
@@ -96,7 +96,7 @@ def allreduce(
     """
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op
-    # mpi4py knows no MPI type for elements at odd addresses, and MPI could not add them.
+    # mpi4py has no MPI type for unaligned elements, and MPI could not add them.
     aligned = x if x.flags.aligned else x.copy()
     reduction.prepare(aligned)
     for piece in pieces_of(aligned, piece_bytes):

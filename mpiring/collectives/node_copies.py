@@ -1,7 +1,7 @@
 """Collectives on private vectors through the staging slots of one node.
 
-A collective runs in rounds: in each, a rank copies pieces to its own slot, and reads from the
-other slots the pieces meant for it. The halves of a slot alternate: while ranks read piece j from
+A collective runs in rounds. In each round, a rank copies pieces to its own slot, and reads the
+pieces meant for it from the other slots. The halves of a slot alternate: while ranks read piece j from
 one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one copy
 out are the least possible between memories that are not shared.
 """
@@ -81,12 +81,12 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
-    """Copy `parts[r]` of each rank r of the node to all its ranks.
+    """Copy `parts[r]` of each rank r of the node to all ranks of the node.
 
     Args:
         node: Node whose ranks take part.
-        parts: Contiguous vector for each rank of the node, of lengths that all ranks agree on; all
-            but this rank's vector are overwritten.
+        parts: Contiguous vectors, one for each rank of the node, with lengths that are equal on
+            all ranks. All but this rank's vector are overwritten.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -98,8 +98,8 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     Args:
         node: Node whose ranks take part.
-        chunks: Contiguous vector for each rank of the node, of lengths that all ranks agree on.
-            This rank's vector is overwritten by the result; the others are only read.
+        chunks: Contiguous vectors, one for each rank of the node, with lengths that are equal on
+            all ranks. This rank's vector is overwritten by the result; the others are only read.
         combine: Implementation of the op; contributions are combined in rank order.
 
     Collective: yes. Blocking: no (a schedule).
@@ -122,8 +122,8 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
     Args:
         node: Node whose ranks take part.
         sends: Contiguous vectors of any length, by receiving rank of the node.
-        receives: Contiguous vectors by sending rank of the node, overwritten. Each has as many
-            bytes as that rank sends to this one.
+        receives: Contiguous vectors by sending rank of the node, overwritten. Vector r has as
+            many bytes as rank r sends to this rank.
         rows: Number of ranks to which a rank sends, 1 or all; the same on all ranks.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Views a user's array as a flat vector, or explains why it cannot, and cuts it into chunks."""
+"""Views a user's array as a flat vector, or refuses it with the reason; cuts vectors into chunks."""
 
 import ctypes
 import functools
@@ -134,7 +134,7 @@ def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
     Args:
         n: Number of elements.
         parts: Number of slices.
-        alignment: Number of elements of which the start of each slice is a multiple.
+        alignment: Number of elements; each slice starts at a multiple of it.
     """
     blocks = -(-n // alignment)
     return [min(i * blocks // parts * alignment, n) for i in range(parts + 1)]
@@ -158,7 +158,7 @@ def cut(x: Array, bounds: Sequence[int]) -> list[Array]:
 
 
 def slice_of(x: Array, part: int, parts: int) -> Array:
-    """Return view number `part` of those that `chunks_of` returns."""
+    """Return number `part` of the views that `chunks_of` returns."""
     return x[part * x.size // parts:(part + 1) * x.size // parts]
 
 

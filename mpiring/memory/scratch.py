@@ -18,7 +18,7 @@ class Block:
 
     Attributes:
         memory: BLOCK_BYTES bytes of undefined content.
-        address: Address of the memory; NumPy takes a microsecond to get it.
+        address: Address of the memory; NumPy takes a microsecond to return it.
     """
 
     def __init__(self) -> None:
