@@ -45,13 +45,13 @@ class Config:
             operations in flight in its first steps. It keeps the fastest, also for later jobs.
         machine_code: If true, use code that numba compiles, if numba is installed. Otherwise NumPy
             computes bitwise identical results, which takes longer.
-        progress: Way in which nonblocking operations advance: "thread" in the background, "inline"
-            only inside mpiring calls. "auto" is "thread" if MPI supports threads.
+        progress: Method by which nonblocking operations advance: "thread" in the background,
+            "inline" only inside mpiring calls. "auto" is "thread" if MPI supports threads.
         operations_in_flight: Number of nonblocking operations that advance at a time; later ones
             queue.
         rounds: Fast calls, which run short operations on a node in the caller's thread. "auto"
-            uses compiled code if available, "python" does not, "off" disables fast calls. Each rank
-            may have another value.
+            uses compiled code if available, "python" does not, "off" disables fast calls. The
+            value may differ between ranks.
         max_pause_s: Longest sleep of the progress thread between two checks of MPI, in seconds,
             while no caller waits.
         stall_warning_s: Seconds without progress after which a report is printed; 0 for never.
@@ -123,7 +123,7 @@ def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the MPIRING_* variables that are no setting, each with what may have been meant."""
+    """Return the MPIRING_* variables that are no settings, each with a hint at the right name."""
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
     unknown = {}
     for name in environ:
@@ -136,7 +136,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def _converted(value: Any, kind: type, name: str) -> Any:
-    """Turn a variable's text, or a Python number, into the field's type."""
+    """Convert a variable's string, or a Python number, to the field's type."""
     number: Any = {int: numbers.Integral, float: numbers.Real}.get(kind)
     if kind is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)

@@ -1,9 +1,9 @@
 """Collectives on private vectors through the staging slots of one node.
 
 A collective runs in rounds. In each round, a rank copies pieces to its own slot, and reads the
-pieces meant for it from the other slots. The halves of a slot alternate: while ranks read piece j from
-one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one copy
-out are the least possible between memories that are not shared.
+pieces meant for it from the other slots. The halves of a slot alternate: while ranks read piece j
+from one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one
+copy out are the least possible between memories that are not shared.
 """
 
 from collections.abc import Mapping, Sequence

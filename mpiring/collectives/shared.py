@@ -2,7 +2,8 @@
 
 Rank r combines slice r of all ranks' vectors, one block at a time so that the block stays in the
 cache. It writes each finished block to the memory of all ranks. This moves 2n bytes per rank, which
-is the minimum. Slices are combined in rank order, so the result does not depend on the combining rank.
+is the minimum. Slices are combined in rank order, so the result does not depend on the combining
+rank.
 """
 
 from collections.abc import Sequence
@@ -104,7 +105,8 @@ def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]
     return _by_plan(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
 
 
-def _by_plan(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
+def _by_plan(node: Node, x: Array, plan: SlotPlan,
+             combine: Combine | None = None) -> Schedule[None]:
     """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
     One barrier is enough, because no rank writes to its slot again until all ranks have left the

@@ -1,4 +1,4 @@
-"""Views a user's array as a flat vector, or refuses it with the reason; cuts vectors into chunks."""
+"""Views a user's array as a flat vector, or refuses it with a reason; cuts vectors into chunks."""
 
 import ctypes
 import functools

@@ -63,7 +63,7 @@ class ProcessGroup(dist.ProcessGroup):
     end in Python has to return them itself.
 
     Args:
-        store: Store that torch.distributed made for this group, and may ask for.
+        store: Store that torch.distributed made for this group; see `get_group_store`.
         group: The ranks.
 
     Attributes:
@@ -105,7 +105,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of devices that the group serves; checkpoints look for the CPU among them."""
+        """The types of devices that the group supports; checkpoints look for the CPU among them."""
         return [torch.device(kind) for kind in DEVICE_TYPES]
 
     def _get_backend(self, device: Any) -> "ProcessGroup":
@@ -157,7 +157,7 @@ class ProcessGroup(dist.ProcessGroup):
                 timeout_s: float | None = None) -> Work:
         group = self._group
         if in_callback():
-            # Collective, since every rank runs callbacks in the order of the operations.
+            # Collective: every rank runs callbacks in the order of the operations.
             group = self._callback_group = self._callback_group or group.duplicate()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
@@ -309,7 +309,7 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
         input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
-        targets = self._of_root("gather", outputs, input, root, "output")
+        targets = self._root_tensors("gather", outputs, input, root, "output")
         x = buffers.raw(input)
         chunks = [buffers.raw(target, written=True) for target in targets]
         return self._submit(
@@ -319,15 +319,15 @@ class ProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
         output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
-        sources = self._of_root("scatter", inputs, output, root, "input")
+        sources = self._root_tensors("scatter", inputs, output, root, "input")
         x = buffers.raw(output, written=True)
         chunks = [buffers.raw(source) for source in sources]
         return self._submit(
             "scatter", f"of {described(output)} from root {root}", opts, buffers, list(outputs),
             lambda collectives: collectives.scatter(chunks, x, root))
 
-    def _of_root(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
-                 label: str) -> Tensors:
+    def _root_tensors(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
+                      label: str) -> Tensors:
         """Return the root's list of tensors, one per rank; an empty list on other ranks."""
         self._check_peer(root, "root")
         tensors = lists[0] if lists else ()
@@ -395,7 +395,7 @@ class ProcessGroup(dist.ProcessGroup):
     # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called; a timeout in the options holds for this call."""
+        """Complete when every rank has called; a timeout in the options applies to this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
             "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
