@@ -82,7 +82,7 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
     plan = slot_plan("allreduce", x.size, node.rank, node.size)
     if root is not None and root != node.rank:
         plan = plan._replace(reduces=None)
-    return _by_plan(node, x, plan, combine)
+    return by_plan(node, x, plan, combine)
 
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
@@ -90,23 +90,23 @@ def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], 
     """Like `reduce_scatter`, for a short vector: each rank reads its slice of all vectors."""
     node = operation.node
     plan = slot_plan("reduce_scatter", x.size, node.rank, node.size, bounds=bounds)
-    return _by_plan(node, x, plan, combine)
+    return by_plan(node, x, plan, combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Like `allgather`, for a short vector: each rank writes its slice to its staging slot."""
     node = operation.node
-    return _by_plan(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
+    return by_plan(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
 
 
 def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
     """Copy a short vector of the node's rank `root` to all ranks of the node."""
     node = operation.node
-    return _by_plan(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
+    return by_plan(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
 
 
-def _by_plan(node: Node, x: Array, plan: SlotPlan,
-             combine: Combine | None = None) -> Schedule[None]:
+def by_plan(node: Node, x: Array, plan: SlotPlan,
+            combine: Combine | None = None) -> Schedule[None]:
     """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
     One barrier is enough, because no rank writes to its slot again until all ranks have left the
