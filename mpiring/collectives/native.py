@@ -5,7 +5,7 @@ network determines. Native calls are therefore posted strictly in turn.
 """
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -14,20 +14,13 @@ from ..memory.arrays import Array, dtype_name, pieces_of
 from ..memory.reduction import Reduction
 from ..transport.base import Request, Schedule
 
-# Open MPI refuses counts beyond a C int.
-PIECE_BYTES = 1 << 30
+# Length of the longest piece given to one MPI call: Open MPI refuses counts beyond a C int.
+_PIECE_BYTES = 1 << 30
 
 # MPI has no 16-bit floating types. Its MAX and MIN drop NaN (measured with MPICH and Open MPI),
 # but mpiring's propagate it.
 _NAN_SAFE_OPS = ("sum", "mean", "prod")
 _NO_MPI_TYPE = ("float16", "bfloat16", "longdouble", "clongdouble")
-
-
-class NativeTransport(Protocol):
-    """The part of the MPI transport that this module uses."""
-
-    def iallreduce(self, x: Array, op: str) -> Request:
-        """Start MPI_Iallreduce of `x`, in place."""
 
 
 def supports(dtype: DTypeLike, op: str) -> bool:
@@ -80,17 +73,15 @@ class Turn:
 
 
 def allreduce(
-    transport: NativeTransport, turn: Turn, x: Array, reduction: Reduction,
-    piece_bytes: int = PIECE_BYTES,
+    iallreduce: Callable[[Array, str], Request], turn: Turn, x: Array, reduction: Reduction,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place, by MPI_Iallreduce.
 
     Args:
-        transport: MPI transport of the communicator.
+        iallreduce: Function that starts MPI_Iallreduce of a vector, in place, with an op.
         turn: Turn of this operation among the native ones.
         x: Vector of shape (n,), contiguous, of a dtype that `supports` accepts for this op.
         reduction: The op.
-        piece_bytes: Length of the longest piece given to one MPI call.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -99,8 +90,8 @@ def allreduce(
     # mpi4py has no MPI type for unaligned elements, and MPI could not add them.
     aligned = x if x.flags.aligned else x.copy()
     reduction.prepare(aligned)
-    for piece in pieces_of(aligned, piece_bytes):
-        yield (transport.iallreduce(piece, op),)
+    for piece in pieces_of(aligned, _PIECE_BYTES):
+        yield (iallreduce(piece, op),)
     turn.leave()
     reduction.finish(aligned)
     if aligned is not x:

@@ -265,7 +265,7 @@ class Collectives:
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
         return native.allreduce(
-            resources.transport, turn, x, reduction(op, x.dtype, self.size))
+            resources.transport.iallreduce, turn, x, reduction(op, x.dtype, self.size))
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vectors `x` of all ranks on rank `root`.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -420,9 +419,9 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s = self._group.config.stall_timeout_s if not timeout else timeout.total_seconds()
         if self.rank():
             self._messages.isend(NO_BYTES, 0, _TAG)
-            self._messages.irecv(np.empty(0, np.uint8), 0, _TAG).wait(limit_s or None)
+            self._messages.irecv(NO_BYTES, 0, _TAG).wait(limit_s or None)
             return
-        reports = {rank: self._messages.irecv(np.empty(0, np.uint8), rank, _TAG)
+        reports = {rank: self._messages.irecv(NO_BYTES, rank, _TAG)
                    for rank in range(1, self.size())}
         deadline, missing = time.monotonic() + limit_s, list[str]()
         for rank, report in reports.items():
