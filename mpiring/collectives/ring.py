@@ -7,7 +7,7 @@ of workstations", JPDC 69(2), 2009.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..memory.arrays import Array, chunks_of, slice_of
+from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
 from .local import Local
@@ -153,12 +153,13 @@ def _order_of(
 
     Rank r received the piece k hops before. The numbers are arguments of `Local.collect`.
     """
-    def at(hop: int) -> tuple[int, int, int]:
-        return (r - hop // k - 1) % len(chunks), hop % k, k
+    p, pieces = len(chunks), [chunks_of(chunk, k) for chunk in chunks]
 
     def piece(hop: int) -> Array:
-        chunk, part, parts = at(hop)
-        return slice_of(chunks[chunk], part, parts)
+        return pieces[(r - hop // k - 1) % p][hop % k]
+
+    def at(hop: int) -> tuple[int, int, int]:
+        return (r - hop // k - 1) % p, hop % k, k
 
     return piece, at
 

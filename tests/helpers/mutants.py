@@ -54,8 +54,8 @@ STEP = "tests/tools/test_step.py"
 
 MUTANTS = [
     # Schedules.
-    Mutant("collectives/ring.py", "(r - hop // k - 1) %",
-           "(r - hop // k - 2) %", CONTRACT),
+    Mutant("collectives/ring.py", "pieces[(r - hop // k - 1) % p][hop % k]",
+           "pieces[(r - hop // k - 2) % p][hop % k]", CONTRACT),
     Mutant("collectives/ring.py", "last=landing >= copying - k", "last=landing > copying - k",
            RING),
     Mutant("collectives/ring.py", "slots[hop % len(slots)]", "slots[0]", CONTRACT),
