@@ -6,10 +6,10 @@ mpirun -n 2 python examples/compare_optimizers.py --task bytes --runs runs.csv
 
 The task `digits` trains a network on scikit-learn's digits in NumPy, and scores test accuracy. The
 task `bytes` trains a small transformer on Python's standard library in PyTorch, and scores bits per
-byte of modules that it has not seen. All methods see the same samples and have equally many
-learning rates. They have the same schedule: linear warm-up over a tenth of the steps, then linear
-decay to zero. A larger batch has fewer steps. The file of --runs has a line per run; runs that are
-already in it are not repeated.
+byte of held-out modules. All methods see the same samples, have equally many learning rates, and
+have the same schedule: linear warm-up over a tenth of the steps, then linear decay to zero. A
+larger batch has fewer steps. The file of --runs has a line per run; runs that are already in it are
+not repeated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from mpiring.numpy import DataParallel
 from mpiring.optim import LAMB, LARS, SGD, AdamW
 from mpiring.progress import Progress
 
-# By name: the middle of the grid of learning rates, and how the optimizer is made.
+# By name: the middle of the grid of learning rates, and a function that returns the optimizer.
 METHODS = {
     "Nesterov": (0.1, lambda dp, **settings: SGD(
         dp, momentum=0.9, nesterov=True, weight_decay=1e-4, **settings)),
@@ -42,17 +42,17 @@ parser.add_argument("--batch", type=int, nargs="+", default=[32, 256, 1024],
 parser.add_argument("--rates", type=int, default=7, help="learning rates per method")
 parser.add_argument("--factor", type=float, default=4.0, help="ratio of neighboring rates")
 parser.add_argument("--seeds", type=int, default=3)
-parser.add_argument("--samples", type=int, default=32768, help="seen by each run, with repetitions")
+parser.add_argument("--samples", type=int, default=32768, help="samples per run, with repetitions")
 parser.add_argument("--at-once", type=int, default=128,
                     help="samples per pass and rank; batches of more are accumulated")
-parser.add_argument("--runs", metavar="FILE", help="CSV file of runs: those in it are not repeated")
+parser.add_argument("--runs", metavar="FILE", help="CSV file of runs; runs in it are not repeated")
 parser.add_argument("--quick", action="store_true", help="a small grid and few samples")
 args = parser.parse_args()
 if args.quick:
     args.batch, args.rates, args.seeds, args.samples = [32, 128], 2, 1, 512
 
 comm = mpiring.init()
-threadpool_limits(1)                    # these matrices are too small to be shared by threads
+threadpool_limits(1)                    # the matrices are too small for several threads
 
 
 class Digits:
@@ -84,12 +84,12 @@ class Digits:
         error = np.exp(scores - scores.max(axis=1, keepdims=True))
         error /= error.sum(axis=1, keepdims=True)
         error[np.arange(len(samples)), self._labels[samples]] -= 1
-        found = {}
+        gradients = {}
         for layer in (3, 2, 1):
-            found[f"w{layer}"] = inputs[layer - 1].T @ error
-            found[f"b{layer}"] = error.sum(axis=0)
+            gradients[f"w{layer}"] = inputs[layer - 1].T @ error
+            gradients[f"b{layer}"] = error.sum(axis=0)
             error = (error @ self._params[f"w{layer}"].T) * (inputs[layer - 1] > 0)
-        return found
+        return gradients
 
     def score(self):
         """Return the sum of scores of this rank's share of the test images, and their number."""
@@ -167,7 +167,7 @@ class Bytes:
 
 @np.errstate(all="ignore")              # rates that are too large are part of the grid
 def run(task, samples, batch, method, rate, seed):
-    """Train once, and return the score: the worst one if gradients have overflown."""
+    """Train once, and return the score: the worst one if gradients have overflowed."""
     steps = samples // batch
     warm_up = max(1, steps // 10)
 
@@ -202,9 +202,9 @@ def run(task, samples, batch, method, rate, seed):
 def summary(name, task, batch, runs):
     """Return lines of a Markdown table with the score of each method at a batch.
 
-    A score is the mean over seeds at the best rate, with the standard deviation. Methods that
-    differ from the first by no more than the larger of both deviations tie with it. The last column
-    has the share of all runs that come within 1 % of that mean, or exceed it.
+    A score is the mean over seeds at the best rate, with the standard deviation. A method ties with
+    the best method if their scores differ by no more than the larger deviation. The last column is
+    the share of all runs with a score within 1 % of this mean or better.
     """
     best = {}
     for method in args.method:
@@ -220,10 +220,11 @@ def summary(name, task, batch, runs):
                    or task.sign * score > task.sign * means[rate] for score in scores)
         edge = " (edge)" if rate in (min(means), max(means)) else ""
         best[method] = means[rate], spread, f"{rate:.2g}{edge}", near / len(scores)
-    first, its_spread, *_ = max(best.values(), key=lambda found: task.sign * found[0])
+    best_mean, best_spread, *_ = max(best.values(), key=lambda row: task.sign * row[0])
     digits = (lambda x: f"{x:.2%}") if task.sign > 0 else (lambda x: f"{x:.3f}")
     return [f"| {name} | {batch} | {args.samples // batch} | {method} | {digits(mean)} "
-            f"| {digits(spread)} | {abs(mean - first) <= max(spread, its_spread) and 'yes' or ''} "
+            f"| {digits(spread)} "
+            f"| {'yes' if abs(mean - best_mean) <= max(spread, best_spread) else ''} "
             f"| {rate} | {near:.0%} |"
             for method, (mean, spread, rate, near) in best.items()]
 

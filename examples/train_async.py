@@ -1,10 +1,10 @@
-"""Trains a network in plain NumPy on real handwritten digits, on ranks that are not equally fast.
+"""Trains a network in plain NumPy on real handwritten digits, on ranks of different speeds.
 
 mpirun -n 4 python examples/train_async.py                          # a parameter server
-mpirun -n 4 python examples/train_async.py --staleness none         # nobody waits, ever
+mpirun -n 4 python examples/train_async.py --staleness none         # no rank ever waits
 mpirun -n 4 python examples/train_async.py --way pairs              # averages in random pairs
 mpirun -n 4 python examples/train_async.py --way synchronous        # an allreduce in each step
-mpirun -n 4 python examples/train_async.py --straggler 30,0.25      # 30 ms late, now and then
+mpirun -n 4 python examples/train_async.py --straggler 30,0.25      # some steps 30 ms longer
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels, a fifth of them for the test. Each rank
 trains on its own share and in its own batches.
@@ -26,7 +26,7 @@ from mpiring.optim import SGD
 
 
 def straggling(text):
-    """Read milliseconds and the share of the steps."""
+    """Return the seconds and the share of the steps in a string such as "30,0.25"."""
     milliseconds, share = map(float, text.split(","))
     return milliseconds / 1000, share
 
@@ -34,14 +34,14 @@ def straggling(text):
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--way", choices=["server", "pairs", "synchronous"], default="server")
 parser.add_argument("--staleness", type=lambda x: None if x == "none" else int(x), default=4,
-                    help="most steps that a rank may be ahead of another one, or 'none'")
+                    help="largest number of steps by which a rank may be ahead, or 'none'")
 parser.add_argument("--straggler", type=straggling, default=(0.0, 0.0), metavar="MS,SHARE",
-                    help="sleep so many milliseconds in this share of the steps, at random")
+                    help="sleep MS milliseconds in this share of the steps, at random")
 parser.add_argument("--compute", type=float, default=0.0, metavar="MS",
-                    help="sleep so long in every step, as if the model were larger")
+                    help="sleep MS milliseconds in every step, as if the model were larger")
 parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--batch", type=int, default=32, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.3, help="rate at first; falls to 0")
+parser.add_argument("--learning-rate", type=float, default=0.3, help="initial rate; falls to 0")
 parser.add_argument("--seed", type=int, default=1)
 args = parser.parse_args()
 
@@ -64,7 +64,7 @@ params = {
 
 
 def rate(update, updates):
-    """Return the learning rate: without an end near 0, the last to train has the last word."""
+    """Return the learning rate, which ends near 0, so that no late update dominates."""
     return args.learning_rate * max(0.0, 1 - update / updates)
 
 
@@ -115,17 +115,17 @@ began, position = time.perf_counter(), len(mine)
 for _ in range(steps):
     if position + batch > len(mine):
         order, position = shuffles.permutation(mine), 0
-    here = order[position:position + batch]
+    chosen = order[position:position + batch]
     position += batch
     time.sleep(args.compute / 1000 + late_s * (delays.random() < share))
-    step(gradients_of(images[here], labels[here]))
+    step(gradients_of(images[chosen], labels[chosen]))
 seconds = time.perf_counter() - began
 if args.way != "synchronous":
     way.close()                              # all ranks have the same weights now
 
 rates = comm.allreduce(np.array([steps * batch / seconds]))
-found = np.maximum(images[test] @ params["w1"] + params["b1"], 0) @ params["w2"] + params["b2"]
+scores = np.maximum(images[test] @ params["w1"] + params["b1"], 0) @ params["w2"] + params["b2"]
 if comm.rank == 0:
-    accuracy = float((found.argmax(axis=1) == labels[test]).mean())
+    accuracy = float((scores.argmax(axis=1) == labels[test]).mean())
     print(f"{args.way}: test accuracy {accuracy:.2%}, {rates[0]:,.0f} images/s")
 comm.close()

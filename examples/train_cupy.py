@@ -1,6 +1,6 @@
 """Trains the digits network of train_numpy.py on GPUs, with CuPy: the same lines of code.
 
-mpirun -n 4 python examples/train_cupy.py       # ranks of a node take its GPUs in turn
+mpirun -n 4 python examples/train_cupy.py       # a node's GPUs are assigned in turn
 mpirun -n 4 python examples/train_cupy.py --dtype float16 --checkpoint run1
 """
 

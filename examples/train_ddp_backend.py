@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import mpiring.torch  # noqa: F401 (makes the back end known)
+import mpiring.torch  # noqa: F401 (registers the back end)
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--backend", default="mpiring", help="gloo, for comparison, under torchrun")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--batch", type=int, default=96, help="images per step, over all ranks")
-parser.add_argument("--save", metavar="FILE", help="write the weights there")
+parser.add_argument("--save", metavar="FILE", help="file for the weights")
 args = parser.parse_args()
 
-# This is the line. No address, no port, no RANK: MPI knows.
+# The changed line. It needs no address, port or RANK, because MPI knows them.
 dist.init_process_group(args.backend, "mpi://" if args.backend == "mpiring" else "env://")
 rank, size = dist.get_rank(), dist.get_world_size()
 

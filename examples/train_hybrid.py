@@ -1,14 +1,14 @@
-"""Trains a transformer whose layers are cut over some ranks, and whose batch over groups of these.
+"""Trains a transformer with layers split over ranks, and the batch split over groups of ranks.
 
 mpirun -n 4 python examples/train_hybrid.py                # 2 x 2: tensor by data parallel
-mpirun -n 4 python examples/train_hybrid.py --tensor 4     # every layer over all ranks
-mpirun -n 4 python examples/train_hybrid.py --tensor 1     # data parallel alone
-python examples/train_hybrid.py --tensor 1                 # one rank; all learn the same
+mpirun -n 4 python examples/train_hybrid.py --tensor 4     # every layer split over all ranks
+mpirun -n 4 python examples/train_hybrid.py --tensor 1     # only data parallel
+python examples/train_hybrid.py --tensor 1                 # one rank; the same result
 
 The data are the modules of the standard library that runs this program. The loss is in bits per
-byte; 8 is knowing nothing. Layers are cut as in Megatron-LM (Shoeybi et al., 2019). The first of
-two is cut by its outputs, the second by its inputs, so that the pair needs one sum in each
-direction.
+byte; random guesses have 8. Layers are split as in Megatron-LM (Shoeybi et al., 2019). In a pair of
+layers, the first is split by its outputs and the second by its inputs, so that the pair needs one
+sum in each direction.
 """
 
 import argparse
@@ -33,7 +33,7 @@ parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--report", type=int, default=20, help="steps between two reports")
-parser.add_argument("--save", metavar="PREFIX", help="write each part to PREFIX<number>.pt")
+parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<number>.pt, in parts")
 args = parser.parse_args()
 
 comm = mpiring.init()
@@ -43,16 +43,16 @@ if HEADS % args.tensor or comm.size % args.tensor:
 if args.batch % (comm.size // args.tensor):
     raise SystemExit(f"--batch {args.batch} cannot be shared evenly by "
                      f"{comm.size // args.tensor} groups of ranks")
-# Neighbors share layers, since they meet twice in each, and are on one node. Ranks that have the
-# same part of the weights share the batch.
+# Neighboring ranks, which are on one node, split each layer, because they synchronize twice per
+# layer and direction. Ranks with the same part of the weights split the batch.
 tensor = comm.split(comm.rank // args.tensor)
 data = comm.split(comm.rank % args.tensor)
-# The same on all ranks: each makes whole layers, and keeps its part of them.
+# The same seed on all ranks: each rank creates complete layers, and keeps a part of them.
 torch.manual_seed(1)
 
 
 class Enter(torch.autograd.Function):
-    """Lets all ranks of the group use `x`; its gradient is the sum of what each of them returns."""
+    """Passes on `x`, the same on all ranks of the group; sums its gradients over the ranks."""
 
     @staticmethod
     def forward(ctx, x):
@@ -64,7 +64,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Adds up what the ranks of the group have; each gets the gradient of the sum."""
+    """Sums `x` over the ranks of the group; each rank receives the gradient of the sum."""
 
     @staticmethod
     def forward(ctx, x):
@@ -80,9 +80,9 @@ class ColumnParallel(nn.Module):
 
     def __init__(self, inputs, outputs):
         super().__init__()
-        whole = nn.Linear(inputs, outputs)
-        self.weight = nn.Parameter(whole.weight.detach().chunk(tensor.size)[tensor.rank].clone())
-        self.bias = nn.Parameter(whole.bias.detach().chunk(tensor.size)[tensor.rank].clone())
+        full = nn.Linear(inputs, outputs)
+        self.weight = nn.Parameter(full.weight.detach().chunk(tensor.size)[tensor.rank].clone())
+        self.bias = nn.Parameter(full.bias.detach().chunk(tensor.size)[tensor.rank].clone())
         self.cut = [self.weight, self.bias]
 
     def forward(self, x):
@@ -94,9 +94,9 @@ class RowParallel(nn.Module):
 
     def __init__(self, inputs, outputs):
         super().__init__()
-        whole = nn.Linear(inputs, outputs)
-        self.weight = nn.Parameter(whole.weight.detach().chunk(tensor.size, 1)[tensor.rank].clone())
-        self.bias = nn.Parameter(whole.bias.detach().clone())
+        full = nn.Linear(inputs, outputs)
+        self.weight = nn.Parameter(full.weight.detach().chunk(tensor.size, 1)[tensor.rank].clone())
+        self.bias = nn.Parameter(full.bias.detach().clone())
         self.cut = [self.weight]
 
     def forward(self, x):
@@ -104,7 +104,7 @@ class RowParallel(nn.Module):
 
 
 class Block(nn.Module):
-    """Attends to earlier bytes, then thinks about each on its own."""
+    """Attention to earlier bytes, then two layers on each byte."""
 
     def __init__(self, width):
         super().__init__()
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         n, length, _ = x.shape
-        # Head after head, so that a rank's outputs are whole heads.
+        # Head after head, so that a rank's outputs are complete heads.
         qkv = self.attend(self.norm1(x)).view(n, length, self.heads, 3, -1).permute(3, 0, 2, 1, 4)
         seen = F.scaled_dot_product_attention(*qkv, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).flatten(2))
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
 
 
 def text(modules):
-    """Return sequences of bytes, each one longer than the context: its last is only a target."""
+    """Return sequences of context + 1 bytes; the last byte is only a target."""
     raw = torch.frombuffer(bytearray(b"".join(m.read_bytes() for m in modules)), dtype=torch.uint8)
     return raw.unfold(0, args.context + 1, args.context)
 
@@ -149,7 +149,7 @@ def bits_per_byte(sequences):
 
 
 def clip(limit):
-    """Clip by the norm of the whole model's gradients: parts are added up, the rest counts once."""
+    """Clip gradients by the norm over the complete model; split parameters are on all ranks."""
     squares = {p: p.grad.square().sum() for p in model.parameters()}
     parts = sum(squares.pop(p) for p in cut)
     norm = (tensor.allreduce(parts) + sum(squares.values())).sqrt()
@@ -159,7 +159,7 @@ def clip(limit):
 
 modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 train, validation = text(modules[: -len(modules) // 10]), text(modules[-len(modules) // 10:])
-sampler = DistributedSampler(train, data, seed=1, drop_last=True)       # the same for a whole group
+sampler = DistributedSampler(train, data, seed=1, drop_last=True)       # the same in a group
 loader = DataLoader(train, args.batch // data.size, sampler=sampler, drop_last=True)
 mine = list(DistributedSampler(range(256), data, shuffle=False, pad=False))
 
@@ -169,7 +169,7 @@ optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
 for step, sequences in zip(range(1, args.steps + 1), loader):
     optimizer.zero_grad()
     loss = bits_per_byte(sequences)
-    loss.backward()                     # sums within layers at once, means over `data` meanwhile
+    loss.backward()                     # sums in layers, and means over `data` at the same time
     clip(1.0)
     optimizer.step()
     if step % args.report == 0 or step == args.steps:

@@ -3,11 +3,11 @@
 python examples/train_lengths.py                                # one rank
 mpirun -n 4 python examples/train_lengths.py                    # four ranks, the same result
 mpirun -n 4 python examples/train_lengths.py --framework numpy  # plain NumPy instead of PyTorch
-mpirun -n 4 python examples/train_lengths.py --checkpoint run1  # stop it, start it on 3
+mpirun -n 4 python examples/train_lengths.py --checkpoint run1  # stop it, resume on 3
 
-Each function is a sample and each of its bytes a token, to be predicted from those before it. A
-batch has about as many tokens as any other, and so has each rank's share of it. The loss, on
-modules that are not trained on, is in bits per byte; 8 is knowing nothing.
+Each function is a sample, and each byte is a token, predicted from the bytes before it. All batches
+have about the same number of tokens, and so do the ranks' shares of a batch. The loss on held-out
+modules is in bits per byte; random guesses have 8.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from mpiring.resilience import Stopping
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--framework", choices=["torch", "numpy"], default="torch")
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--tokens", type=int, default=16384, help="most tokens of a step on all ranks")
-parser.add_argument("--longest", type=int, default=1024, help="bytes; longer functions are cut")
+parser.add_argument("--tokens", type=int, default=16384, help="largest number of tokens per step")
+parser.add_argument("--longest", type=int, default=1024, help="length to which functions are cut")
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--modules", type=int, help="number of modules to use; all by default")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
                     help="written every --report steps and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before it is over")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
 parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per report")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
 args = parser.parse_args()
@@ -59,7 +59,7 @@ if args.framework == "torch":
     from mpiring.torch import DataParallel, TrainState, share_cores
 
     class Transformer(nn.Module):
-        """Scores each next byte, given those before."""
+        """Scores each next byte, given the bytes before it."""
 
         def __init__(self, width, layers=2):
             super().__init__()
@@ -77,7 +77,7 @@ if args.framework == "torch":
             return self.head(self.body(x, self.mask[:length, :length], is_causal=True))
 
     class Learner:
-        """A transformer, which reads functions padded to the longest of the batch."""
+        """A transformer; functions are padded to the longest in the batch."""
 
         def __init__(self, comm):
             share_cores(comm)
@@ -86,14 +86,14 @@ if args.framework == "torch":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate)
 
         def batch_of(self, functions):
-            """Return what is predicted, and from what; -100 is padding, and does not count."""
+            """Return inputs and targets; the target -100 is padding, and is ignored."""
             functions = [torch.tensor(x, dtype=torch.long) for x in functions]
-            # A rank without functions lets the model read a byte all the same.
+            # A rank without functions also runs the model, on one byte.
             targets = pad_sequence(functions or [torch.tensor([-100])], True, -100)
             return nn.functional.pad(targets.clamp(min=0), (1, -1)), targets
 
         def bits_of(self, batch):
-            """Return the bits that it takes to tell the bytes of a batch."""
+            """Return the loss of a batch in bits."""
             before, targets = batch
             return cross_entropy(self.model(before).flatten(0, 1), targets.flatten(),
                                  reduction="sum") / math.log(2)
@@ -122,7 +122,7 @@ else:
         """Two layers that read the eight bytes before each byte: nothing has to be padded."""
 
         def __init__(self, comm, context=8):
-            # Ranks on one node share its cores; NumPy's threads would fight over them.
+            # Ranks on one node share its cores; NumPy's threads would compete for them.
             threadpool_limits(1)
             random, width = np.random.default_rng(args.seed), args.width
             shapes = {"byte": (256, 16), "w1": (context * 16, width), "w2": (width, 256)}
@@ -134,7 +134,7 @@ else:
             self.optimizer = AdamW(self.model, lr=args.learning_rate, no_decay=["b*"])
 
         def batch_of(self, functions):
-            """Return what is predicted, and from what, one function after the other."""
+            """Return inputs and targets, one function after the other."""
             nothing = np.zeros(self.context, np.uint8)
             before = [np.lib.stride_tricks.sliding_window_view(
                 np.concatenate([nothing, x[:-1]]), self.context) for x in functions]
@@ -149,7 +149,7 @@ else:
             return x, hidden, hidden @ params["w2"] + params["b2"]
 
         def bits_of(self, batch):
-            """Return the bits that it takes to tell the bytes of a batch."""
+            """Return the loss of a batch in bits."""
             before, targets = batch
             probabilities = softmax(self.forward(before)[-1])
             return -np.log2(probabilities[np.arange(len(targets)), targets]).sum()
@@ -178,7 +178,7 @@ else:
 
         def ready(self, name, gradient):
             self.model.grads[name][...] = gradient
-            self.model.ready(name)              # it leaves while the next ones are computed
+            self.model.ready(name)              # sent while the next gradients are computed
 
         evaluating = nullcontext
 
@@ -201,7 +201,7 @@ step = state.restore(args.checkpoint)           # 0 without a checkpoint
 
 
 def validate():
-    """Return the bits per byte of functions that are not trained on; ranks share the work."""
+    """Return the bits per byte of held-out functions; ranks share the work."""
     with learner.evaluating():
         bits = sum(float(learner.bits_of(learner.batch_of(held_out[i:i + 8])))
                    for i in range(0, len(held_out), 8))

@@ -1,14 +1,14 @@
 """Trains a network in plain NumPy, or CuPy, on real handwritten digits, on any number of ranks.
 
 python examples/train_numpy.py                  # one rank
-mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result, sooner
+mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result in less time
 srun -n 4 python examples/train_numpy.py        # the same under Slurm
 mpirun -n 4 python examples/train_numpy.py --dtype float16      # half the bytes
-mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop it, start it again
+mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop it, resume it
 mpirun -n 4 python examples/train_numpy.py --device cuda        # on GPUs, with CuPy
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels. The global batch is
-the same for any number of ranks: each rank takes its share.
+the same for any number of ranks; each rank has a share of it.
 """
 
 import argparse
@@ -40,21 +40,21 @@ parser.add_argument("--momentum", type=float, default=0.9)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
-                    help="cuda: on GPUs, which the ranks of a node take in turn")
+                    help="cuda: GPUs, assigned to the ranks of a node in turn")
 parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
                     help="dtype of weights, gradients and messages; arithmetic is float32")
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
                     help="written after each epoch and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before it is over")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
 parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per epoch")
 parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<rank>.npz")
 args = parser.parse_args()
 
 comm = mpiring.init()
 xp = cupy_for(comm) if args.device == "cuda" else np
-# Ranks on one node share its cores; NumPy's threads would fight over them.
+# Ranks on one node share its cores; NumPy's threads would compete for them.
 threadpool_limits(max(1, os.cpu_count() // comm.local_size))
 
 # Every rank reads the same data and splits it in the same way: one fifth for the test.
@@ -83,7 +83,7 @@ loss = np.zeros(2)                              # of this rank in this epoch: su
 state = TrainState(comm, seed=args.seed, model=masters, scaler=scaler, velocity=velocity,
                    own={"loss": loss})
 step = state.restore(args.checkpoint)           # 0 without a checkpoint
-# Every thousandth step, ranks find out whether they all have the same bits, as in params.
+# Every thousandth step, ranks compare digests of these arrays, in addition to params.
 dp.watch(masters=masters, velocity=velocity)
 
 
@@ -100,14 +100,14 @@ def forward(x):
 
 @np.errstate(over="ignore")        # of float16: such a step is skipped, with a smaller scale next
 def backward(inputs, error):
-    """Write every layer's gradient and hand it over, the last layer first."""
+    """Write every layer's gradient and mark it ready, the last layer first."""
     for layer in reversed(range(1, len(sizes))):
         x = inputs[layer - 1]
         xp.matmul(x.T, error, out=dp.grads[f"w{layer}"])
         dp.ready(f"w{layer}")
         dp.grads[f"b{layer}"][...] = error.sum(axis=0)
         dp.ready(f"b{layer}")
-        # While these are sent, the next layer's are computed.
+        # While these are sent, the next layer's gradients are computed.
         if layer > 1:
             error = (error @ params[f"w{layer}"].T) * (x > 0)
 
@@ -127,8 +127,8 @@ def train(batch):
     loss[:] += -float(xp.log(probabilities[picked]).sum()), len(mine)
     error = probabilities
     error[picked] -= 1
-    # Shares may differ by an image. With this factor the mean over ranks is
-    # the mean over the global batch.
+    # Shares may differ by an image. With this factor the mean over ranks is the mean over the
+    # global batch.
     backward(inputs, error * (scaler.scale * comm.size / len(batch)))
     dp.wait()
     if scaler.step():

@@ -2,11 +2,11 @@
 
 python examples/train_torch.py                                    # one rank
 mpirun -n 4 python examples/train_torch.py                        # four ranks, the same result
-mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop it, start it again
-mpirun -n 4 python examples/train_torch.py --device cuda          # on GPUs, taken in turn
+mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop it, resume it
+mpirun -n 4 python examples/train_torch.py --device cuda          # on GPUs, assigned in turn
 
-The data are the modules of the standard library that runs this program: some ten million
-bytes of real text on every machine. The loss is in bits per byte; 8 is knowing nothing.
+The data are the modules of the standard library that runs this program: about ten million
+bytes of real text on every machine. The loss is in bits per byte; random guesses have 8.
 """
 
 import argparse
@@ -41,13 +41,13 @@ parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
-                    help="cuda: on GPUs, which the ranks of a node take in turn")
+                    help="cuda: GPUs, assigned to the ranks of a node in turn")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
                     help="written every --report steps and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before it is over")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
 parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per report")
-parser.add_argument("--save", metavar="FILE", help="write the weights there in the end")
+parser.add_argument("--save", metavar="FILE", help="file for the final weights")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
 args = parser.parse_args()
 
@@ -59,7 +59,7 @@ device = device_for(comm) if args.device == "cuda" else torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Attends to earlier bytes, then thinks about each on its own."""
+    """Attention to earlier bytes, then two layers on each byte."""
 
     def __init__(self, width, heads=4):
         super().__init__()
@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
 
 def text(modules):
-    """Return sequences of bytes, each one longer than the context: its last is only a target."""
+    """Return sequences of context + 1 bytes; the last byte is only a target."""
     data = torch.frombuffer(bytearray(b"".join(m.read_bytes() for m in modules)), dtype=torch.uint8)
     return data.unfold(0, args.context + 1, args.context)
 
@@ -129,7 +129,7 @@ def train(sequences):
     """Do one step, and return the loss of this rank's share of the batch."""
     optimizer.zero_grad()
     loss = bits_per_byte(model, sequences)
-    loss.backward()                             # gradients leave while it runs
+    loss.backward()                             # gradients are sent while it runs
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()

@@ -13,7 +13,7 @@ _SCRIPT = "mpiring"
 _DESCRIPTION = """\
 Data-parallel training on plain MPI. Write a training script, see README.md, and start it with
 `mpirun -n 8 python train.py` or `srun python train.py`."""
-# Each command is a folder in tools, whose command.py declares it, and a row.
+# Each command has a row here, and a folder in tools whose command.py declares it.
 _COMMANDS = {
     "lab": "simulate a cluster with slow links on one machine",
     "tune": "measure which algorithm is the fastest on these ranks",

@@ -12,7 +12,7 @@ import numpy as np
 
 from .errors import ConfigError
 
-# The largest of C's int, which MPI takes for ranks, colors and keys.
+# Largest C int, the type that MPI uses for ranks, colors and keys.
 MAX_INT32 = 2**31 - 1
 
 
@@ -37,8 +37,8 @@ def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) 
     """Return an argument as a real number.
 
     Args:
-        fits: Returns whether the number is in range; not True for NaN.
-        expected: Completes the message "expected ...".
+        fits: Function that returns whether a number is in range; false for NaN.
+        expected: Text that completes the message "expected ...".
 
     Raises:
         ConfigError: It is not a real number, or out of range.
@@ -46,7 +46,7 @@ def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) 
     plain = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
     real = math.nan
     if isinstance(plain, numbers.Real) and not isinstance(plain, bool):
-        # A whole number of more than 1024 bits is none.
+        # An integer of more than 1024 bits is too large for a float.
         with contextlib.suppress(OverflowError):
             real = float(plain)
     if not fits(real):
@@ -58,7 +58,8 @@ def truth(name: str, value: Any) -> bool:
     """Return an argument as a bool.
 
     Raises:
-        ConfigError: It is neither True nor False. 0, 1 and texts are refused: "no" counts as true.
+        ConfigError: It is neither True nor False. 0, 1 and strings are refused, because the
+            string "no" would be true.
     """
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name}={value!r:.200}: expected True or False")
@@ -70,8 +71,8 @@ def refuse_other_state(state: Any, names: Iterable[str], whose: str, *,
     """Raise ConfigError unless a state is a mapping with all these names.
 
     Args:
-        whose: Completes the message "the state ...", as "of a LossScaler".
-        only: Refuse other names.
+        whose: Text that completes the message "the state ...", such as "of a LossScaler".
+        only: If true, refuse other names.
     """
     names = list(names)
     if not isinstance(state, Mapping):
@@ -88,7 +89,7 @@ def refuse_other_state(state: Any, names: Iterable[str], whose: str, *,
 
 
 def path(name: str, value: Any) -> str:
-    """Return an argument that is a path, as text.
+    """Return an argument that is a path, as a string.
 
     Raises:
         ConfigError: It is not a path.

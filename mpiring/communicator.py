@@ -1,4 +1,4 @@
-"""The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
+"""The public class Communicator: ranks, collectives on arrays and objects, and messages."""
 
 import operator
 import os
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
-# Documentation shows the parts. The type of mpi4py is a string, since to import it starts MPI.
+# The documentation shows both members. The mpi4py type is a string: importing it starts MPI.
 Op: TypeAlias = Union[OpName, "MPI.Op"]
 
 
@@ -201,7 +201,7 @@ class Communicator:
 
     def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
              notes: bool = True) -> Any:
-        """Run a collective that is no fast call yet; the next one like it may be."""
+        """Run a collective, and note it, so that its repetition may be a fast call."""
         array = x
         if notes and kind != "reduce_scatter" and is_tensor(x):
             # Calls on tensors in host memory are fast as soon as equal ones on arrays would be.
@@ -294,7 +294,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        # 1 == 1.0 == True
+        # A fast call compares roots by `==`, but 1.0 and True are no roots.
         is_fast = (type(x) is np.ndarray and type(root) is int
                    and self._fast_calls.repeat("broadcast", x, root))
         if not is_fast:
@@ -329,7 +329,7 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         prepared = self._allreduce(_stable_view(x), op, "auto")
-        name = self._checked(op, prepared)
+        name = self._checked_op(op, prepared)
         self._group.tune_once()
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
                                 "allreduce", name)
@@ -346,7 +346,7 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         prepared = self._reduce_scatter(_stable_view(x), op)
-        name = self._checked(op, prepared)
+        name = self._checked_op(op, prepared)
         chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
         return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk),
                                 "reduce_scatter", name)
@@ -379,29 +379,29 @@ class Communicator:
             self._broadcast(_stable_view(x), root), lambda: self._broadcast(x, root), x, x,
             "broadcast", operator.index(root))
 
-    def _checked(self, op: Any, prepared: Prepared) -> str:
-        """Return the name of an op that suits the dtype; else raise ConfigError."""
+    def _checked_op(self, op: Any, prepared: Prepared) -> str:
+        """Return the name of an op; raise ConfigError if the dtype does not support it."""
         dtype = prepared.vector.dtype
         return reduction(op_named(op, dtype), dtype, self.size).op
 
-    def _persistent(self, prepared: Prepared, again: Callable[[], Prepared], x: Any, result: A,
+    def _persistent(self, prepared: Prepared, prepare: Callable[[], Prepared], x: Any, result: A,
                     kind: str, op_or_root: Any = None) -> Persistent[A]:
         call, build, vector = prepared
         number = self._group.next_persistent()
         call = replace(call, detail=f"{call.detail}, persistent operation {number}")
         if type(vector) is not np.ndarray:
-            # On a GPU, the work that is queued when the operation starts comes first.
-            return Persistent(self._group, call, lambda: again().build, result, self,
+            # On a GPU, the operation starts after the work that is queued at that time.
+            return Persistent(self._group, call, lambda: prepare().build, result, self,
                               vector=None, kind=kind, op_or_root=op_or_root)
         return Persistent(
             self._group, call,
-            _while_in_place(x, build, self.rank) if is_tensor(x) else lambda: build,
+            _checked_build(x, build, self.rank) if is_tensor(x) else lambda: build,
             result, self, vector=vector, kind=kind, op_or_root=op_or_root)
 
     def _allreduce(self, x: Any, op: Any, algorithm: str) -> Prepared:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)
         op = op_named(op, vector.dtype)
-        return Prepared(allreduce_call(op, x, vector, algorithm), self._where(
+        return Prepared(allreduce_call(op, x, vector, algorithm), self._for_memory(
             vector, lambda collectives: collectives.allreduce(
                 vector, op=op, algorithm=algorithm)), vector)
 
@@ -417,17 +417,17 @@ class Communicator:
                               lambda collectives: collectives.allgather(vector))
 
     def _broadcast(self, x: Any, root: int) -> Prepared:
-        root = whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
+        root = self._root(root)
         vector = vector_of(x, writeable=self.rank != root)
         return self._prepared("broadcast", f"of {described(x, vector)} from root {root}", vector,
                               lambda collectives: collectives.broadcast(vector, root))
 
     def _prepared(self, kind: str, detail: str, vector: Any, build: Build[Any]) -> Prepared:
         call = Call(kind, detail, nbytes=vector.nbytes)
-        return Prepared(call, self._where(vector, build), vector)
+        return Prepared(call, self._for_memory(vector, build), vector)
 
-    def _where(self, vector: Any, build: Build[Any]) -> Build[Any]:
-        """Return `build` for the memory, of the host or a GPU, that holds a vector."""
+    def _for_memory(self, vector: Any, build: Build[Any]) -> Build[Any]:
+        """Return `build` for a vector in host memory, or its equivalent for a vector on a GPU."""
         return build if type(vector) is np.ndarray else self._group.gpus.for_vector(vector, build)
 
     # Objects
@@ -475,7 +475,7 @@ class Communicator:
             fresh: If true, measure even if an earlier job on the same kind of cluster has measured.
 
         Returns:
-            Model that tells the seconds of each algorithm and size.
+            Model of the seconds that each algorithm takes for each size.
 
         Raises:
             ConfigError: The ranks pass different values; raised on all ranks.
@@ -494,10 +494,10 @@ class Communicator:
     def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
         """Tune algorithms and compile sums now instead of in the first steps.
 
-        If numba is installed, it compiles faster sums and means on a node, a few seconds for each
-        dtype. Later jobs load the result from the folder in the setting `tuning_folder`. Without
-        this call, a process of low priority compiles after some seconds of calls, if there is a
-        folder.
+        If numba is installed, it compiles faster sums and means on a node; each dtype takes a few
+        seconds. Later jobs load the result from the folder in the setting `tuning_folder`. Without
+        this call, a process of low priority compiles them after a few seconds of calls, if there is
+        a folder.
 
         Args:
             dtypes: Dtypes of the arrays to combine, such as float16, in addition to float32,
@@ -585,16 +585,17 @@ class Communicator:
                     folder: str | os.PathLike[str] | None = None) -> None:
         """Print this rank's last operations, including incomplete ones.
 
-        The last thousand are also written to `folder`, or to that of the setting `trace`, in the
-        format of PyTorch's flight recorder. There, `python -m
+        The last thousand are also written to `folder`, or to the folder of the setting `trace`, in
+        the format of PyTorch's flight recorder. The command `python -m
         torch.distributed.flight_recorder.fr_trace FOLDER` compares the files of all ranks. A signal
         handler may call this.
 
         Args:
             last: Number of operations to print, from 0.
             file: Stream to print to; by default standard error.
-            folder: Folder for the file `flight-rank<rank>`, which replaces an earlier one; made if
-                it does not exist. By default a trace has a file per job and rank.
+            folder: Folder for the file `flight-rank<rank>`, which replaces an earlier one; created
+                if it does not exist. By default, the folder of the trace, with a
+                file per job and rank.
 
         Raises:
             ConfigError: `last` or `folder` has the wrong type or range.
@@ -621,7 +622,7 @@ class Communicator:
         """
         return self._group.stop_trace()
 
-    # Life
+    # Lifetime
 
     @overload
     def split(self, color: None, *, key: int = 0) -> None: ...
@@ -703,18 +704,18 @@ class Communicator:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        # After an exception the other ranks do not close: let it end the job.
+        # After an exception the other ranks do not close; the exception ends the job.
         if error is None:
             self.close()
 
 
 def _stable_view(x: Any) -> Any:
-    """Return a view of a NumPy array, which later changes of its shape and flags do not affect."""
+    """Return a view that later changes of a NumPy array's shape and flags do not affect."""
     return x.view() if isinstance(x, np.ndarray) else x
 
 
-def _while_in_place(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
-    """Return a function that returns `build` while a tensor keeps its memory.
+def _checked_build(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
+    """Return a function that returns `build`, or refuses a tensor that has moved in memory.
 
     Args:
         x: Tensor in host memory.
@@ -723,10 +724,10 @@ def _while_in_place(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[
     """
     address, n = x.data_ptr(), x.numel()
 
-    def again() -> Build[Any]:
+    def checked() -> Build[Any]:
         if x.data_ptr() != address or x.numel() != n:
             raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
                               f"other memory; create a new operation for it")
         return build
 
-    return again
+    return checked

@@ -13,10 +13,6 @@ from .errors import ConfigError
 from .names import CONFIG, AlgorithmName, explaining
 
 PREFIX = "MPIRING_"
-PROGRESS = ("auto", "thread", "inline")
-DIGEST_ACTIONS = ("stop", "restore")
-ROUNDS = ("auto", "python", "off")
-GPU_AWARE = ("auto", "yes", "no")
 # Ranks that disagree on these settings would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
           "digest_action", "gpu_aware", "autotune")
@@ -24,9 +20,9 @@ _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
 
-def _setting(default: Any, *allowed: str) -> Any:
-    """Declare a Config field whose default its MPIRING_* variable may replace."""
-    return field(default=None, metadata={"default": default, "allowed": allowed})
+def _setting(default: Any, *others: str) -> Any:
+    """Declare a Config field by its default and, if only some values are allowed, the others."""
+    return field(default=None, metadata={"default": default, "others": others})
 
 
 @dataclass(frozen=True)
@@ -49,13 +45,13 @@ class Config:
             operations in flight in its first steps. It keeps the fastest, also for later jobs.
         machine_code: If true, use code that numba compiles, if numba is installed. Otherwise NumPy
             computes bitwise identical results, which takes longer.
-        progress: Way in which nonblocking operations advance: "thread" in the background, "inline"
-            only inside mpiring calls. "auto" is "thread" if MPI supports threads.
+        progress: Method by which nonblocking operations advance: "thread" in the background,
+            "inline" only inside mpiring calls. "auto" is "thread" if MPI supports threads.
         operations_in_flight: Number of nonblocking operations that advance at a time; later ones
             queue.
         rounds: Fast calls, which run short operations on a node in the caller's thread. "auto"
-            uses compiled code if available, "python" does not, "off" disables fast calls. Each rank
-            may have another value.
+            uses compiled code if available, "python" does not, "off" disables fast calls. The
+            value may differ between ranks.
         max_pause_s: Longest sleep of the progress thread between two checks of MPI, in seconds,
             while no caller waits.
         stall_warning_s: Seconds without progress after which a report is printed; 0 for never.
@@ -88,15 +84,15 @@ class Config:
     tuning_folder: str = _setting("~/.cache/mpiring")
     autotune: bool = _setting(False)
     machine_code: bool = _setting(True)
-    progress: str = _setting("auto", *PROGRESS)
+    progress: str = _setting("auto", "thread", "inline")
     operations_in_flight: int = _setting(2)
-    rounds: str = _setting("auto", *ROUNDS)
+    rounds: str = _setting("auto", "python", "off")
     max_pause_s: float = _setting(2e-3)
     stall_warning_s: float = _setting(60.0)
     stall_timeout_s: float = _setting(600.0)
     digest_steps: int = _setting(1000)
-    digest_action: str = _setting("stop", *DIGEST_ACTIONS)
-    gpu_aware: str = _setting("auto", *GPU_AWARE)
+    digest_action: str = _setting("stop", "restore")
+    gpu_aware: str = _setting("auto", "yes", "no")
     abort_on_exception: bool = _setting(True)
     full_tracebacks: bool = _setting(False)
     allow_singleton: bool = _setting(False)
@@ -113,7 +109,7 @@ class Config:
                 given, source = os.environ[variable], variable
             if given is not None:
                 value = _converted(given, type(default), source)
-                _check_range(entry.name, value, source, entry.metadata["allowed"])
+                _check_range(entry.name, value, source, (default, *entry.metadata["others"]))
             object.__setattr__(self, entry.name, value)
 
 
@@ -127,7 +123,7 @@ def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the MPIRING_* variables that are no setting, each with what may have been meant."""
+    """Return the MPIRING_* variables that are no settings, each with a hint at the right name."""
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
     unknown = {}
     for name in environ:
@@ -140,7 +136,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def _converted(value: Any, kind: type, name: str) -> Any:
-    """Turn a variable's text, or a Python number, into the field's type."""
+    """Convert a variable's string, or a Python number, to the field's type."""
     number: Any = {int: numbers.Integral, float: numbers.Real}.get(kind)
     if kind is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
@@ -152,9 +148,9 @@ def _converted(value: Any, kind: type, name: str) -> Any:
     return value
 
 
-def _check_range(name: str, value: Any, source: str, allowed: tuple[str, ...]) -> None:
+def _check_range(name: str, value: Any, source: str, allowed: tuple[Any, ...]) -> None:
     expected = ""
-    if allowed and value not in allowed:
+    if len(allowed) > 1 and value not in allowed:
         expected = f"one of {', '.join(allowed)}"
     elif name.endswith("_s") and not 0 <= value < math.inf:
         expected = "a finite number of seconds, 0 or more"

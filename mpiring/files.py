@@ -19,7 +19,7 @@ _OTHERS = bytes({*range(256)}.difference(b'[]{}"'))
 
 def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
             dir_fd: int | None = None) -> int:
-    """Open a regular file and nothing else: the `opener` of Python's `open`.
+    """Open a regular file and nothing else: an `opener` for Python's `open`.
 
     It refuses a pipe, so that it never waits for the other end. When it writes, it does not follow
     symbolic links.
@@ -77,8 +77,8 @@ def parsed(text: bytes, levels: int) -> Any:
 
     Args:
         text: JSON in UTF-8.
-        levels: Number of lists and objects that may enclose each other; a limit is needed because
-            Python's parser is recursive.
+        levels: Largest number of nested lists and objects, limited because Python's parser is
+            recursive.
 
     Raises:
         ValueError: It is not JSON, or nested more deeply.

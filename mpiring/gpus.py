@@ -29,14 +29,14 @@ def cupy_for(comm: Communicator | None = None) -> Any:
     """
     from .gpu import cuda
     package = cuda.cupy()
-    index = take_turns(or_world(comm), int(package.cuda.runtime.getDeviceCount()),
+    index = assign_gpu(or_world(comm), int(package.cuda.runtime.getDeviceCount()),
                        lambda index: str(package.cuda.Device(index).pci_bus_id))
     package.cuda.Device(index).use()
     return package
 
 
-def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) -> int:
-    """Return the index of this rank's GPU; warn on rank 0 if ranks share a GPU.
+def assign_gpu(comm: Communicator, count: int, name_of: Callable[[int], str]) -> int:
+    """Assign a node's GPUs to its ranks in turn; warn on rank 0 if ranks share a GPU.
 
     Args:
         comm: Communicator whose ranks divide the GPUs of each node among them; by default, all
@@ -44,6 +44,9 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
         count: Number of GPUs that are visible to this rank. Slurm may set CUDA_VISIBLE_DEVICES so
             that each rank sees different GPUs, and fewer than the node has.
         name_of: Function from an index to the GPU's name, unique within the node.
+
+    Returns:
+        The index of this rank's GPU.
 
     Collective: yes. Blocking: yes.
     """

@@ -77,10 +77,10 @@ INIT: Mapping[str, str] = {
 }
 CONFIG: Mapping[str, str] = {"timeout": "use stall_timeout_s, in seconds"}
 
-# Names in torchft of arguments that mean the same, ...
-OF_TORCHFT: Mapping[str, str] = {
+# Arguments of torchft, with the names of mpiring's arguments that mean the same.
+TORCHFT_SYNONYMS: Mapping[str, str] = {
     "sync_every": "every", "fragment_sync_delay": "delay", "fragment_update_alpha": "alpha"}
-# ... and of others, with the remedy.
+# Other arguments of torchft, with the remedy.
 LOCAL_TRAINING: Mapping[str, str] = {
     "manager": "use comm: ranks are those of a communicator",
     "model_fragments": "use fragments=4, by which mpiring divides the model itself",
@@ -96,7 +96,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def publish(package: str) -> None:
-    """Let the classes that a package exports say that they come from there, and not from a file.
+    """Set the `__module__` of the classes that a package exports to the package.
 
     Args:
         package: Name of the package. Classes that another package has published keep its name.
@@ -109,7 +109,7 @@ def publish(package: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return known names in the order of their likeness to a name that is not among them."""
+    """Return the known names, beginning with the most similar to an unknown name."""
     import difflib
     return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
 
@@ -120,7 +120,7 @@ def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = No
 
     Args:
         hints: Sentences by keyword. For other keywords, the most similar argument is named.
-        synonyms: Names of arguments by keywords that mean the same and are accepted.
+        synonyms: Accepted keywords that mean the same as an argument, with its name.
     """
     def decorate(function: F) -> F:
         known = {*inspect.signature(function).parameters} - {"self"}
@@ -129,8 +129,8 @@ def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = No
         @functools.wraps(function)
         def explained(*args: Any, **keywords: Any) -> Any:
             if not keywords.keys() <= known:
-                whose = type(args[0]).__name__ if is_constructor else function.__name__
-                keywords = _understood(whose, keywords, known, hints, synonyms or {})
+                function_name = type(args[0]).__name__ if is_constructor else function.__name__
+                keywords = _resolved(function_name, keywords, known, hints, synonyms or {})
             return function(*args, **keywords)
 
         return cast(F, explained)
@@ -138,17 +138,18 @@ def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = No
     return decorate
 
 
-def _understood(whose: str, keywords: Mapping[str, Any], known: Iterable[str],
-                hints: Mapping[str, str], synonyms: Mapping[str, str]) -> dict[str, Any]:
-    """Return keywords by the names that a function knows; else raise TypeError."""
-    understood: dict[str, Any] = {}
+def _resolved(function_name: str, keywords: Mapping[str, Any], known: Iterable[str],
+              hints: Mapping[str, str], synonyms: Mapping[str, str]) -> dict[str, Any]:
+    """Return keywords with synonyms replaced by a function's arguments; refuse other keywords."""
+    resolved: dict[str, Any] = {}
     for name, value in keywords.items():
-        ours = synonyms.get(name, name)
-        if ours not in known:
+        argument = synonyms.get(name, name)
+        if argument not in known:
             hint = hints.get(name) or f"did you mean {nearest(name, known)[0]}?"
-            raise TypeError(f"{whose}() has no argument {name!r}; {hint}")
-        if ours in understood:
-            both = " and ".join(each for each in keywords if synonyms.get(each, each) == ours)
-            raise TypeError(f"{whose}() was given {both}, which mean the same; pass {ours} only")
-        understood[ours] = value
-    return understood
+            raise TypeError(f"{function_name}() has no argument {name!r}; {hint}")
+        if argument in resolved:
+            both = " and ".join(each for each in keywords if synonyms.get(each, each) == argument)
+            raise TypeError(
+                f"{function_name}() was given {both}, which mean the same; pass {argument} only")
+        resolved[argument] = value
+    return resolved

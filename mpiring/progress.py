@@ -1,4 +1,4 @@
-"""Shows a program's progress with tqdm on a terminal, otherwise in lines; records its metrics."""
+"""Shows progress with tqdm on a terminal and in lines elsewhere; records metrics."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from .files import regular, replacing
 
 
 class Progress:
-    """A progress bar on standard error that leaves room for lines, and a file of metrics.
+    """A progress bar on standard error, printed lines that do not break it, and a metrics file.
 
         with Progress("training", steps, shown=comm.rank == 0, metrics="metrics.jsonl") as progress:
             ...
@@ -52,7 +52,7 @@ class Progress:
         self._metrics: Any = None
         if shown and metrics is not None:
             file = Path(path("metrics", metrics))
-            _forget(file, done)
+            _delete_later_lines(file, done)
             self._metrics = open(file, "a", encoding="utf-8", opener=regular)
         if shown and sys.stderr is not None and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
@@ -103,7 +103,7 @@ class Progress:
             except (RuntimeError, TypeError, ValueError) as exc:
                 raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
                                   f"numbers as step, and numbers or strings") from exc
-            # One write, so that neither a reader nor a kill leaves half a line.
+            # One write, so that there is never half a line to read, even after a kill.
             self._metrics.write(text + "\n")
             self._metrics.flush()
 
@@ -129,21 +129,21 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _forget(path: Path, done: int) -> None:
-    """Delete lines on later steps, and an incomplete line, from a file of metrics."""
+def _delete_later_lines(path: Path, done: int) -> None:
+    """Delete lines on steps after `done`, and an incomplete line, from a file of metrics."""
     try:
         # Opened for writing, so that no link is followed.
         with open(path, "r+", encoding="utf-8", errors="replace", opener=regular) as file:
             lines = file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return
-    valid = [line for line in lines if _is_of_steps_up_to(done, line)]
+    valid = [line for line in lines if _is_up_to(done, line)]
     if len(valid) < len(lines):
         with replacing(path) as new:
             new.file.write("".join(valid).encode())
 
 
-def _is_of_steps_up_to(done: int, line: str) -> bool:
+def _is_up_to(done: int, line: str) -> bool:
     try:
         return line.endswith("\n") and json.loads(line)["step"] <= done
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""The default communicator: the one that mpiring's objects use if none is given."""
+"""The default communicator, which mpiring's objects use if none is given."""
 
 from .communicator import Communicator
 from .config import Config, config_or_default
@@ -17,7 +17,7 @@ def init(*, config: Config | None = None) -> Communicator:
 
     The first communicator that this returns is the default for every argument `comm` in mpiring,
     until it is closed. A program that needs no communicator itself does not have to call `init`:
-    the first object that is created without `comm` does.
+    the first object that is created without `comm` calls it.
 
     Args:
         config: Settings; by default the values of the MPIRING_* variables.
@@ -38,7 +38,7 @@ def init(*, config: Config | None = None) -> Communicator:
 
 
 def make_default(comm: Communicator) -> None:
-    """Use this communicator from now on wherever none is given."""
+    """Use this communicator from now on if none is given."""
     global _world
     _world = comm
 
@@ -63,7 +63,7 @@ def or_world(comm: Communicator | None) -> Communicator:
 
 def refuse_other_than_communicators(comm: object) -> None:
     """Raise ConfigError unless an argument is a Communicator; the message says how to make one."""
-    # Anything with its methods will do; an mpi4py communicator does not have them.
+    # Any object with its methods is accepted; an mpi4py communicator does not have them.
     if not hasattr(comm, "allgather_object"):
         raise ConfigError(
             f"comm is a {type(comm).__name__}; pass mpiring.init(), or "

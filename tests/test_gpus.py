@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpiring.gpus import take_turns
+from mpiring.gpus import assign_gpu
 
 
 @pytest.mark.parametrize(("visible", "chosen", "sharing"), [
@@ -20,6 +20,6 @@ def test_ranks_take_turns(caplog, visible, chosen, sharing):
     for rank, names in enumerate(visible):
         comm = SimpleNamespace(rank=rank, local_rank=rank % 2, node_rank=rank // 2,
                                allgather_object=lambda mine: everybodys)
-        assert take_turns(comm, len(names), names.__getitem__) == chosen[rank]
+        assert assign_gpu(comm, len(names), names.__getitem__) == chosen[rank]
     assert caplog.text.count("ranks share GPU") == (sharing > 0)
     assert (f"{sharing} ranks share GPU" in caplog.text) == (sharing > 0)

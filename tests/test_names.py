@@ -74,7 +74,7 @@ def test_no_advice_is_about_an_argument_that_there_is():
                             (DataParallel, names.DATA_PARALLEL), (mpiring.Config, names.CONFIG)):
         known = inspect.signature(function).parameters
         assert not known.keys() & hints.keys()
-        assert function is not DiLoCo or {*names.OF_TORCHFT.values()} <= known.keys()
+        assert function is not DiLoCo or {*names.TORCHFT_SYNONYMS.values()} <= known.keys()
 
 
 @pytest.mark.parametrize("package", MODULES)

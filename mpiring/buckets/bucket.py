@@ -205,7 +205,7 @@ class Bucket:
         """`flat` in the form that collectives accept: on a GPU, a DeviceVector."""
         return self.flat if self.device is None else vector_of(self.flat)
 
-    def bounds(self, size: int) -> list[int]:
+    def bounds(self, size: int) -> Sequence[int]:
         """Return the offsets that cut the bucket into one slice for each of `size` ranks.
 
         Slices start on cache lines; the last slices may be shorter than others, or empty.

@@ -1,4 +1,4 @@
-"""Data passed from one rank to the next: a pipelined broadcast, and a barrier."""
+"""Pipelined broadcast along a chain of ranks, and dissemination barrier."""
 
 from ..memory.arrays import Array, pieces_of
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
@@ -32,7 +32,7 @@ def broadcast(
 
 
 def barrier(net: Channel) -> Schedule[None]:
-    """Return after every rank has called, in ceil(log2 p) rounds of empty messages.
+    """End after every rank has called, in ceil(log2 p) rounds of empty messages.
 
     Collective: yes. Blocking: no (a schedule).
     Source: Hensgen, Finkel and Manber, "Two algorithms for barrier

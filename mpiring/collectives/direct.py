@@ -14,7 +14,7 @@ def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
     piece_bytes: tuple[int, int] = Tuning.direct_bytes, local: Local | None = None,
 ) -> Schedule[Array]:
-    """Combine `chunks[r]` of all ranks on rank r, in rank order, all at once.
+    """Combine `chunks[r]` of all ranks on rank r, in rank order, in one step.
 
     As in a ring, a rank sends and receives p-1 chunks, but no partial sum is ever sent. The owner
     of a chunk receives all contributions, combines them, and rounds once. Contributions arrive in
@@ -42,30 +42,26 @@ def reduce_scatter(
     width = -(-longest // count)
     pieces = [chunks_of(chunk, count) for chunk in chunks]
 
-    def at(i: int, k: int) -> tuple[int, slice]:
-        n = chunks[i].size
-        return i, slice(k * n // count, (k + 1) * n // count)
-
-    def begun(k: int) -> tuple[list[Array], list[Request]]:
-        """Begin to exchange piece k of every chunk; return all ranks' pieces for this rank."""
+    def start(k: int) -> tuple[list[Array], list[Request]]:
+        """Start to exchange piece k of every chunk; return the pieces of chunk r of all ranks."""
         sources, requests = [pieces[r][k]] * p, []
         # Each rank begins with a different receiver, so that no rank is flooded.
         for s in range(1, p):
             source, dest = (r - s) % p, (r + s) % p
             if local is not None:
-                local.collect(*at(dest, k))
-            start = (k % 2 * (p - 1) + s - 1) * width
-            sources[source] = inbox[start:start + pieces[r][k].size]
+                local.collect(dest, k, count)
+            offset = (k % 2 * (p - 1) + s - 1) * width
+            sources[source] = inbox[offset:offset + pieces[r][k].size]
             requests += [net.irecv(sources[source], source), net.isend(pieces[dest][k], dest)]
         return sources, requests
 
-    pending = begun(0)
+    pending = start(0)
     for k in range(count):
         sources, requests = pending
         if k + 1 < count:
-            pending = begun(k + 1)
+            pending = start(k + 1)
         if local is not None:
-            local.collect(*at(r, k))
+            local.collect(r, k, count)
         yield requests
         combine.combine(sources, pieces[r][k])
     return chunks[r]
@@ -79,7 +75,7 @@ def allreduce(
     """Combine `x` over all ranks, in place: a direct reduce-scatter, then a ring allgather.
 
     A rank sends 2(p-1)/p of `x`, as in a ring. The result is bitwise identical on all ranks, and
-    equal to combining in rank order.
+    the same as if contributions were combined in rank order.
 
     Args:
         net: Channel between the ranks.

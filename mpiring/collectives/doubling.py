@@ -1,10 +1,10 @@
-"""Short collectives between many ranks in about log2 p steps, each with a rank twice as far away.
+"""Short collectives between many ranks in about log2 p steps, over distances that double.
 
 For short vectors a message costs more than its bytes, so a rank sends log2 p messages, not p - 1.
 
-A rank's result depends on a message of every other rank, and a rank sends none before its call was
-compared. If ranks disagree, no rank returns a result. Other algorithms send their first messages
-earlier, so these algorithms have a separate lane.
+A rank's result depends, directly or indirectly, on a message from every other rank, and a rank
+sends no message before its call has been compared. If ranks disagree, no rank returns a result.
+Other algorithms send their first messages earlier, so these algorithms have a separate lane.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LANE = LANES - 1
 def gathers(operation: Operation, nbytes: int) -> bool:
     """Return whether to use `allgather` instead of a ring, for `nbytes` bytes of all ranks.
 
-    With `allgather`, every rank of a node would receive all bytes from other nodes.
+    `allgather` ignores nodes: every rank of a node receives all bytes of the other nodes.
     """
     tuning, nodes = operation.tuning, operation.nodes
     return len(nodes) > tuning.direct_nodes and (
@@ -60,8 +60,8 @@ def allreduce(operation: Operation, net: Channel, x: Array, op: str,
         p, r, net = net.size, net.rank, net.lane(LANE)
         doubled = 1 << p.bit_length() - 1
         paired = 2 * (p - doubled)
-        # The first `paired` ranks form pairs, of which only the first rank combines, so that a
-        # power of two remains.
+        # The first `paired` ranks form pairs. Only the first rank of each pair continues, so that
+        # the number of ranks is a power of two.
         if r < paired and r % 2:
             yield (net.isend(total, r - 1),)
             yield (net.irecv(total, r - 1),)
@@ -101,7 +101,7 @@ def allgather(operation: Operation, net: Channel, x: Array,
     start, n = bounds[r], x.size
 
     def length(count: int) -> int:
-        """Return the total length of `count` slices, from rank r's onward, around the circle."""
+        """Return the total length of `count` slices, beginning with rank r's, modulo p."""
         return bounds[r + count] - start if r + count <= p else bounds[r + count - p] - start + n
 
     # The slices of ranks r, r + 1, … in this order.

@@ -14,7 +14,7 @@ IN_FLIGHT = 4
 
 def exchange(net: Channel, sends: Mapping[int, Array], receives: Mapping[int, Array],
              in_flight: int = IN_FLIGHT) -> Schedule[None]:
-    """Send `sends[r]` to each rank r in it, and receive `receives[r]` from each, in p-1 steps.
+    """Send `sends[r]` to rank r, and receive `receives[r]` from it, for each entry, in p-1 steps.
 
     In step s rank r sends to r+s and receives from r-s, so that no rank is flooded. In an
     all-to-all both dicts contain all ranks. In a gather all ranks send to `root` only. In a

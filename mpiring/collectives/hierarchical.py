@@ -4,34 +4,34 @@ An array is cut into pieces, and each piece into R slices, one for each rank of 
 On every node the local ranks process the slices in turn: rank l of m processes l, l+m, … A rank
 combines its node's contributions to the slice. A ring of one rank per node combines the slice over
 nodes, and the result is copied to the node's other ranks. There are R rings, even if the smallest
-node has fewer ranks, so that all ranks of large nodes add. Each of N nodes still sends 2(N-1)/N of
-the array, which is the least possible.
+node has fewer ranks, so that all ranks of large nodes combine. Each of N nodes still sends
+2(N-1)/N of the array, which is the least possible.
 
 If the arrays are in memory that the ranks of a node share, a rank combines and copies piece by
 piece while messages are sent; see `local`. Otherwise the ranks synchronize before and after the
 rings.
 
-A few pieces are in flight at once, so that the network sends one while another is added. The
+A few pieces are in flight at once, so that the network sends one while another is combined. The
 pieces are the same on all nodes, independent of the memory that holds the arrays.
 
 If each rank needs only its own slice, ring j processes the slices of the ranks with local number
-j. A node with fewer ranks has none in it.
+j. A node with fewer ranks has an empty slice in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, bounds_of, chunks_of
+from ..memory.arrays import Array, bounds_of, chunks_of, slices
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Members, Node, Schedule, T, run_together
 from . import direct, doubling, ring, shared
 from .local import Local
 from .operation import Operation, Tuning
 
-# One piece of an array, as its slices: those of rings 0, 1, …
+# One piece of an array, as a list of slices: the slice of ring 0, of ring 1, …
 Piece = Sequence[slice]
 # Function by which nodes exchange a slice, given the channel of the ranks that have it (one of
 # each node), this node's slice, and the number of its ring.
@@ -65,27 +65,33 @@ class Levels(NamedTuple):
         combiner, sizes = operation.combiner, [len(ranks) for ranks in operation.nodes]
         p, largest = sum(sizes), max(sizes)
         if widens(dtype, op):
-            # Divides by `largest` on all nodes, whatever their size, and then by the rest.
+            # Every node divides by `largest`, whatever its size; the final division is by the rest.
             return cls(combiner(op, dtype, largest), combiner(op, dtype, p / largest), True)
         within = "sum" if op == "mean" else op
         return cls(combiner(within, dtype, p), combiner(op, dtype, p), False)
 
 
-class Inside(Protocol):
-    """How slices are combined within a node and copied to its ranks: at once, or piece by piece.
+class IntraNode:
+    """Combines slices within a node and copies them to its ranks, at once or piece by piece.
+
+    This base class does nothing: it is for an array that exists once in the node's memory.
 
     Attributes:
-        meets: If true, the ranks of the node synchronize, and process all slices of a piece at
-            once.
+        synchronizes: If true, the ranks of the node synchronize, and process all slices of a piece
+            at once.
     """
 
-    meets: bool
+    synchronizes = False
 
     def collect(self, piece: Piece) -> Schedule[None]:
         """Combine the node's contributions to this rank's slices, into this rank's vector."""
+        return
+        yield ()
 
     def spread(self, piece: Piece) -> Schedule[None]:
         """Copy this rank's slices to the other ranks of the node."""
+        return
+        yield ()
 
     def local(self, chunks: Sequence[slice]) -> Local | None:
         """Return a Local that combines and copies while messages are sent; or None.
@@ -93,9 +99,10 @@ class Inside(Protocol):
         Args:
             chunks: Ranges of this rank's vector that it exchanges with other nodes.
         """
+        return None
 
 
-def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[Inside]]:
+def synchronize(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[IntraNode]]:
     """Synchronize the ranks of the node; return, per lane, how they combine their vectors.
 
     Args:
@@ -122,18 +129,18 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
     Collective: yes. Blocking: no (a schedule).
     """
     levels = Levels.of(operation, op, x.dtype)
-    inside = yield from meet(operation, x, levels.within)
+    inside = yield from synchronize(operation, x, levels.within)
     yield from by_levels(operation, x, levels, inside)
 
 
 def by_levels(operation: Operation, x: Array, levels: Levels,
-              inside: Sequence[Inside]) -> Schedule[None]:
+              inside: Sequence[IntraNode]) -> Schedule[None]:
     """Continue `allreduce` when all ranks of the node have arrived.
 
     Args:
         operation, x: Arguments of `allreduce`.
         levels: Implementation of the op.
-        inside: Object of each lane that combines vectors within this node; see `meet`.
+        inside: Object of each lane that combines vectors within this node; see `synchronize`.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -143,20 +150,20 @@ def by_levels(operation: Operation, x: Array, levels: Levels,
         inboxes = chunks_of(inbox, len(inside))
 
         def lane(index: int, piece: Piece) -> Schedule[None]:
-            room = inside[index]
-            if room.meets:
-                yield from room.collect(piece)
+            intra = inside[index]
+            if intra.synchronizes:
+                yield from intra.collect(piece)
             for j in range(node.rank, len(piece), node.size):
                 members, part = _ring(operation, index, j), x[piece[j]]
-                local = room.local(_chunks_of(piece[j], members.size))
+                local = intra.local(_chunks_of(piece[j], members.size))
                 if levels.direct:
                     yield from direct.allreduce(members, part, inboxes[index], levels.between,
                                                 tuning.direct_bytes, tuning.ring_bytes, local)
                 else:
                     yield from ring.allreduce(members, part, inboxes[index], levels.between,
                                               tuning.ring_bytes, local)
-            if room.meets:
-                yield from room.spread(piece)
+            if intra.synchronizes:
+                yield from intra.spread(piece)
 
         yield from _in_lanes(node, pieces_of(x.size, x.itemsize, nodes, tuning),
                              len(inside), lane)
@@ -178,22 +185,22 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     """
     node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     levels = Levels.of(operation, op, x.dtype)
-    inside = yield from meet(operation, x, levels.within)
+    inside = yield from synchronize(operation, x, levels.within)
     size = inbox_size_of_slices(bounds, x.itemsize, nodes, levels, tuning)
     with operation.borrow(size, x.dtype) as inbox:
         inboxes = chunks_of(inbox, len(inside))
 
         def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
-            room = inside[index]
+            intra = inside[index]
             # Synchronizing between rings could deadlock: a rank with several rings may keep
-            # others in a ring waiting, which then do not synchronize.
-            if room.meets:
+            # others in a ring waiting, which then do not reach the barrier.
+            if intra.synchronizes:
                 for row in rows:
-                    yield from room.collect(row)
+                    yield from intra.collect(row)
             for j in range(node.rank, len(rows[0]), node.size):
                 members, parts = _ring(operation, index, j), [row[j] for row in rows]
                 chunks = [x[part] for part in parts]
-                local = room.local(parts)
+                local = intra.local(parts)
                 if levels.direct:
                     yield from direct.reduce_scatter(members, chunks, inboxes[index],
                                                      levels.between, tuning.direct_bytes, local)
@@ -215,32 +222,32 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
     Collective: yes. Blocking: no (a schedule).
     """
     # An arbitrary op, because nothing is combined.
-    inside = yield from meet(operation, x, operation.combiner("max", np.dtype(bool), 1))
+    inside = yield from synchronize(operation, x, operation.combiner("max", np.dtype(bool), 1))
     yield from by_rings(operation, x, bounds, inside)
 
 
 def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
-             inside: Sequence[Inside]) -> Schedule[None]:
+             inside: Sequence[IntraNode]) -> Schedule[None]:
     """Continue `allgather` when all ranks of the node have arrived.
 
     Args:
         operation, x, bounds: Arguments of `allgather`.
-        inside: Object of each lane that combines vectors within this node; see `meet`.
+        inside: Object of each lane that combines vectors within this node; see `synchronize`.
 
     Collective: yes. Blocking: no (a schedule).
     """
     node, tuning = operation.node, operation.tuning
 
     def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
-        room = inside[index]
+        intra = inside[index]
         for j in range(node.rank, len(rows[0]), node.size):
             parts = [row[j] for row in rows]
             yield from ring.allgather(
                 _ring(operation, index, j), [x[part] for part in parts], tuning.ring_bytes,
-                room.local(parts))
-        if room.meets:
+                intra.local(parts))
+        if intra.synchronizes:
             for row in rows:
-                yield from room.spread(row)
+                yield from intra.spread(row)
 
     return _in_lanes(node, pieces_of_slices(bounds, x.itemsize, operation.nodes, tuning),
                      len(inside), lane)
@@ -254,13 +261,13 @@ def _in_lanes(node: Node, pieces: Sequence[T], count: int,
             yield from lane(index, piece)
 
     yield from run_together(map(run, range(count)), count)
-    # Only after this barrier every rank's vector is complete. A rank that disagrees with another
+    # Every rank's vector is complete only after this barrier. A rank that disagrees with another
     # node never arrives, so no result leaves its node.
     yield (node.barrier(),)
 
 
 def _ring(operation: Operation, lane: int, j: int) -> Channel:
-    """Return a lane's channel between the ranks, one of each node, that exchange slice j."""
+    """Return a lane's channel between the ranks, one per node, that exchange slice j."""
     return Members(operation.net.lane(lane), [ranks[j % len(ranks)] for ranks in operation.nodes])
 
 
@@ -279,7 +286,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
     Collective: yes. Blocking: no (a schedule).
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
-    # This must precede the messages: a rank that disagrees with another node must not send any.
+    # The barriers must precede the messages: ranks that disagree must not send any.
     if node.has_arrived:
         yield (node.barrier(),)
     copies = shared.staged_copies(node, x)
@@ -308,7 +315,7 @@ def _short_directly(operation: Operation, net: Channel, x: Array,
         combine.combine(received, x)
 
 
-def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: Piece,
+def by_slices(operation: Operation, lane: int, inside: IntraNode, x: Array, piece: Piece,
               exchange: Exchange[T]) -> Schedule[list[T]]:
     """Combine a piece of `x` within the node, exchange its slices between nodes, and copy them.
 
@@ -337,17 +344,15 @@ def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: 
 def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
               tuning: Tuning) -> list[Piece]:
     """Cut n elements into pieces, and each piece into slices."""
-    slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, tuning)
-    bounds = bounds_of(n, count * slices)
-    flat = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
-    return [flat[i * slices:(i + 1) * slices] for i in range(count)]
+    largest, count = max(map(len, nodes)), _count(n, itemsize, nodes, tuning)
+    flat = slices(bounds_of(n, count * largest))
+    return [flat[i * largest:(i + 1) * largest] for i in range(count)]
 
 
 def _chunks_of(part: slice, parts: int) -> list[slice]:
     """Cut a range in the same way as `chunks_of` cuts a vector."""
-    n = part.stop - part.start
-    return [slice(part.start + i * n // parts, part.start + (i + 1) * n // parts)
-            for i in range(parts)]
+    bounds = bounds_of(part.stop - part.start, parts)
+    return slices([part.start + bound for bound in bounds])
 
 
 def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
@@ -355,14 +360,13 @@ def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Seque
     """Cut each rank's slice into the same number of pieces.
 
     Returns:
-        Per piece and per node, a piece of the slice of each of its ranks; smaller nodes get
-        additional empty pieces.
+        For each piece and each node, one piece of the slice of each rank; smaller nodes are padded
+        with empty pieces.
     """
     largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
-    parts = [[slice(start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count)
-              for start, stop in zip(bounds, bounds[1:])] for i in range(count)]
-    return [[[part[rank] for rank in ranks] + [slice(0, 0)] * (largest - len(ranks))
-             for ranks in nodes] for part in parts]
+    by_rank = [_chunks_of(part, count) for part in slices(bounds)]
+    return [[[parts[rank] for rank in ranks] + [slice(0, 0)] * (largest - len(ranks))
+             for ranks in nodes] for parts in zip(*by_rank)]
 
 
 def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]], tuning: Tuning) -> int:
@@ -375,19 +379,15 @@ def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]], tuning: Tuning
 def _count_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
                      tuning: Tuning) -> int:
     """Return the number of pieces of each rank's slice, computed from the longest slice."""
-    slices = len(nodes) * max(map(len, nodes))
-    return _count(_longest(bounds) * slices, itemsize, nodes, tuning)
-
-
-def _longest(bounds: Sequence[int]) -> int:
-    return max(stop - start for start, stop in zip(bounds, bounds[1:]))
+    longest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
+    return _count(longest * len(nodes) * max(map(len, nodes)), itemsize, nodes, tuning)
 
 
 def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Levels,
                tuning: Tuning) -> int:
     """Return the number of scratch elements that `allreduce` of n elements needs."""
-    slices = max(map(len, nodes)) * _count(n, itemsize, nodes, tuning)
-    return _inbox_size((n // slices, -(-n // slices)), itemsize, len(nodes), levels, tuning)
+    parts = max(map(len, nodes)) * _count(n, itemsize, nodes, tuning)
+    return _inbox_size((n // parts, -(-n // parts)), itemsize, len(nodes), levels, tuning)
 
 
 def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
@@ -409,7 +409,7 @@ def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
         ring.inbox_size(n, p, itemsize, tuning.ring_bytes) for n in lengths)
 
 
-def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[Inside]:
+def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[IntraNode]:
     """Return how lanes combine private vectors through the node's staging slots.
 
     Args:
@@ -426,26 +426,8 @@ def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence
             for index in range(in_flight)]
 
 
-class InOneArray:
-    """An array that exists once in the node's memory, so that copies are not needed."""
-
-    meets = False
-
-    def collect(self, piece: Piece) -> Schedule[None]:
-        """Do nothing."""
-        return
-        yield ()
-
-    spread = collect
-
-    def local(self, chunks: Sequence[slice]) -> None:
-        """Return None, because all ranks of the node already share each range."""
-
-
-class _InWindows:
-    """Vectors in windows; only one rank touches a slice of any vector, so no barrier is needed."""
-
-    meets = False
+class _InWindows(IntraNode):
+    """Vectors in windows; each slice is accessed by one rank, so no barrier is needed."""
 
     def __init__(self, rank: int, vectors: Sequence[Array], combine: Combine) -> None:
         self._rank, self._vectors, self._combine = rank, vectors, combine
@@ -468,13 +450,13 @@ class _InWindows:
         return Local(self._vectors, self._rank, chunks, self._combine)
 
 
-class _BySlots:
+class _BySlots(IntraNode):
     """Private vectors, whose sections pass through two halves of the staging slots in turn.
 
     At a barrier, the data in one half is complete, and no rank reads the other half any more.
     """
 
-    meets = True
+    synchronizes = True
 
     def __init__(self, node: Node, x: Array, combine: Combine,
                  halves: Sequence[Sequence[Array]]) -> None:
@@ -507,9 +489,6 @@ class _BySlots:
             for j, part in enumerate(parts):
                 if j % m != r:
                     copy_to(part, position(slots[j % m], j // m, part))
-
-    def local(self, chunks: Sequence[slice]) -> None:
-        return None
 
     def _turn(self) -> Sequence[Array]:
         self._halves.reverse()

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from ..memory.arrays import Array
+from ..memory.arrays import Array, slice_of
 from ..memory.reduction import Combine
 
-# Longer vectors of a node are copied around the caches: the size of a processor's last-level
-# cache. Measured.
+# Total length from which the vectors of a node are copied past the caches: the size of a
+# processor's last-level cache. Measured.
 _CACHES_BYTES = 32 << 20
 
 
 class Local:
-    """The vectors of a node, of which one rank exchanges a part with other nodes.
+    """The vectors of a node's ranks; this rank exchanges a part of them with other nodes.
 
     The rank combines the vectors just before it sends a part, and stores each result as soon as
     it arrives, while other parts are on the wire. Each source is read once and each result is
@@ -28,35 +28,42 @@ class Local:
                  within: Combine) -> None:
         self._vectors = vectors
         self._rank = rank
-        self._starts = [chunk.start for chunk in chunks]
+        self._chunks = chunks
         self._within = within
         self._is_long = len(vectors) * vectors[0].nbytes >= _CACHES_BYTES
 
-    def collect(self, i: int, part: slice) -> None:
-        """Combine the node's contributions to a part of chunk `i`, into this rank's vector."""
-        sources = self._of_all(i, part)
+    def collect(self, chunk: int, part: int, parts: int) -> None:
+        """Combine the node's contributions to a part of a chunk, into this rank's vector.
+
+        Args:
+            chunk: Number of the chunk.
+            part, parts: Number of the part, and number of parts of the chunk; see `slice_of`.
+        """
+        sources = self._of_all(chunk, part, parts)
         self._within.combine(sources, sources[self._rank])
 
-    def add(self, i: int, part: slice, received: Array, between: Combine | None, *,
+    def add(self, chunk: int, part: int, parts: int, received: Array, between: Combine | None, *,
             hands_out: bool) -> None:
         """Combine the node's contributions to a part, not yet collected, with a received part.
 
         Args:
-            i: Number of the chunk.
-            part: Range within the chunk.
+            chunk, part, parts: Arguments of `collect`.
             received: Part from another node.
             between: Implementation of the op between nodes, if this completes the result.
             hands_out: If true, store a complete result into the vectors of all ranks of the node.
         """
-        sources = self._of_all(i, part)
+        sources = self._of_all(chunk, part, parts)
         outs = sources if between and hands_out else [sources[self._rank]]
         (between or self._within).combine([*sources, received], *outs)
 
-    def spread(self, i: int, part: slice) -> None:
-        """Copy a result from this rank's vector to the node's other ranks."""
-        outs = self._of_all(i, part)
+    def spread(self, chunk: int, part: int, parts: int) -> None:
+        """Copy a result from this rank's vector to the node's other ranks.
+
+        Args:
+            chunk, part, parts: Arguments of `collect`.
+        """
+        outs = self._of_all(chunk, part, parts)
         self._within.copy(outs.pop(self._rank), *outs, past_caches=self._is_long)
 
-    def _of_all(self, i: int, part: slice) -> list[Array]:
-        start = self._starts[i]
-        return [x[start + part.start:start + part.stop] for x in self._vectors]
+    def _of_all(self, chunk: int, part: int, parts: int) -> list[Array]:
+        return [slice_of(x[self._chunks[chunk]], part, parts) for x in self._vectors]

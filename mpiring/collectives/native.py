@@ -5,7 +5,7 @@ network determines. Native calls are therefore posted strictly in turn.
 """
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -14,28 +14,19 @@ from ..memory.arrays import Array, dtype_name, pieces_of
 from ..memory.reduction import Reduction
 from ..transport.base import Request, Schedule
 
-# Open MPI refuses counts beyond a C int.
-PIECE_BYTES = 1 << 30
+# Length of the longest piece given to one MPI call: Open MPI refuses counts beyond a C int.
+_PIECE_BYTES = 1 << 30
 
 # MPI has no 16-bit floating types. Its MAX and MIN drop NaN (measured with MPICH and Open MPI),
-# but those of mpiring propagate it.
+# but mpiring's propagate it.
 _NAN_SAFE_OPS = ("sum", "mean", "prod")
 _NO_MPI_TYPE = ("float16", "bfloat16", "longdouble", "clongdouble")
-
-
-class NativeTransport(Protocol):
-    """The part of the MPI transport that this module uses."""
-
-    def iallreduce(self, x: Array, op: str) -> Request:
-        """Start MPI_Iallreduce of `x`, in place."""
 
 
 def supports(dtype: DTypeLike, op: str) -> bool:
     """Return whether MPI's own allreduce gives the right result for a dtype and an op."""
     name = dtype_name(dtype)
-    if name in _NO_MPI_TYPE:
-        return False
-    return op in _NAN_SAFE_OPS or not name.startswith("float")
+    return name not in _NO_MPI_TYPE and (op in _NAN_SAFE_OPS or not name.startswith("float"))
 
 
 class Turns:
@@ -49,8 +40,8 @@ class Turns:
         """Queue behind all earlier operations.
 
         Raises:
-            RuntimeError: A later operation is already in the queue. Ask for native calls when the
-                operation is made, not from inside a running schedule.
+            RuntimeError: A later operation is already in the queue. Request native calls when the
+                operation is created, not from inside a running schedule.
         """
         if sequence < self._newest:
             raise RuntimeError(
@@ -61,7 +52,7 @@ class Turns:
         return Turn(self._queue, sequence)
 
     def forget(self, sequence: int) -> None:
-        """Remove the newest operation, which was not begun, from the queue."""
+        """Remove the newest operation, which did not start, from the queue."""
         while self._queue and self._queue[-1] == sequence:
             self._queue.pop()
 
@@ -82,27 +73,25 @@ class Turn:
 
 
 def allreduce(
-    transport: NativeTransport, turn: Turn, x: Array, reduction: Reduction,
-    piece_bytes: int = PIECE_BYTES,
+    iallreduce: Callable[[Array, str], Request], turn: Turn, x: Array, reduction: Reduction,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place, by MPI_Iallreduce.
 
     Args:
-        transport: MPI transport of the communicator.
+        iallreduce: Function that starts MPI_Iallreduce of a vector, in place, with an op.
         turn: Turn of this operation among the native ones.
         x: Vector of shape (n,), contiguous, of a dtype that `supports` accepts for this op.
         reduction: The op.
-        piece_bytes: Length of the longest piece given to one MPI call.
 
     Collective: yes. Blocking: no (a schedule).
     """
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op
-    # mpi4py knows no MPI type for elements at odd addresses, and MPI could not add them.
+    # mpi4py has no MPI type for unaligned elements, and MPI could not add them.
     aligned = x if x.flags.aligned else x.copy()
     reduction.prepare(aligned)
-    for piece in pieces_of(aligned, piece_bytes):
-        yield (transport.iallreduce(piece, op),)
+    for piece in pieces_of(aligned, _PIECE_BYTES):
+        yield (iallreduce(piece, op),)
     turn.leave()
     reduction.finish(aligned)
     if aligned is not x:

@@ -1,12 +1,12 @@
 """Collectives on private vectors through the staging slots of one node.
 
-A collective runs in rounds: in each, a rank copies pieces to its own slot, and reads from the
-other slots the pieces meant for it. The halves of a slot alternate: while ranks read piece j from
-one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one copy
-out are the least possible between memories that are not shared.
+A collective runs in rounds. In each round, a rank copies pieces to its own slot, and reads the
+pieces meant for it from the other slots. The halves of a slot alternate: while ranks read piece j
+from one half, they write piece j+1 to the other, so a round costs one barrier. One copy in and one
+copy out are the least possible between memories that are not shared.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,36 +21,33 @@ from ..transport.node_call import parts_call
 # The pieces of two ranks stay in a core's cache. Measured.
 _ROUND_BYTES = 128 << 10
 
-_BYTES = np.dtype(np.uint8)
-
-# Action of a rank in a round, given the round's number.
-_Move = Callable[[int], None]
-
 
 class _Slots:
-    """The staging slots of a node, with room for the pieces of a round in each half.
+    """The staging slots of a node as bytes, with space for the pieces of a round in each half.
 
     Args:
         node: Node whose ranks share the slots.
-        dtype: Dtype of the vectors.
         rows: Number of vectors that a rank writes in a round: one for all ranks, or one for each
             rank.
+
+    Attributes:
+        piece_bytes: Length of a piece.
     """
 
-    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", rows: int) -> None:
+    def __init__(self, node: Node, rows: int) -> None:
         self._node, self._row = node, node.rank % rows
-        self._slots = node.slots(dtype)
+        self._slots = node.slots(np.dtype(np.uint8))
         # The rest of the slot is for `announced`.
-        self._half = (self._slots[0].size - node.size * 8 // dtype.itemsize) // 2
-        self._size = min(self._half, _ROUND_BYTES // dtype.itemsize) // rows
+        self._half = (self._slots[0].size - 8 * node.size) // 2
+        self.piece_bytes = min(self._half, _ROUND_BYTES) // rows
 
     def piece(self, x: Array, j: int) -> Array:
         """Return piece j of a vector; empty beyond its end."""
-        return x[j * self._size:(j + 1) * self._size]
+        return x[j * self.piece_bytes:(j + 1) * self.piece_bytes]
 
     def position(self, rank: int, row: int, j: int, size: int) -> Array:
-        """Return the position of a row's piece j, of `size` elements, in a rank's slot."""
-        start = j % 2 * self._half + row * self._size
+        """Return the position of a row's piece j, of `size` bytes, in a rank's slot."""
+        start = j % 2 * self._half + row * self.piece_bytes
         return self._slots[rank][start:start + size]
 
     def copy_in(self, rows: Mapping[int, Array], j: int) -> None:
@@ -67,30 +64,7 @@ class _Slots:
 
     def announced(self, rank: int) -> Array:
         """Return the words in which a rank announces how many bytes it has for each rank."""
-        return self._node.slots(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
-
-    def rounds(self, longest: int, copy_in: _Move, copy_out: _Move,
-               check: Callable[[], None] = lambda: None) -> Schedule[None]:
-        """Write and read vectors, piece by piece.
-
-        Args:
-            longest: Length of the longest vector that this rank writes or reads.
-            copy_in, copy_out: Functions of a round that write to the slot, and read from slots.
-            check: Function that is called before anything is read.
-        """
-        node = self._node
-        if node.has_arrived:
-            # Ranks may still read what an earlier schedule of this operation has written.
-            yield (node.barrier(),)
-        copy_in(0)
-        lengths = yield from node.share(longest)
-        check()
-        last = (max(lengths)[0] - 1) // self._size
-        for j in range(1, last + 1):
-            copy_in(j)
-            copy_out(j - 1)
-            yield (node.barrier(),)
-        copy_out(max(last, 0))
+        return self._slots[rank][-8 * self._node.size:].view(np.int64)
 
 
 def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
@@ -107,12 +81,12 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
-    """Copy `parts[r]` of each rank r of the node to all its ranks.
+    """Copy `parts[r]` of each rank r of the node to all ranks of the node.
 
     Args:
         node: Node whose ranks take part.
-        parts: Contiguous vector for each rank of the node, of lengths that all ranks agree on; all
-            but this rank's vector are overwritten.
+        parts: Contiguous vectors, one for each rank of the node, with lengths that are equal on
+            all ranks. All but this rank's vector are overwritten.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -124,8 +98,8 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     Args:
         node: Node whose ranks take part.
-        chunks: Contiguous vector for each rank of the node, of lengths that all ranks agree on.
-            This rank's vector is overwritten by the result; the others are only read.
+        chunks: Contiguous vectors, one for each rank of the node, with lengths that are equal on
+            all ranks. This rank's vector is overwritten by the result; the others are only read.
         combine: Implementation of the op; contributions are combined in rank order.
 
     Collective: yes. Blocking: no (a schedule).
@@ -136,7 +110,7 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 def _by_parts(node: Node, kind: int, parts: Sequence[Array],
               combine: Combine | None = None) -> Schedule[None]:
     if node.has_arrived:
-        # Ranks may still read what an earlier schedule of this operation has written.
+        # Ranks may still be reading the slots for an earlier schedule of this operation.
         yield (node.barrier(),)
     yield from node.part(*parts_call(node.memory, kind, parts, _ROUND_BYTES, combine))
 
@@ -148,8 +122,8 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
     Args:
         node: Node whose ranks take part.
         sends: Contiguous vectors of any length, by receiving rank of the node.
-        receives: Contiguous vectors by sending rank of the node, overwritten. Each has as many
-            bytes as that rank sends to this one.
+        receives: Contiguous vectors by sending rank of the node, overwritten. Vector r has as
+            many bytes as rank r sends to this rank.
         rows: Number of ranks to which a rank sends, 1 or all; the same on all ranks.
 
     Raises:
@@ -157,35 +131,30 @@ def exchange(node: Node, sends: Mapping[int, Array], receives: Mapping[int, Arra
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, rank = _Slots(node, _BYTES, rows), node.rank
+    slots, rank = _Slots(node, rows), node.rank
     outgoing, incoming = (
         {other: as_bytes(x) for other, x in vectors.items()} for vectors in (sends, receives))
-    writes = {other % rows: x for other, x in _of_others(node, outgoing.items()).items()}
-    reads = _of_others(node, incoming.items())
-
-    def copy_in(j: int) -> None:
-        if j == 0:
-            slots.announced(rank)[:] = [
-                outgoing[dest].size if dest in outgoing else 0 for dest in range(node.size)]
+    writes = {dest % rows: x for dest, x in outgoing.items() if dest != rank}
+    reads = {source: x for source, x in incoming.items() if source != rank}
+    if node.has_arrived:
+        # Ranks may still be reading the slots for an earlier schedule of this operation.
+        yield (node.barrier(),)
+    slots.announced(rank)[:] = [
+        outgoing[dest].size if dest in outgoing else 0 for dest in range(node.size)]
+    slots.copy_in(writes, 0)
+    lengths = yield from node.share(
+        max((x.size for x in [*outgoing.values(), *incoming.values()]), default=0))
+    for source, x in incoming.items():
+        sent = int(slots.announced(source)[rank])
+        if sent != x.size:
+            raise BufferMismatchError(
+                f"rank {node.ranks[rank]}: receiving {x.size} bytes from rank "
+                f"{node.ranks[source]}: it sent {sent}")
+    if rank in receives and receives[rank] is not sends[rank]:
+        copy_to(incoming[rank], outgoing[rank])
+    last = max(0, max(lengths)[0] - 1) // slots.piece_bytes
+    for j in range(1, last + 1):
         slots.copy_in(writes, j)
-
-    def check() -> None:
-        for source, x in incoming.items():
-            sent = int(slots.announced(source)[rank])
-            if sent != x.size:
-                raise BufferMismatchError(
-                    f"rank {node.ranks[rank]}: receiving {x.size} bytes from rank "
-                    f"{node.ranks[source]}: it sent {sent}")
-        if rank in receives and receives[rank] is not sends[rank]:
-            copy_to(incoming[rank], outgoing[rank])
-
-    return slots.rounds(_longest([*outgoing.values(), *incoming.values()]), copy_in,
-                        lambda j: slots.copy_out(reads, j), check)
-
-
-def _of_others(node: Node, vectors: Iterable[tuple[int, Array]]) -> dict[int, Array]:
-    return {rank: x for rank, x in vectors if rank != node.rank}
-
-
-def _longest(vectors: Sequence[Array]) -> int:
-    return max((x.size for x in vectors), default=0)
+        slots.copy_out(reads, j - 1)
+        yield (node.barrier(),)
+    slots.copy_out(reads, last)

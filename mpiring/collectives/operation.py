@@ -1,4 +1,4 @@
-"""The input of an algorithm: the operation it works for, and the lengths of its pieces."""
+"""The input of an algorithm: the operation that it runs for, and lengths of pieces."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -17,14 +17,14 @@ from ..transport.base import Channel, Node, Schedule
 class Tuning:
     """Lengths, in bytes, and counts that make the algorithms fast; the same on all ranks.
 
-    Measured numbers come from one machine of two cores, and for networks from its lab (see
-    `python -m mpiring lab`) of up to four hosts at 1 Gbit/s. On other machines they are a guess.
+    The numbers were measured on one machine with two cores; those for networks, in its lab (see
+    `python -m mpiring lab`) with up to four hosts at 1 Gbit/s. For other machines they are a guess.
 
     Attributes:
         eager_bytes: Limit on the total length of a node's vectors that every rank combines, with
-            one barrier instead of two. Measured on 2 and 4 ranks: it wins up to 64 KiB each.
+            one barrier instead of two. Measured on 2 and 4 ranks: it is faster up to 64 KiB each.
         compiled_eager_bytes: Limit that replaces `eager_bytes` for compiled code, in which the
-            second barrier costs less. Measured on 2 and 4 ranks: it wins up to 4 KiB each.
+            second barrier costs less. Measured on 2 and 4 ranks: it is faster up to 4 KiB each.
         compiles: True if every rank may compile code.
         moved_bytes: Limit on vectors that a node scatters, gathers and broadcasts in one piece
             with one barrier; the length of a staging slot. Measured on 2 and 4 ranks: at 512 KiB
@@ -34,28 +34,29 @@ class Tuning:
         broadcast_bytes: Length of pieces along a chain. A piece is on the wire of every hop at
             once. On one node, 256 KiB to 1 MiB differ by less than the noise.
         ring_bytes: Length of the longest piece around a ring, so that a rank combines one while
-            the next is on the wire. At 1 Gbit/s all of 128 KiB to 1 MiB reach 1.02 of the
-            wire's limit.
+            the next is on the wire. At 1 Gbit/s, lengths from 128 KiB to 1 MiB take
+            1.02 times the least time that the wire allows.
         direct_bytes: Lengths of the shortest and longest piece sent directly to the rank that
-            combines it. A rank holds two pieces from every other rank at a time. Those of two
-            operations take no more than a chunk, unless shorter ones would cost more in messages
-            than they save in memory. Longer ones gain nothing.
+            combines it. A rank holds two pieces from every other rank at a time. The
+            pieces of two operations need no more memory than a chunk, unless shorter pieces would
+            cost more in messages than they save in memory. Longer pieces gain nothing.
         slice_bytes: Length of the slices sent between nodes of several ranks. With 4 hosts of 2
             ranks at 1 Gbit/s, 320 to 640 KiB are equally fast.
         chunk_bytes: Length of the shortest part of a slice for one node. On many nodes slices are
-            longer, so that messages are worth their latency.
+            longer, because short messages would cost mostly latency.
         in_flight: Number of slices of a rank that are in flight between nodes at a time. With
             two, nodes that compete for the processor leave the wire idle.
         short_bytes: Limit on vectors that each node sends to all others at once. This takes half
             the time of the rings, and at 64 KiB the same time. MPI's own call takes about as
             long.
         direct_nodes: Number of nodes up to which each sends a short vector directly to all others
-            in one step. More nodes use `doubling`. Counted: 8 nodes send 7 messages each, or 3.
+            in one step. More nodes use `doubling`. Counted, not measured: each of 8
+            nodes sends 7 messages directly, or 3 by doubling.
         gathered_bytes: Limit up to which more than `direct_nodes` nodes of one rank gather slices
-            by `doubling`. It sends as many bytes as a ring in fewer messages, but overlaps
-            nothing. Not measured on many nodes.
+            by `doubling`. Doubling sends as many bytes as a ring in fewer messages, but
+            overlaps nothing. Not measured on many nodes.
         native_below_bytes: Length below which MPI's own call is used if nothing was measured. It
-            needs fewer messages, and mpiring fewer bytes. Not measured on many nodes.
+            needs fewer messages, and mpiring sends fewer bytes. Not measured on many nodes.
     """
 
     eager_bytes: int = 256 << 10

@@ -105,9 +105,9 @@ def _circulate(
 ) -> Schedule[None]:
     """Run a range of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
 
-    In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in step s+1. The
-    k pieces of a chunk follow each other. The rank waits for the oldest piece in flight and
-    combines it while the next is on the wire, also across steps.
+    In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in step s+1. A
+    step has k hops, one for each piece of the chunk. The rank waits for the oldest piece in flight
+    and combines it while the next is on the wire, also across steps.
     """
     p, r = net.size, net.rank
     k = _pieces(len(max(chunks, key=len)), chunks[r].itemsize, piece_bytes)
@@ -148,20 +148,18 @@ def _circulate(
 
 def _order_of(
     chunks: Sequence[Array], r: int, k: int,
-) -> tuple[Callable[[int], Array], Callable[[int], tuple[int, slice]]]:
-    """Return two functions of a hop: the piece that rank r sends, and its chunk and range.
+) -> tuple[Callable[[int], Array], Callable[[int], tuple[int, int, int]]]:
+    """Return two functions of a hop: the piece that rank r sends, and its numbers.
 
-    Rank r received the piece k hops before.
+    Rank r received the piece k hops before. The numbers are arguments of `Local.collect`.
     """
     p, pieces = len(chunks), [chunks_of(chunk, k) for chunk in chunks]
 
     def piece(hop: int) -> Array:
         return pieces[(r - hop // k - 1) % p][hop % k]
 
-    def at(hop: int) -> tuple[int, slice]:
-        i, q = (r - hop // k - 1) % p, hop % k
-        n = chunks[i].size
-        return i, slice(q * n // k, (q + 1) * n // k)
+    def at(hop: int) -> tuple[int, int, int]:
+        return (r - hop // k - 1) % p, hop % k, k
 
     return piece, at
 

@@ -1,8 +1,9 @@
 """Combines and copies vectors through memory that the ranks of a node share.
 
-Rank r combines slice r of all ranks' vectors, one block at a time so that it stays in the cache.
-It writes each finished block to the memory of all ranks. This moves 2n bytes per rank, which is the
-minimum. Slices are combined in rank order, so the result does not depend on the combining rank.
+Rank r combines slice r of all ranks' vectors, one block at a time so that the block stays in the
+cache. It writes each finished block to the memory of all ranks. This moves 2n bytes per rank, which
+is the minimum. Slices are combined in rank order, so the result does not depend on the combining
+rank.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,14 @@ from .operation import Operation, Tuning
 
 
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
-    """Return whether every rank may combine all vectors.
+    """Return whether vectors are short enough for every rank to combine all of them.
 
     Args:
         nbytes, dtype: Length and dtype of each vector.
         ranks: Number of vectors; fewer than four count as four.
         limit: Limit on the total number of bytes.
     """
-    # Every rank would leave different junk in the padding of an extended double.
+    # Each rank would leave other undefined bytes in the padding of an extended double.
     return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
@@ -51,7 +52,7 @@ def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array
 
     Args:
         operation, x, op, combine: Arguments of `allreduce`.
-        positions: Window and offset of each rank's vector on the node, or NOWHERE or IN_SLOT.
+        positions: Window and offset of the vector of each rank of the node, or NOWHERE or IN_SLOT.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -81,7 +82,7 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
     plan = slot_plan("allreduce", x.size, node.rank, node.size)
     if root is not None and root != node.rank:
         plan = plan._replace(reduces=None)
-    return moved(node, x, plan, combine)
+    return by_plan(node, x, plan, combine)
 
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
@@ -89,22 +90,23 @@ def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], 
     """Like `reduce_scatter`, for a short vector: each rank reads its slice of all vectors."""
     node = operation.node
     plan = slot_plan("reduce_scatter", x.size, node.rank, node.size, bounds=bounds)
-    return moved(node, x, plan, combine)
+    return by_plan(node, x, plan, combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Like `allgather`, for a short vector: each rank writes its slice to its staging slot."""
     node = operation.node
-    return moved(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
+    return by_plan(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
 
 
 def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
     """Copy a short vector of the node's rank `root` to all ranks of the node."""
     node = operation.node
-    return moved(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
+    return by_plan(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
 
 
-def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
+def by_plan(node: Node, x: Array, plan: SlotPlan,
+            combine: Combine | None = None) -> Schedule[None]:
     """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
     One barrier is enough, because no rank writes to its slot again until all ranks have left the

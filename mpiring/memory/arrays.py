@@ -1,4 +1,4 @@
-"""Views a user's array as a flat vector, or explains why it cannot, and cuts it into chunks."""
+"""Views a user's array as a flat vector, or refuses it with a reason; cuts vectors into chunks."""
 
 import ctypes
 import functools
@@ -103,8 +103,12 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
         ConfigError: It is not an array, or it is masked, not contiguous, or read-only.
     """
     is_plain = type(x) is np.ndarray
-    if not is_plain:
-        _refuse_other_than_arrays(x)
+    if not isinstance(x, np.ndarray):
+        raise ConfigError(
+            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
+            f"convert it with numpy.asarray, or send it with broadcast_object")
+    if not is_plain and isinstance(x, np.ma.MaskedArray):
+        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
     flags = x.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise ConfigError(
@@ -115,15 +119,6 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
         raise ConfigError(f"array of shape {x.shape} is read-only; pass a copy: x.copy()")
     # A new view would take twice as long as these checks.
     return x if is_plain and x.ndim == 1 else np.asarray(x).ravel(order="K")
-
-
-def _refuse_other_than_arrays(x: Any) -> None:
-    if not isinstance(x, np.ndarray):
-        raise ConfigError(
-            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
-            f"convert it with numpy.asarray, or send it with broadcast_object")
-    if isinstance(x, np.ma.MaskedArray):
-        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
 
 
 def chunks_of(x: Array, parts: int) -> list[Array]:
@@ -139,30 +134,31 @@ def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
     Args:
         n: Number of elements.
         parts: Number of slices.
-        alignment: Number of elements of which the start of each slice is a multiple.
+        alignment: Number of elements; each slice starts at a multiple of it.
     """
     blocks = -(-n // alignment)
     return [min(i * blocks // parts * alignment, n) for i in range(parts + 1)]
 
 
-def aligned_bounds(n: int, itemsize: int, parts: int) -> list[int]:
-    """Return the offsets of slices that start on cache lines, if the memory does."""
-    return list(_aligned_bounds(n, itemsize, parts))
-
-
-# Cached, because it takes 0.1 ms for 1,000 parts, and every step needs those of each bucket.
+# Cached, because it takes 0.1 ms for 1,000 parts, and each step needs the bounds of each bucket.
 @functools.lru_cache(maxsize=1024)
-def _aligned_bounds(n: int, itemsize: int, parts: int) -> tuple[int, ...]:
+def aligned_bounds(n: int, itemsize: int, parts: int) -> Sequence[int]:
+    """Return the offsets of slices that start on cache lines, if the memory does."""
     return tuple(bounds_of(n, parts, max(1, CACHE_LINE_BYTES // itemsize)))
+
+
+def slices(bounds: Sequence[int]) -> list[slice]:
+    """Return the slices between successive offsets."""
+    return list(map(slice, bounds, bounds[1:]))
 
 
 def cut(x: Array, bounds: Sequence[int]) -> list[Array]:
     """Cut a vector into the views `x[bounds[i]:bounds[i + 1]]`."""
-    return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
+    return [x[part] for part in slices(bounds)]
 
 
 def slice_of(x: Array, part: int, parts: int) -> Array:
-    """Return view number `part` of those that `chunks_of` returns."""
+    """Return number `part` of the views that `chunks_of` returns."""
     return x[part * x.size // parts:(part + 1) * x.size // parts]
 
 

@@ -1,4 +1,4 @@
-"""Hashes memory: 64-bit digests of the bits of arrays, and XXH3 if the package xxhash is there."""
+"""Hashes memory: 64-bit digests of the bits of arrays, and XXH3 with the package xxhash."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ import numpy as np
 from ..errors import ConfigError, MissingDependencyError
 from .arrays import Array
 
-# BLAKE2b runs at 1.2 GB/s on any processor. SHA-256 reaches 1.8 where there are instructions for
-# it, and a third of that elsewhere; CRCs have 32 bits. XXH3 runs at 30.
+# BLAKE2b runs at 1.2 GB/s on any processor. SHA-256 reaches 1.8 GB/s on processors with
+# instructions for it, and a third of that on others. CRCs have 32 bits only. XXH3 runs at 30 GB/s.
 _DIGEST_BYTES = 8
 
 
@@ -40,11 +40,11 @@ def xxh3() -> Any:
 
 
 def digest(pieces: Iterable[Array | bytes], *, fast: bool = False) -> int:
-    """Return a number below 2⁶⁴ that differs, almost certainly, between different bytes.
+    """Return a number below 2⁶⁴ that almost certainly differs if the bytes differ.
 
     Args:
-        pieces: Contiguous memory, one piece after the other. Cutting it elsewhere changes nothing.
-        fast: If true, XXH3, which all ranks that compare their digests need; else BLAKE2b.
+        pieces: Pieces of contiguous memory, in order. The cuts between them do not matter.
+        fast: If true, use XXH3, which all ranks that compare digests must have; otherwise BLAKE2b.
 
     Source: BLAKE2b, RFC 7693; XXH3.
     """
@@ -58,7 +58,7 @@ def bytes_of(x: Array) -> Array:
     """Return the bytes of an array's elements, in the order of its indices.
 
     Args:
-        x: Any shape and strides; any dtype but objects.
+        x: Array of any shape and strides, and of any dtype but object.
 
     Returns:
         A vector of uint8; a view if `x` is C-contiguous.

@@ -15,8 +15,8 @@ from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 from .scratch import BLOCK_BYTES, thread_scratch
 
-# Compiled code adds vectors if this many bytes are read and written; two vectors only if the sum is
-# stored into both. Otherwise NumPy takes no longer. Measured.
+# Compiled code adds vectors if at least this many bytes are read and written, and two vectors only
+# if the sum is stored into both. Otherwise NumPy takes no longer. Measured.
 _LONG_BYTES = 480 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -24,15 +24,11 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
     "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 OPS = tuple(_UFUNCS)
 _NUMPY_1 = np.__version__.startswith("1.")
-_DTYPES = {
-    "sum": (*FLOATING, *COMPLEX, *INTEGER),
+_DTYPES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sum", "prod"), (*FLOATING, *COMPLEX, *INTEGER)),
     "mean": (*FLOATING, *COMPLEX),
-    "prod": (*FLOATING, *COMPLEX, *INTEGER),
-    "max": (*FLOATING, *INTEGER, "bool"),
-    "min": (*FLOATING, *INTEGER, "bool"),
-    "band": (*INTEGER, "bool"),
-    "bor": (*INTEGER, "bool"),
-    "bxor": (*INTEGER, "bool"),
+    **dict.fromkeys(("max", "min"), (*FLOATING, *INTEGER, "bool")),
+    **dict.fromkeys(("band", "bor", "bxor"), (*INTEGER, "bool")),
 }
 _REMEDIES = {
     "bool": "view it as numpy.uint8 to count, or use max (or) and min (and)",
@@ -75,7 +71,7 @@ class Combine(Protocol):
         """
 
 
-class _Thread(threading.local):
+class _QuietContext(threading.local):
     """Context of a thread in which floating-point errors give Inf and NaN without a warning."""
 
     def __init__(self) -> None:
@@ -84,7 +80,7 @@ class _Thread(threading.local):
             self.quiet.run(np.seterr, all="ignore")
 
 
-_thread = _Thread()
+_thread = _QuietContext()
 
 
 def quietly(function: Callable[..., Any], *args: Any) -> None:
@@ -103,14 +99,14 @@ def quietly(function: Callable[..., Any], *args: Any) -> None:
 
 
 class Reduction:
-    """An op on a dtype, whose mean divides by `size`: the number of ranks, or a share of it.
+    """An op on a dtype. A mean divides by `size`: the number of ranks, or a factor of it.
 
     NaN propagates through max and min. Overflow becomes Inf (floating) or wraps (integers) without
-    a warning, as in MPI. A mean divides once, at the end, the chunk that a rank owns.
+    a warning, as in MPI. For a mean, each rank divides its own chunk once, at the end.
 
     In 16 bits, `combine` adds or multiplies in float32, and rounds once, at the end. The other
     methods round whenever they store. For them, a mean divides first, because the sum may overflow
-    if the mean does not (60000 + 60000 is Inf in float16).
+    even if the mean does not (60000 + 60000 is Inf in float16).
 
     Any number of threads may use one Reduction.
 
@@ -118,8 +114,8 @@ class Reduction:
         op: Name of the op, one of OPS.
         dtype: Dtype of the vectors.
         size: Divisor of a mean; 1 means that there is nothing to combine.
-        compiled: If true, use code compiled by numba, if available, to copy long vectors and to add
-            those of more than 16 bits. Loading it takes 50 MiB.
+        compiled: If true, use code compiled by numba, if available, to copy long vectors, and to
+            add long vectors of more than 16 bits. Loading the code takes 50 MiB.
 
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.
@@ -138,13 +134,13 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        # A rank alone combines nothing, and has no reason to load numba.
+        # A single rank combines nothing, and has no reason to load numba.
         self._combine_16 = None if not self.widens else (
             size > 1 and loops.combiner(name) or sixteen.combine)
         self._compiled = compiled
         self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
-        # Three or more vectors, or results that are stored several times, go block by block: a
-        # scratch block and the blocks of two ranks stay in the cache. Measured.
+        # Three or more vectors, and results that are stored several times, are processed in blocks,
+        # so that a scratch block and the blocks of two ranks stay in the cache. Measured.
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self.divisor = size if op == "mean" else 1
 
@@ -180,7 +176,7 @@ class Reduction:
         self._apply(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function that does `combine` on these vectors; faster if they are short.
+        """Return a function equal to `combine` on these vectors, but faster for short vectors.
 
         Args:
             sources: Vectors to combine; the function has the argument `out`.
@@ -227,11 +223,11 @@ class Reduction:
         if self._combine_16 is not None:
             self._combine_16(self._combine, sources, divisor, done)
         else:
-            self._in_own_dtype(sources, divisor, done)
+            self._combine_unwidened(sources, divisor, done)
         for out in outs[1:]:
             np.copyto(out, done)
 
-    def _in_own_dtype(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
+    def _combine_unwidened(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         if len(sources) == 2:
             self._combine(sources[0], sources[1], out=out)
         elif len(sources) == 1:

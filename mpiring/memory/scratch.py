@@ -18,7 +18,7 @@ class Block:
 
     Attributes:
         memory: BLOCK_BYTES bytes of undefined content.
-        address: Address of the memory; NumPy takes a microsecond to get it.
+        address: Address of the memory; NumPy takes a microsecond to return it.
     """
 
     def __init__(self) -> None:
@@ -44,19 +44,16 @@ class _ThreadScratch(threading.local):
 thread_scratch = _ThreadScratch()
 
 
-def _in_host_memory(nbytes: int) -> Array:
-    return np.empty(nbytes, np.uint8)
-
-
 class Scratch:
     """A small pool of buffers, for schedules of any thread.
 
     Args:
         keep: Number of idle buffers, the largest ones, that stay in the pool.
-        make: Function that returns a new buffer of a number of bytes.
+        make: Function that returns a new buffer of a number of bytes; by default, in host memory.
     """
 
-    def __init__(self, keep: int, make: Callable[[int], Array] = _in_host_memory) -> None:
+    def __init__(self, keep: int, make: Callable[[int], Array] = lambda nbytes: np.empty(
+            nbytes, np.uint8)) -> None:
         self._keep = keep
         self._make = make
         self._idle: list[Array] = []

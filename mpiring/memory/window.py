@@ -40,9 +40,13 @@ def create() -> int:
     return os.memfd_create("mpiring")
 
 
-def identity(descriptor: int) -> tuple[int, int]:
-    """Return the device and number of an open file, which identify it on this system."""
-    status = os.fstat(descriptor)
+def identity(file: int | str) -> tuple[int, int]:
+    """Return the device and number of a file, which identify it on this system.
+
+    Args:
+        file: Descriptor or path of the file.
+    """
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 
@@ -52,14 +56,13 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
     Args:
         pid, descriptor: Number of that process, and its descriptor.
         wanted: Identity of the file. In another container the same path may lead to another file,
-            which must not be touched.
+            which must not be changed.
 
     Raises:
         OSError: The process is in another container, or /proc is not accessible.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
-    status = os.stat(path)
-    if (status.st_dev, status.st_ino) != wanted:
+    if identity(path) != wanted:
         raise OSError(errno.ENXIO, f"process {pid} is not of this container")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
@@ -69,27 +72,28 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int, *,
     """Allocate this rank's segment of a file, and map the segments of all ranks.
 
     Each process allocates its own segment, so that the pages are in the memory of its processor.
-    A segment may be touched once its rank has returned from this function.
+    A segment may be accessed once its rank has returned from this function.
 
     Args:
         descriptor: Descriptor from `create` or `attach`; may be closed afterwards.
-        rank, size: Number of this process among those that share the file, and their number.
+        rank, size: Number of this process among the processes that share the file, and number of
+            these processes.
         nbytes: Length of each segment, at least 1.
         private_in_forks: If false, a fork of this process also shares the memory. It must not
             write to it.
 
     Returns:
-        A byte vector for each rank. The memory is unmapped when the last view of any of them dies.
+        A byte vector for each rank. The memory is unmapped when the last view of any vector dies.
 
     Raises:
-        OSError: Memory is too short, or a limit (`ulimit -f`, `-v`) forbids it.
+        OSError: There is too little memory, or a limit (`ulimit -f`, `-v`) forbids it.
     """
     stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     everything = _allocated(descriptor, rank, size, stride, private_in_forks)
     return [everything[start:start + nbytes] for start in range(0, size * stride, stride)]
 
 
-def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
+def one_array(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
     """Allocate this rank's share of a file's pages, and map the file as one array.
 
     Args:
@@ -97,8 +101,8 @@ def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
         nbytes: Length of the array, at least 1.
 
     Returns:
-        A byte vector, the same memory in all processes. A share may be touched once its rank has
-        returned from this function.
+        A byte vector, the same memory in all processes. A share may be accessed once its rank
+        has returned from this function.
 
     Raises:
         OSError: As for `segments`.
@@ -131,7 +135,7 @@ class _Mapping:
         address = _mapped(None, nbytes, mmap.MAP_SHARED, descriptor)
         if private_in_forks:
             _separate_forks()
-            _mappings[address] = nbytes, _kept(descriptor)
+            _mappings[address] = nbytes, _duplicated(descriptor)
         weakref.finalize(self, _unmap, address, nbytes).atexit = False
         self.__array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -150,8 +154,8 @@ def _mapped(address: int | None, nbytes: int, flags: int, descriptor: int) -> in
     return start
 
 
-def _kept(descriptor: int) -> int:
-    """Return a copy of a descriptor; -1 if the copies would use up the program's descriptors."""
+def _duplicated(descriptor: int) -> int:
+    """Return a duplicate of a descriptor; -1 if duplicates would use up those of the program."""
     try:
         copy = os.dup(descriptor)
     except OSError:

@@ -12,7 +12,7 @@ from ..collectives import (
     chain, direct, doubling, exchange, hierarchical, native, node_copies, ring, shared)
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut
+from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
@@ -218,7 +218,7 @@ class Collectives:
         yield (self.node.barrier(),)
         if len(self.nodes) > 1:
             yield from hierarchical.by_rings(
-                self, x, bounds, [hierarchical.InOneArray()] * self.tuning.in_flight)
+                self, x, bounds, [hierarchical.IntraNode()] * self.tuning.in_flight)
 
     def _equal_bounds(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)
@@ -265,7 +265,7 @@ class Collectives:
         resources.transport.bytes_sent += nbytes
         self._native_bytes += nbytes
         return native.allreduce(
-            resources.transport, turn, x, reduction(op, x.dtype, self.size))
+            resources.transport.iallreduce, turn, x, reduction(op, x.dtype, self.size))
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vectors `x` of all ranks on rank `root`.
@@ -339,9 +339,9 @@ class Collectives:
             True if all exchanges on this node have returned True.
         """
         within = self.combiner("mean", x.dtype, self.size / len(self.nodes))
-        inside = yield from hierarchical.meet(self, x, within)
+        inside = yield from hierarchical.synchronize(self, x, within)
         answers = yield from hierarchical.by_slices(
-            self, 0, inside[0], x, _slices(bounds), exchange)
+            self, 0, inside[0], x, slices(bounds), exchange)
         # The vectors of all ranks are complete after this.
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
@@ -352,8 +352,9 @@ class Collectives:
             x: Vector of shape (n,).
             bounds: Offsets of the slices, as in `between_nodes`.
         """
-        inside = yield from hierarchical.meet(self, x, self.combiner("sum", x.dtype, self.size))
-        yield from inside[0].spread(_slices(bounds))
+        within = self.combiner("sum", x.dtype, self.size)
+        inside = yield from hierarchical.synchronize(self, x, within)
+        yield from inside[0].spread(slices(bounds))
         yield (self.node.barrier(),)
 
     # Copying
@@ -514,10 +515,6 @@ class Collectives:
         # Each operation counts its windows, because operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
-
-
-def _slices(bounds: Sequence[int]) -> list[slice]:
-    return [slice(*pair) for pair in zip(bounds, bounds[1:])]
 
 
 def nothing() -> Schedule[None]:

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from ..collectives import native
 from ..collectives.operation import Tuning
+from ..memory.arrays import Array
 from ..memory.scratch import Scratch
-from ..transport.base import Channel
+from ..transport.base import Channel, Request
 from .model import Model
 from .windows import Windows
 
@@ -19,7 +20,7 @@ class OperationChannel(Channel, Protocol):
     sent: list[int]
 
 
-class Transport(native.NativeTransport, Protocol):
+class Transport(Protocol):
     """The part of the MPI transport that operations need."""
 
     rank: int
@@ -28,6 +29,9 @@ class Transport(native.NativeTransport, Protocol):
 
     def channel(self, sequence: int) -> OperationChannel:
         """Return the channel of operation number `sequence`."""
+
+    def iallreduce(self, x: Array, op: str) -> Request:
+        """Start MPI_Iallreduce of `x`, in place."""
 
 
 @dataclass(frozen=True)

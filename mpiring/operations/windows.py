@@ -70,7 +70,7 @@ def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, st
 
     Collective: within the node. Blocking: no (a schedule).
     """
-    return _mapped(node, nbytes, window.whole)
+    return _mapped(node, nbytes, window.one_array)
 
 
 def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int], T],
@@ -80,7 +80,7 @@ def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int],
     Args:
         node: Ranks of the node.
         nbytes: Length of each rank's segment, or of the complete memory.
-        layout: Function `window.segments` or `window.whole`.
+        layout: Function `window.segments` or `window.one_array`.
     """
     problem = ""
     descriptor, memory = -1, None

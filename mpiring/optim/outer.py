@@ -18,7 +18,7 @@ from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..names import LOCAL_TRAINING, OF_TORCHFT, explaining
+from ..names import LOCAL_TRAINING, TORCHFT_SYNONYMS, explaining
 from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
@@ -442,7 +442,7 @@ class PeriodicAveraging(Outer):
     Collective: yes. Blocking: yes.
     """
 
-    @explaining(LOCAL_TRAINING, OF_TORCHFT)
+    @explaining(LOCAL_TRAINING, TORCHFT_SYNONYMS)
     def __init__(self, model: Any, comm: Communicator | None = None, *, every: int,
                  start: int = 0, reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
@@ -489,7 +489,7 @@ class StreamingDiLoCo(Outer):
     Collective: yes. Blocking: yes.
     """
 
-    @explaining(LOCAL_TRAINING, OF_TORCHFT)
+    @explaining(LOCAL_TRAINING, TORCHFT_SYNONYMS)
     def __init__(self, model: Any, comm: Communicator | None = None, *, every: int,
                  lr: Scheduled = 0.7, momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
                  alpha: float | None = None, reducer: ReducerSpec = None, sharded: bool = False,

@@ -13,7 +13,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -63,7 +62,7 @@ class ProcessGroup(dist.ProcessGroup):
     end in Python has to return them itself.
 
     Args:
-        store: Store that torch.distributed made for this group, and may ask for.
+        store: Store that torch.distributed made for this group; see `get_group_store`.
         group: The ranks.
 
     Attributes:
@@ -105,7 +104,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The kinds of devices that the group serves; checkpoints look for the CPU among them."""
+        """The types of devices that the group supports; checkpoints look for the CPU among them."""
         return [torch.device(kind) for kind in DEVICE_TYPES]
 
     def _get_backend(self, device: Any) -> "ProcessGroup":
@@ -157,25 +156,21 @@ class ProcessGroup(dist.ProcessGroup):
                 timeout_s: float | None = None) -> Work:
         group = self._group
         if in_callback():
-            # Collective, since every rank runs callbacks in the order of the operations.
+            # Collective: every rank runs callbacks in the order of the operations.
             group = self._callback_group = self._callback_group or group.duplicate()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
         build = buffers.build(group, build)
         if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, build)
-            rests = buffers.stream is None and self._fills_node()
+            # If PyTorch's threads fill the node, background progress takes their cores: with two
+            # ranks on two cores, it took as much time as the reductions.
+            pauses = (buffers.stream is None and len(group.sharing.memory_groups) == 1
+                      and fill_cores(self._share))
             return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
-                                   lanes=[handle.lane] if rests else []))
+                                   lanes=[handle.lane] if pauses else []))
         group.run(call, build)
         return self._work(Work(DONE, value, threaded=True))
-
-    def _fills_node(self) -> bool:
-        """Return whether background progress would only take cores from the backward pass.
-
-        With two ranks on two cores, the thread then took as much time as the reductions.
-        """
-        return len(self._group.sharing.memory_groups) == 1 and fill_cores(self._share)
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:
@@ -313,7 +308,7 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
         input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
-        targets = self._of_root("gather", outputs, input, root, "output")
+        targets = self._root_tensors("gather", outputs, input, root, "output")
         x = buffers.raw(input)
         chunks = [buffers.raw(target, written=True) for target in targets]
         return self._submit(
@@ -323,15 +318,15 @@ class ProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
         output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
-        sources = self._of_root("scatter", inputs, output, root, "input")
+        sources = self._root_tensors("scatter", inputs, output, root, "input")
         x = buffers.raw(output, written=True)
         chunks = [buffers.raw(source) for source in sources]
         return self._submit(
             "scatter", f"of {described(output)} from root {root}", opts, buffers, list(outputs),
             lambda collectives: collectives.scatter(chunks, x, root))
 
-    def _of_root(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
-                 label: str) -> Tensors:
+    def _root_tensors(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
+                      label: str) -> Tensors:
         """Return the root's list of tensors, one per rank; an empty list on other ranks."""
         self._check_peer(root, "root")
         tensors = lists[0] if lists else ()
@@ -399,7 +394,7 @@ class ProcessGroup(dist.ProcessGroup):
     # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called; a timeout in the options holds for this call."""
+        """Complete when every rank has called; a timeout in the options applies to this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
             "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
@@ -424,9 +419,9 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s = self._group.config.stall_timeout_s if not timeout else timeout.total_seconds()
         if self.rank():
             self._messages.isend(NO_BYTES, 0, _TAG)
-            self._messages.irecv(np.empty(0, np.uint8), 0, _TAG).wait(limit_s or None)
+            self._messages.irecv(NO_BYTES, 0, _TAG).wait(limit_s or None)
             return
-        reports = {rank: self._messages.irecv(np.empty(0, np.uint8), rank, _TAG)
+        reports = {rank: self._messages.irecv(NO_BYTES, rank, _TAG)
                    for rank in range(1, self.size())}
         deadline, missing = time.monotonic() + limit_s, list[str]()
         for rank, report in reports.items():

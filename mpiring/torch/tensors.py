@@ -13,7 +13,7 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..gpu import accelerator, arrays
 from ..gpu.device import Device, Event
-from ..gpus import take_turns
+from ..gpus import assign_gpu
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES, numpy_dtype
 from ..world import or_world
@@ -123,7 +123,7 @@ def device_for(comm: Communicator | None = None) -> torch.device:
     """
     kind = accelerator.available().type
     gpus = torch.get_device_module(kind)
-    index = take_turns(or_world(comm), torch.accelerator.device_count(),
+    index = assign_gpu(or_world(comm), torch.accelerator.device_count(),
                        lambda index: str(gpus.get_device_properties(index).uuid))
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)

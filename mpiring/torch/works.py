@@ -61,7 +61,7 @@ class _All:
         return all([work.handle.test() for work in self._works])
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Wait until all are complete; the timeout applies to each Work, by default its own."""
+        """Wait until all are complete; `timeout_s` replaces the timeout of each Work."""
         for work in self._works:
             work.handle.wait(timeout_s or work.timeout_s)
 
@@ -94,7 +94,7 @@ class Future(torch.futures.Future):
 
     Args:
         handle: The operation.
-        value: Its result; None if `then` sets the result.
+        value: Result of the operation; None if `then` sets the result.
         gpus: GPUs that hold the tensors of the result.
     """
 
@@ -224,7 +224,8 @@ class Work(dist.Work):
         if self._future is None:
             try:
                 # At the end of the pass, DistributedDataParallel would wait in C++. The engine's
-                # thread would not know and would sleep between tests. This callback runs first.
+                # thread would not know that, and would sleep between tests. This callback runs
+                # first.
                 call_after_backward(self.handle.wait)
             except RuntimeError:
                 # No backward pass is running.

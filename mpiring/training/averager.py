@@ -349,7 +349,7 @@ class Averager(FusedTensors):
             self._autotuner = None
         self.scatters = True
 
-    def bounds(self, bucket: Bucket) -> list[int]:
+    def bounds(self, bucket: Bucket) -> Sequence[int]:
         """Return the offsets that cut a bucket into slices, one per rank.
 
         Without `scatter`, every rank has the complete bucket: [0, size].

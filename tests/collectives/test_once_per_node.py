@@ -199,14 +199,14 @@ def test_each_slice_comes_to_each_node_once_and_nothing_moves_on_a_node(node_of)
 
 
 def test_memory_that_one_rank_cannot_have_is_an_error_on_all(monkeypatch):
-    whole = window.whole
+    one_array = window.one_array
 
     def limited(descriptor, rank, size, nbytes):
         if rank == 1:
             raise OSError(12, "Cannot allocate memory")
-        return whole(descriptor, rank, size, nbytes)
+        return one_array(descriptor, rank, size, nbytes)
 
-    monkeypatch.setattr(window, "whole", limited)
+    monkeypatch.setattr(window, "one_array", limited)
     results, _ = run([0, 1, 0, 2, 1, 2, 2], lambda collectives: collectives.node_array(9, "int16"),
                      return_errors=True)
     for rank, error in enumerate(results):

@@ -136,7 +136,7 @@ def test_no_rank_reads_a_window_after_its_owner_has_gone_on():
 def test_aligned_bounds(n, itemsize, p):
     bounds = aligned_bounds(n, itemsize, p)
     assert len(bounds) == p + 1 and (bounds[0], bounds[-1]) == (0, n)
-    assert bounds == sorted(bounds)
+    assert list(bounds) == sorted(bounds)
     assert all(bound * itemsize % 64 == 0 or bound == n for bound in bounds)
     longest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
     assert longest * itemsize < n * itemsize / p + 2 * 64

@@ -1,11 +1,12 @@
-"""Compares what autotune chooses, from bad first settings, with the best of a grid of settings.
+"""Compares the choice of autotune, from bad first settings, with the best of a grid of settings.
 
     mpirun -n 2 python tests/helpers/autotune_grid.py
     python -m mpiring lab run --hosts 2 -- python tests/helpers/autotune_grid.py
 
-By hand, on a quiet machine. It tunes a transformer twice, from buckets of 1 and of 200 MB, takes a
-few steps with each setting of a grid, and then measures the best of the grid, the first settings
-and the chosen ones again, in turns. It prints the rows of the table in docs/benchmarks/autotune.md.
+Run it by hand, on a quiet machine. It tunes a transformer twice, from buckets of 1 and of 200 MB,
+and takes a few steps with each setting of a grid. Then it measures the best settings of the grid,
+the first settings and the chosen settings again, in turn. It prints the rows of the table in
+docs/benchmarks/autotune.md.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from mpiring.training.autotune import MAX_STEPS, Autotuner, _plans
 from mpiring.training.search import Choice
 
 FIRST_BYTES = 10 ** 6, 200 * 10 ** 6
-# Of the grid, so many are measured again.
+# Number of settings of the grid that are measured again.
 FINALISTS = 4
 
 
@@ -62,7 +63,7 @@ class Training:
 
 
 def tuned(comm, parameters, first_bytes):
-    """Return the first settings, the chosen ones, and the steps that it took."""
+    """Return the first settings, the chosen settings, and the number of steps of the search."""
     training = Training(comm, parameters, autotune=True, bucket_bytes=first_bytes)
     first = training.gradients.choice
     for step in range(1, MAX_STEPS + 1):
@@ -82,7 +83,7 @@ def grid_of(training):
     values = [[value for value in axis.values if value != "auto"] for axis in axes]
     first = {"operations": training.gradients.choice.operations}
     grid = [Choice(**first | dict(zip(names, each))) for each in itertools.product(*values)]
-    # MPI's own call takes no pieces.
+    # MPI's own call has no pieces.
     return [choice for choice in grid
             if choice.pieces == 1 or (choice.long, choice.short) != ("native", "native")]
 

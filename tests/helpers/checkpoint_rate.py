@@ -1,6 +1,6 @@
 """Measures, by hand, what a checkpoint of 200 MB costs: mpirun -n 2 python THIS FOLDER [ROUNDS].
 
-Both ways in turn: rank 0 writes all, or each rank its slice of it.
+Two methods, in turn: rank 0 writes everything, or each rank writes its slice.
 """
 
 import json
@@ -32,7 +32,7 @@ def copy():
 
 
 def plain():
-    """Write as many bytes as any program would."""
+    """Write the same number of bytes without mpiring."""
     if comm.rank == 0:
         with open(f"{folder}/plain", "wb", buffering=0) as file:
             data = flat.data
@@ -43,14 +43,14 @@ def plain():
 
 
 def saved_and_complete(name, checkpoints, number, **parts):
-    """Save, and note how long that took, and how long it was until all was complete."""
+    """Save, and note the time until the call returned and until the checkpoint was complete."""
     timed(f"save {name}", lambda: checkpoints.save(number, **parts))
     checkpoints.wait()
     times.setdefault(f"complete {name}", []).append(1e3 * checkpoints.save_s)
 
 
 def loaded(checkpoints):
-    """Load, and read what this rank needs of it."""
+    """Load, and read the part that this rank needs."""
     saved = checkpoints.load()
     for name, tensor in (saved.sharded or {}).items():
         for start, stop in mine[name].pieces:
@@ -58,7 +58,7 @@ def loaded(checkpoints):
 
 
 def slice_of(name, x):
-    """Return this rank's piece of a tensor: all of them, end to end, are cut evenly."""
+    """Return this rank's piece of a tensor; the concatenated tensors are divided evenly."""
     start, n = x.size * int(name[1:]), x.size * ARRAYS
     first, last = (min(max(0, r * n // comm.size - start), x.size)
                    for r in (comm.rank, comm.rank + 1))

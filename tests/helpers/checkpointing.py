@@ -12,13 +12,13 @@ from mpiring.resilience.manifest import sealed
 
 
 def state(step, rank=None):
-    """Return a state that tells of which step, and whose, it is."""
+    """Return a state that contains its step and its rank."""
     x = np.arange(100.0) + step
     return {"x": x} if rank is None else {"rank": rank, "x": x + 1000 * rank}
 
 
 def parts(step, comm):
-    """Return what a rank saves: 100 elements of it are in slices."""
+    """Return what a rank saves, including slices of 100 elements."""
     ends = 100 * comm.rank // comm.size, 100 * (comm.rank + 1) // comm.size
     mine = Sliced((100,), {ends: state(step)["x"][slice(*ends)]}, np.float64)
     return {"replicated": state(step), "own": state(step, comm.rank), "sharded": {"m": mine}}
@@ -34,7 +34,7 @@ def save(folder, *steps, size=2, **options):
 
 
 def load(folder, size=2, **options):
-    """Return what each rank loads, after a look at its content."""
+    """Return what each rank loads, after a check of its content."""
     def run(comm):
         with Checkpoints(folder, comm, **options) as checkpoints:
             saved = checkpoints.load()
@@ -68,7 +68,7 @@ def same(a, b):
 
 
 def names(folder):
-    """Return what is in a folder."""
+    """Return the names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -80,18 +80,18 @@ def flip(path):
 
 
 def cut(path):
-    """Let the first half of a file be all."""
+    """Truncate a file to its first half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def as_pipe(path):
-    """Put a pipe in the place of a file."""
+    """Replace a file by a pipe."""
     path.unlink()
     os.mkfifo(path)
 
 
 def changed(change):
-    """Return a harm: change a manifest, which tells a hash of itself."""
+    """Return a function that changes a manifest, which contains its own hash."""
     def harm(path):
         manifest = json.loads(path.read_text())
         change(manifest)

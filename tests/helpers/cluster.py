@@ -19,13 +19,13 @@ NODES = {
     "of two": lambda p: [rank // 2 for rank in range(p)],
     "in turn": lambda p: [rank % 3 for rank in range(p)],
     "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
-# Which ranks have their arrays in windows.
+# Ranks whose arrays are in windows.
 IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
               "some": lambda rank: rank % 2 == 0}
 
 
 class Transport:
-    """One rank's end of the network, for one operation."""
+    """The network as one rank sees it, for one operation."""
 
     def __init__(self, net):
         self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
@@ -46,10 +46,10 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
 
     Args:
         node_of: The node of each rank.
-        program: Takes a Collectives, and returns a schedule.
-        call: What each rank was asked to do.
-        algorithm: What "auto" means; MPI's own is not there.
-        tuning: Lengths and counts; what is copied at once always fits into a slot.
+        program: Function from a Collectives to a schedule.
+        call: Call of each rank.
+        algorithm: Algorithm that "auto" stands for; "native" is not available.
+        tuning: Lengths and counts; copies in one piece always fit into a slot.
     """
     tuning = replace(tuning, eager_bytes=min(tuning.eager_bytes, 4 * slot_bytes),
                      moved_bytes=min(tuning.moved_bytes, slot_bytes))

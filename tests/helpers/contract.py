@@ -1,4 +1,4 @@
-"""States once what every algorithm must do: inputs, and NumPy's answer."""
+"""The contract of all algorithms: inputs, and the results of NumPy."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ OPS_OF = {
     **dict.fromkeys(("band", "bor", "bxor"), ["bool", *INTEGERS])}
 
 
-# Whether tables have all combinations: the option --full.
+# True if tables contain all combinations: the option --full.
 full = False
 
 
@@ -30,9 +30,9 @@ def defined(op, dtype):
 
 @functools.cache
 def cases(*axes):
-    """Return the rows of a table: each has an op, a dtype that has it, and a value of each axis.
+    """Return the rows of a table: an op, a dtype that supports it, and a value of each axis.
 
-    Any two values of two axes are together in some row. With --full, all combinations are rows.
+    For any two axes, each pair of values is in some row. With --full, all combinations are rows.
 
     Args:
         axes: Tuples of values.
@@ -72,7 +72,7 @@ def contribution(rank, n, dtype):
 
 @functools.lru_cache(maxsize=64)
 def expected(size, n, dtype, op):
-    """NumPy's result over `size` ranks, which is kept: read only."""
+    """Return NumPy's result over `size` ranks, cached; do not write to it."""
     rows = np.array([contribution(rank, n, dtype) for rank in range(size)])
     with np.errstate(over="ignore"):
         result = OPS[op].reduce(rows, axis=0, dtype=dtype)
@@ -82,7 +82,7 @@ def expected(size, n, dtype, op):
 
 
 def rounded_once(rows, op):
-    """What 16-bit sums, means and products must be: combined in float32, in rank order."""
+    """Return 16-bit sums, means and products, combined in float32 and in rank order."""
     with np.errstate(all="ignore"):
         total = rows[0].astype("float32")
         for row in rows[1:]:
@@ -91,20 +91,20 @@ def rounded_once(rows, op):
 
 
 def same_bits(a, b):
-    """Return whether two vectors are equal bit by bit, but for the payload of NaN."""
+    """Return whether two vectors are bitwise identical, except for the payloads of NaN."""
     nan = np.isnan(a.astype("float32"))
     a, b, nans = a.view("uint16"), b.view("uint16"), np.isnan(b.astype("float32"))
     return np.array_equal(nan, nans) and np.array_equal(a[~nan], b[~nan])
 
 
 def check_all(results, op):
-    """Fail unless all ranks have the same bits, and what NumPy says."""
+    """Fail unless all ranks have the same bits, equal to the result of NumPy."""
     assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
     check(results[0], len(results), op)
 
 
 def check(result, size, op):
-    """Fail unless `result` is what NumPy says."""
+    """Fail unless `result` equals the result of NumPy."""
     want = expected(size, result.size, result.dtype, op)
     if op == "mean":
         # In 16 bits a ring's mean divides before it adds, and rounds each time.

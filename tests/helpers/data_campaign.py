@@ -1,8 +1,8 @@
-"""Kills trainings at random moments, lets other numbers of ranks go on, and counts every sample.
+"""Kills trainings at random moments, resumes on other numbers of ranks, and counts every sample.
 
     python tests/helpers/data_campaign.py --kills 20
 
-By hand: it takes some minutes, and torchdata for one of the sources.
+Run it by hand: it takes a few minutes, and needs torchdata for one of the sources.
 """
 
 import argparse
@@ -15,19 +15,19 @@ from pathlib import Path
 
 from launching import PROGRAMS, finish, start
 
-# In turns; torchdata's loader saves a state of its own, which the others cannot load.
+# torchdata's loader has a separate state, which the other sources cannot load.
 SOURCES = [["plain", "prefetch", "workers", "workers, prefetch"], ["torchdata, prefetch"]]
 LIMIT_S = 110
 
 
 def steps(folder):
-    """Return how many steps were made, by all jobs together."""
+    """Return the number of steps of all jobs together."""
     log = folder / "log"
     return log.read_text().count("\n") if log.exists() else 0
 
 
 def killed(job, folder, ranks, after, rng):
-    """Kill one rank of a job, or all, after so many steps; return False if it ends before."""
+    """Kill one rank of a job, or all, after a number of steps; return False if it ends earlier."""
     deadline, before = time.monotonic() + LIMIT_S, steps(folder)
     while steps(folder) < before + after:
         if job.poll() is not None or time.monotonic() > deadline:
@@ -39,15 +39,15 @@ def killed(job, folder, ranks, after, rng):
         for rank in victims:
             os.kill(int((folder / f"pid{rank}").read_text()), signal.SIGKILL)
     except ProcessLookupError:
-        return False    # It was at its end.
+        return False    # The job has just ended.
     return True
 
 
 def one_training(folder, jobs, rng):
-    """Run jobs in turn, each killed but the last; return the kills, and how the last one ended.
+    """Run jobs in turn, and kill all but the last; return the kills, and how the last job ended.
 
     Args:
-        jobs: Ranks, source, tokens of a batch, and steps from one checkpoint to the next.
+        jobs: Ranks, source, tokens per batch, and steps between checkpoints.
     """
     for kills, (ranks, *options) in enumerate(jobs):
         print(f"{ranks} ranks, {', '.join(map(str, options))}", flush=True)

@@ -1,4 +1,4 @@
-"""Makes collective calls in which one rank differs from the others, and returns what came of it."""
+"""Makes collective calls in which one rank differs from the others, and returns the errors."""
 
 import re
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from mpi4py import MPI
 
 import mpiring
 
-# The odd rank does not make the call at all, but goes on.
+# The odd rank skips the call and continues.
 SKIPPED = object()
 STALL_TIMEOUT_S = 30
 
 
 @dataclass
 class Row:
-    """A collective call that takes values.
+    """A collective call with arguments.
 
     Attributes:
-        name: Of the call, for the test's name.
-        call: Makes it, given what `make` has returned and keyword arguments.
-        usual: The arguments of all ranks but one.
-        odd: Of the last rank, those that differ, by the kind of difference: a value, a type, or
-            None for an argument that is left out; each with what errors say of both values.
-        make: Returns what the call is made on.
-        label: What the errors call the call that the odd rank does not make; None for no such test.
+        name: Name of the call, for the test's name.
+        call: Function that makes the call, given the result of `make` and keyword arguments.
+        usual: Arguments of all ranks but one.
+        odd: Arguments of the last rank that differ, by the kind of difference: a value, a type, or
+            None for an argument that is left out; each with the errors' text for both values.
+        make: Function that returns the object of the call.
+        label: Name, in errors, of the call that the odd rank skips; None for no such test.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Row:
 
 
 def rows_of(name, call, arguments, *, make=lambda comm: comm, label):
-    """Return a row for each argument of a call, all of which the usual call passes.
+    """Return a row for each argument of a call; the usual call passes all arguments.
 
     Args:
-        arguments: By name: its usual value, another one, one of a wrong type, and, unless it is
-            the argument's name, what errors call it.
+        arguments: By name: the usual value, another value, a value of a wrong type, and the name
+            in errors if it differs.
     """
     usual = {argument: values[0] for argument, values in arguments.items()}
     return [Row(f"{name}({argument}=)", call, usual,
@@ -67,9 +67,9 @@ def errors_of(comm, row, odd):
     """Make a call with one odd rank; return the errors of all ranks as texts, "" for none.
 
     Args:
-        comm: For the answers.
-        odd: What the last rank passes instead of `row.usual`: None without an argument stands for
-            leaving it out.
+        comm: Communicator that gathers the errors.
+        odd: Arguments that the last rank passes instead of `row.usual`; None leaves an argument
+            out.
     """
     is_odd = comm.rank == comm.size - 1
     part = mpiring.Communicator(
@@ -78,7 +78,7 @@ def errors_of(comm, row, odd):
     if is_odd and odd is not SKIPPED:
         arguments = {name: value for name, value in {**arguments, **odd}.items()
                      if value is not SKIPPED}
-    # All ranks go on, also after an error: if the others have none yet, this tells them.
+    # All ranks continue, also after an error: this reports it to ranks without an error.
     calls = [] if is_odd and odd is SKIPPED else [lambda: row.call(subject, **arguments)]
     for action in (*calls, part.barrier):
         try:
@@ -87,17 +87,17 @@ def errors_of(comm, row, odd):
             error = error or exc
     texts = comm.allgather_object(
         "" if error is None else f"{type(error).__name__}: {error}", label=row.name)
-    # It cannot be closed after some of these errors; nor is it at the end of the program.
+    # After some of these errors it cannot be closed, not even at the end of the program.
     part._group.engine.give_up(error or mpiring.ClosedError("the test is over"))
     return texts
 
 
 def check(comm, row, odd, told):
-    """Fail unless one odd rank is an error on all ranks, which tells what differs."""
+    """Fail unless one odd rank causes an error on all ranks that names the difference."""
     if comm.size == 1:
         return
     texts = errors_of(comm, row, odd)
     assert all(texts), texts
     assert all(re.search(told, text) for text in texts), texts
-    # What the odd rank alone can see is shown with its rank when it ends the job.
+    # An error that only the odd rank detects is shown with its rank when it ends the job.
     assert all("rank " in text for text in texts[:-1]), texts

@@ -1,10 +1,10 @@
-"""Kills ranks of training jobs at random moments, and counts how many jobs go on, and how soon.
+"""Kills ranks of training jobs at random times, and counts how many jobs resume, and how soon.
 
     python tests/helpers/elastic_campaign.py --kills 100
     python tests/helpers/elastic_campaign.py --kills 30 --grow
 
-With --grow, new ranks replace the dead ones. It needs an Open MPI whose mpirun knows
-`--with-ft ulfm`. By hand: it takes some minutes.
+With --grow, new ranks replace dead ranks. It needs an Open MPI whose mpirun has
+`--with-ft ulfm`. Run it by hand: it takes a few minutes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SURVIVES = ("--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1")
 
 
 def events(folder):
-    """Return what ranks have written: (seconds, rank, "begins" or "goes on", how many)."""
+    """Return the events that ranks have written: (seconds, rank, "begins" or "goes on", count)."""
     log = folder / "log"
     lines = log.read_text().splitlines() if log.exists() else []
     for line in lines:
@@ -41,7 +41,7 @@ def events(folder):
 
 
 def wait_until_all_go_on(folder, size, job, since=0.0):
-    """Return when so many ranks have made a step together; False if the job ends before."""
+    """Wait until so many ranks have made a step together; return False if the job ends earlier."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and job.poll() is None:
         steps = [what for when, _, what, among in events(folder) if among == size and when > since]
@@ -52,14 +52,14 @@ def wait_until_all_go_on(folder, size, job, since=0.0):
 
 
 def kill(folder, ranks):
-    """Kill some ranks, and return when."""
+    """Kill some ranks, and return the time."""
     for rank in ranks:
         os.kill(int((folder / f"pid{rank}").read_text()), signal.SIGKILL)
     return time.time()
 
 
 def injure(folder, job, pattern, rng, grow):
-    """Kill ranks as the pattern says; return when, and how many were killed by then."""
+    """Kill ranks in a pattern; return, for each kill, the time and the number of killed ranks."""
     victims = rng.sample(range(RANKS), 2)
     if pattern == "rank 0":
         victims = [0]
@@ -84,11 +84,11 @@ def injure(folder, job, pattern, rng, grow):
 
 
 def one_job(place, private, pattern, rng, grow):
-    """Run a job, and hurt it.
+    """Run a job, and kill ranks of it.
 
     Returns:
-        How many ranks were killed; what went wrong, or ""; the seconds from each death, or two at
-        once, to the first step of the last rank after it; what the job has printed.
+        The number of killed ranks; an error, or ""; the seconds from each death, or two deaths at
+        once, to the first later step of the last rank; the output of the job.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
@@ -98,7 +98,7 @@ def one_job(place, private, pattern, rng, grow):
         try:
             deaths = injure(folder, job, pattern, rng, grow)
         except ProcessLookupError:
-            deaths = []    # It had come to its end before.
+            deaths = []    # The job had ended before.
         try:
             output, _ = job.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Lists the sentences of pages and modules that break the rules of English in docs/styles.
+"""Lists sentences of pages and modules that break the rules for English in docs/styles.
 
 `python tests/helpers/english.py [PATH ...]` prints file, line, rule, remedy, and their number. The
 rules are files of Vale (https://vale.sh), which reads pages only; this also reads docstrings,
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 class Rule:
-    """One file of docs/styles; `breaks` finds what it forbids in a text."""
+    """One file of docs/styles; `breaks` finds its violations in a text."""
 
     def __init__(self, path):
         rule = yaml.safe_load(path.read_text())
@@ -43,11 +43,11 @@ class Rule:
         flags = re.IGNORECASE if rule.get("ignorecase") else 0
         self.remedies = [(re.compile(form.format(pattern), flags), remedy)
                          for pattern, remedy in swap.items()]
-        # Most sentences break none, which a single search finds out.
+        # A single search finds that most sentences break no rule.
         self.any = re.compile(form.format("|".join(f"(?:{pattern})" for pattern in swap)), flags)
 
     def breaks(self, text):
-        """Yield what to do about each place in a Text that breaks the rule."""
+        """Yield the remedy for each violation of the rule in a Text."""
         if (self.scope == "heading") != (text.scope == "heading") and self.scope != "text":
             return
         if self.scope == "sentence" and text.scope == "cell":
@@ -87,7 +87,7 @@ def of_page(text):
     text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
     text = re.sub(r"^( *)(`{3,}).*?^ *\2", blank, text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^:{3,}.*$|^:\w[\w-]*:.*$|^\(\S+\)=$|^\+\+\+$", "", text, flags=re.MULTILINE)
-    # A rule of a table, a list's mark, a quotation and a definition begin a text of their own.
+    # A rule of a table, a list's mark, a quotation and a definition each begin a new text.
     blocks = re.split(r"(\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.|>|:) )|\n(?=\|)|\n(?=#)|(?<=\|)\n)", text)
     line = 1
     for block in blocks:
@@ -153,7 +153,7 @@ def of_module(text):
 
 
 def breaks(path, checked=None):
-    """Yield line, rule and remedy of each break in a page or a module."""
+    """Yield line, rule and remedy of each violation in a page or a module."""
     text = path.read_text()
     for part in of_page(text) if path.suffix == ".md" else of_module(text):
         for rule in checked or rules():
@@ -164,7 +164,7 @@ def breaks(path, checked=None):
 
 
 def files(paths):
-    """Return the pages and modules under some paths; by default, all that the rules are for."""
+    """Return the pages and modules under some paths; by default, all that the rules apply to."""
     paths = paths or [ROOT / name for name in (
         "mpiring", "benchmarks", "examples", "docs", "slurm", "packaging", "README.md",
         "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -174,7 +174,7 @@ def files(paths):
 
 
 def main(names):
-    """Print all breaks; return how many files have some."""
+    """Print all violations; return the number of files with violations."""
     counts, checked = Counter(), rules()
     for path in files([Path(name) for name in names]):
         for line, name, remedy in breaks(path, checked):

@@ -1,6 +1,6 @@
-"""Runs the tests under each MPI library, in an environment of its own, and prints a table.
+"""Runs the tests under each MPI library, in separate environments, and prints a table.
 
-The libraries of Debian need its packages: apt-get install mpich openmpi-bin.
+Libraries of Debian need Debian packages: apt-get install mpich openmpi-bin.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TABLE = "{:15} {:34} {:>7} {:>7} {:>7} {:>8}"
 
 
 def make(name, folder):
-    """Make an environment with one MPI library, and all else from the present environment.
+    """Make an environment with one MPI library, and everything else from this environment.
 
     Raises:
         FileNotFoundError: A package of Debian is not installed.
@@ -95,7 +95,7 @@ def tested(name, folder, quick):
     variables = environment(
         PATH=f"{python.parent}{os.pathsep}{os.environ['PATH']}", VIRTUAL_ENV=str(folder / name),
         LD_LIBRARY_PATH=str(folder / name / "lib"))
-    # Tests have settings of their own.
+    # Tests have their own settings.
     variables = {key: text for key, text in variables.items() if not key.startswith("MPIRING_")}
     version = subprocess.run(
         [python, "-c", "from mpi4py import MPI; print(MPI.Get_library_version())"], check=True,
@@ -110,7 +110,7 @@ def tested(name, folder, quick):
             r"(\d+) (passed|failed|error|skipped)", ended.stdout.rpartition("\n=")[2])}
         counts.update(found)
         if ended.returncode:
-            # A rank that ends its job has not counted.
+            # A rank that ends its job does not count.
             counts["failed"] += found.get("error", not found.get("failed"))
             print(f"{name}: {' '.join(map(str, command))} ended with status {ended.returncode}\n"
                   f"{ended.stdout[-20000:]}", flush=True)

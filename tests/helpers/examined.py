@@ -1,4 +1,4 @@
-"""Facts of jobs that are well, and what the doctor finds in them."""
+"""Facts of healthy jobs, and the findings of the doctor."""
 
 from mpiring.tools.doctor.command import judge
 from mpiring.tools.doctor.facts import (
@@ -25,7 +25,7 @@ ETHERNET = NetworkDevice(name="eth0", kind="Ethernet", gbit=25)
 
 
 def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
-    """Return facts of healthy ranks, each bound to a processor of its own."""
+    """Return facts of healthy ranks, each bound to a separate processor."""
     per_node = per_node or count
     healthy = {"python": "3.11.7", "versions": {"numpy": "2.4.6", "mpi4py": "4.1.2"},
                "thread_level": "multiple", "start_method": "fork", "memory": PLENTY}
@@ -41,7 +41,7 @@ def job(some, **facts):
 
 
 def found(what):
-    """Return the findings by name; of those of one name, all."""
+    """Return lists of findings by name."""
     names = {}
     for finding in judge(what):
         names.setdefault(finding.name, []).append(finding)

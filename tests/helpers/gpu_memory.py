@@ -1,4 +1,4 @@
-"""Puts arrays on a GPU for tests, real or simulated, and takes them back."""
+"""Copies arrays to a real or simulated GPU, and back, for tests."""
 
 import numpy as np
 
@@ -25,5 +25,5 @@ class GpuMemory:
         return vector
 
     def get(self, x):
-        """Return what a vector holds, once all that is queued is done."""
+        """Return the content of a vector after all queued work."""
         return on_host(x)

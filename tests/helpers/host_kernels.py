@@ -1,6 +1,6 @@
-"""Runs the kernels of GPUs on the host, as g++ compiles them.
+"""Runs GPU kernels on the host, compiled by g++.
 
-Nothing here needs a GPU. `HostStream` launches what it is given at once, on host memory.
+This needs no GPU. `HostStream` runs kernels at once, on host memory.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from mpiring.gpu.device import DeviceVector
 from mpiring.gpu.cuda import CudaStream
 
 _SHIM = Path(__file__).with_suffix(".cpp")
-# Not the numbers of a launch on a GPU: here, loops over the grid go round more than once.
+# Smaller numbers than on a GPU, so that loops over the grid have several iterations.
 _BLOCKS, _THREADS = 3, 64
 
 
 def compiler():
-    """Return where g++ is; skip, or fail in CI, where there is none."""
+    """Return the path of g++; skip, or fail in CI, if it is missing."""
     return shutil.which("g++") or missing("no g++: apt-get install g++")
 
 
@@ -46,7 +46,7 @@ def compiled(needed, folder):
 
 
 class HostStream(CudaStream):
-    """A stream that does everything at once, on host memory.
+    """A stream that runs everything at once, on host memory.
 
     Args:
         library: A path, from `compiled`.
@@ -67,7 +67,7 @@ class HostStream(CudaStream):
 
 
 class HostMemory:
-    """Memory of the host, as that of a GPU; see kernel_cases.py."""
+    """Host memory in place of GPU memory; see kernel_cases.py."""
 
     def put(self, x, offset=0):
         """Return a vector with the elements of an array."""
@@ -78,12 +78,12 @@ class HostMemory:
         return DeviceVector(None, copy.ctypes.data, x.size, x.dtype, copy)
 
     def get(self, x):
-        """Return what a vector holds."""
+        """Return the content of a vector."""
         return x.owner
 
 
 def same(x, y):
-    """Return whether vectors have the same bits, but for those of NaN."""
+    """Return whether vectors have the same bits, except for NaN."""
     parts = [part.view(part.real.dtype) for part in (x, y)]
     different = parts[0].view(f"u{parts[0].itemsize}") != parts[1].view(f"u{parts[1].itemsize}")
     return all(np.isnan(parts[0][different]) & np.isnan(parts[1][different]))

@@ -1,6 +1,6 @@
-"""Lists what users can import, call, set and type: `public_api.txt` has the last list.
+"""Lists the public interface: imports, calls, settings and options, as in `public_api.txt`.
 
-`python tests/helpers/interface.py` writes it.
+`python tests/helpers/interface.py` writes that file.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def member_of(cls, name):
 def declared():
     """Yield each function and class on the pages of the reference, and the members listed there.
 
-    If a page hides a constructor by `()`, mpiring makes the objects. Users do not import the class.
+    A page hides a constructor by `()` if only mpiring creates the objects and users do not import
+    the class.
     """
     for path in sorted(REFERENCE.glob("*.md")):
         for name, hidden, members in DIRECTIVE.findall(path.read_text()):
@@ -55,7 +56,7 @@ def declared():
 
 
 def documented():
-    """Yield what the pages of the reference declare: functions, classes and members of classes."""
+    """Yield the functions, classes and members that the pages of the reference declare."""
     for name, item, hidden, members in declared():
         shown = name.rpartition(".")[2] if hidden else name
         yield shown if hidden else shown + signature_of(item)
@@ -76,7 +77,7 @@ def settings():
 
 
 def commands():
-    """Yield the options of each command and of each study, as argparse knows them."""
+    """Yield the options of each command and of each study, from argparse."""
     from mpiring import __main__ as main
 
     def options_of(parser):

@@ -1,8 +1,8 @@
-"""Runs programs one after the other on ranks that stay: they start, and import PyTorch, once.
+"""Runs programs one after the other on persistent ranks, which start and import PyTorch once.
 
-There is one job for each number of ranks, in each of pytest-xdist's workers. What a program may not
-leave behind stands in programs/served_rank.py. A program that kills a rank, hangs or leaves
-something behind costs its job; the next program gets a new one.
+There is one job for each number of ranks, in each of pytest-xdist's workers. A program must clean
+up; programs/served_rank.py checks this. If a program kills a rank, hangs or does not clean up, its
+job ends, and the next program gets a new job.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from pathlib import Path
 import pytest
 from launching import HANG_S, PROGRAMS, ROOT, Ended, start
 
-# More would take memory for nothing: tests in a row mostly want the same number of ranks.
+# More would waste memory: successive tests mostly need the same number of ranks.
 _MAX_JOBS = 4
-# How long the ranks that have done their part wait for one that has not, once another has died.
+# Seconds for which the ranks that are ready wait for the others after a rank has died.
 _LAST_WORDS_S = 10
 _jobs: dict[int, "_Job"] = {}
-# What the starts of jobs have taken, with the imports of their ranks: seconds times ranks.
+# Cost of starting jobs, with the imports of their ranks: seconds times ranks.
 spent = {"rank_s": 0.0}
 
 
 def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
     """Run `python command…` on some ranks to its end, as `launching.launch` does.
 
-    For programs whose subject is not how processes start and end, signals or MPI's own settings.
+    Not for programs that test the start or end of processes, signals or settings of MPI.
     """
     job = _jobs.pop(ranks, None) or _Job(ranks)
-    # The last one is the one used last.
+    # The last job was used last.
     _jobs[ranks] = job
     while len(_jobs) > _MAX_JOBS:
         _jobs.pop(next(iter(_jobs))).end()
@@ -59,10 +59,10 @@ class _Job:
     """Ranks that wait for programs.
 
     Args:
-        ranks: How many.
+        ranks: Number of ranks.
 
     Attributes:
-        serves: Whether all ranks live, and wait for the next program.
+        serves: True if all ranks live, and wait for the next program.
     """
 
     def __init__(self, ranks):
@@ -88,7 +88,7 @@ class _Job:
                 "variables": {name: str(value) for name, value in variables.items()}}
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            # A rank that has died since is noticed below.
+            # If a rank has died meanwhile, this is noticed below.
             for one in self._sockets:
                 one.sendall(json.dumps(task).encode() + b"\n")
         replies, died = self._replies(began + timeout_s)
@@ -98,7 +98,7 @@ class _Job:
         self.serves = len(replies) == len(self._sockets) and not any(
             reply["worn"] or reply["left"] for reply in replies)
         if died:
-            # What MPI and the launcher say of it stands in the job's own output.
+            # The job's output has the messages of MPI and the launcher.
             status = self._ended() or 1
             return Ended(status, text + (self._folder / "job").read_text(errors="replace"), seconds)
         if len(replies) < len(self._sockets):
@@ -132,14 +132,14 @@ class _Job:
         return replies, died
 
     def end(self):
-        """Let the ranks end, as they do where nobody is left who has programs for them."""
+        """End the ranks, which end by themselves if this process has ended."""
         for one in self._sockets:
             one.close()
         self._ended(_LAST_WORDS_S if self.serves else 0)
         shutil.rmtree(self._folder)
 
     def _ended(self, patience_s=_LAST_WORDS_S):
-        """Wait for the end of mpiexec, bring it about if it does not come; return the status."""
+        """Wait until mpiexec ends, or kill it if it does not; return the status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""States once what is computed on vectors of a GPU: sums by kernels, and array operations.
+"""The cases of all tests of vectors on a GPU: sums by kernels, and array operations.
 
-They lie in a memory: `put` returns a vector with an array's elements, so many bytes above an
-aligned address, and `get` what a vector holds when all is done.
+The vectors are in a memory. Its method `put` returns a vector with an array's elements, a number of
+bytes above an aligned address; `get` returns the content of a vector after all work.
 """
 
 import itertools
@@ -22,7 +22,7 @@ DTYPES = {np.dtype(dtype).name: np.dtype(dtype)
           for dtype in contract.DTYPES if dtype != "longdouble"}
 CASES = [(op, np.dtype(dtype).name) for op, dtypes in contract.OPS_OF.items()
          for dtype in dtypes if dtype != "longdouble"]
-# Sources and outs: what a ring and a node's window need, and more than are unrolled.
+# Sources and outs: those of a ring and of a node's window, and more than are unrolled.
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
 
@@ -31,20 +31,20 @@ CONVERSIONS = [(one, "float32") for one in FLOATING if one in DTYPES] + [
 
 CODECS = [EightBit(512), EightBit(2048), EightBit(7), Sign(32), Sign(1024), SixteenBit("float16"),
           SixteenBit("bfloat16")]
-# One element, a part of a block, blocks and a part that is no pack, and whole blocks.
+# One element, a part of a block, blocks and a part that is no pack, and complete blocks.
 CODED_LENGTHS = [1, 100, 3001, 4096]
 KINDS = ["normal", "not finite", "small", "large"]
-# CuPy's kernels take subnormal numbers for zero.
+# CuPy's kernels treat subnormal numbers as zero.
 KINDS_OF_CUPY = [kind for kind in KINDS if kind != "small"]
 
 
 def counts(op):
-    """Return the counts to test; the loops of one op are like those of any other."""
+    """Return the counts to test: all for sums and means, one for other ops with like loops."""
     return COUNTS if op in ("sum", "mean") else COUNTS[1:2]
 
 
 def divisors(op):
-    """Return by what a result is divided: a power of two is done by multiplying."""
+    """Return the divisors of a result; kernels multiply for a power of two."""
     return [3.0, 4.0, 2.5] if op == "mean" else [1.0]
 
 
@@ -62,10 +62,10 @@ def combining_kernels():
 
 
 def numbers(dtype, n, seed, plain=False):
-    """Return numbers of all sizes, and where the dtype has them NaN and Inf.
+    """Return numbers of all sizes, and NaN and Inf if the dtype has them.
 
     Args:
-        plain: Floating-point numbers are of one size, and finite.
+        plain: If true, floating-point numbers are of one size, and finite.
     """
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":
@@ -86,7 +86,7 @@ def numbers(dtype, n, seed, plain=False):
 
 
 def expected(op, sources, divisor):
-    """Return what the host's Reduction gives."""
+    """Return the result of Reduction on the host."""
     out = sources[0].copy()
     reduction(op, out.dtype, divisor).combine(sources, out)
     return out
@@ -103,7 +103,7 @@ def check_combine(stream, memory, op, name, plain=False):
         plain: See `numbers`.
     """
     dtype = DTYPES[name]
-    # NumPy contracts products in its loop, and not at the loop's end.
+    # NumPy contracts products inside its loop, but not at the end of the loop.
     near = dtype.kind == "c" and (op == "prod" or plain)
     plain, agree = plain or near, _near if near else same
     for (p, q), n, divisor in itertools.product(counts(op), LENGTHS, divisors(op)):
@@ -111,7 +111,7 @@ def check_combine(stream, memory, op, name, plain=False):
         arrays = [numbers(dtype, n, seed + i, plain) for i in range(p)]
         wanted = expected(op, arrays, divisor)
         sources = [memory.put(x) for x in arrays]
-        # The last result takes the place of a source: of each of two.
+        # The last result replaces a source.
         outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[n % p]]
         stream.combine(op, sources, divisor, outs)
         assert all(agree(memory.get(out), wanted) for out in outs), (p, q, n, divisor)
@@ -145,7 +145,7 @@ def floats(n, kind):
 
 
 def check_encode(memory, codec, n, kind, offset):
-    """Fail unless a payload, and what is lost, have the bits of the host's codec."""
+    """Fail unless a payload and its error have the bits of the host's codec."""
     array = floats(n, kind)
     wanted = np.zeros(codec.payload_size(n), np.uint8)
     wanted_lost = np.zeros(n, np.float32)
@@ -159,7 +159,7 @@ def check_encode(memory, codec, n, kind, offset):
 
 
 def _same_payload(codec, payload, wanted, n):
-    """Compare payloads; those of float16 may have other bits where they hold NaN."""
+    """Compare payloads; in float16 the bits of NaN may differ."""
     if isinstance(codec, SixteenBit):
         decoded = np.empty((2, n), np.float32)
         codec.decode(payload, decoded[0])
@@ -169,7 +169,7 @@ def _same_payload(codec, payload, wanted, n):
 
 
 def check_decode(memory, codec, n, offset):
-    """Fail unless what a payload decodes to has the bits of the host's codec, added or not."""
+    """Fail unless the decoded payload has the bits of the host's codec, added or not."""
     payload = np.zeros(codec.payload_size(n), np.uint8)
     codec.encode(floats(n, "not finite" if n == 100 else "normal"), payload, None, 3)
     for adds in (False, True):

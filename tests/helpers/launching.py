@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# How late anything may be. A job that should end by itself, soon, does so within SOON_S, also where
-# other programs keep every core busy; nothing else ends it before stall_timeout_s, 600 s. One that
-# lasts for HANG_S hangs.
+# Time limits. A job that should soon end by itself ends within SOON_S, even if other programs keep
+# every core busy; nothing else ends it before stall_timeout_s, 600 s. A job that runs for HANG_S
+# hangs.
 SOON_S, HANG_S = 60, 240
 PROGRAMS = ROOT / "tests" / "programs"
-# Where jobs find what earlier ones have compiled: of the same functions, or it would not be used.
+# Folder in which jobs share compiled code; code of changed functions is not used.
 MACHINE_CODE = ROOT / ".pytest_cache" / "d" / "machine_code"
-# How many jobs were started, by their number of ranks.
+# Number of jobs that were started, by number of ranks.
 STARTS: Counter[int] = Counter()
 
 
@@ -36,9 +36,9 @@ class Ended:
 
 
 def default_signals():
-    """Undo what this process has inherited: a script's background ignores SIGINT, nohup SIGHUP.
+    """Restore default signals: background jobs of scripts ignore SIGINT, and nohup ignores SIGHUP.
 
-    Whatever tests start inherits it from here. Python itself ignores SIGPIPE and SIGXFSZ.
+    Processes that tests start inherit them. Python itself ignores SIGPIPE and SIGXFSZ.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - {
@@ -49,32 +49,32 @@ def default_signals():
 
 
 def missing(text):
-    """Skip, or fail in CI, because something is missing; the text says what."""
+    """Skip, or fail in CI, because something is missing, which the text names."""
     if os.environ.get("CI") == "true":
         pytest.fail(text)
     pytest.skip(reason=text, allow_module_level=True)
 
 
 def mpiexec():
-    """Return the mpiexec of this environment; skip, or fail in CI, where there is none."""
+    """Return the mpiexec of this environment; skip, or fail in CI, if there is none."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
     return beside or shutil.which("mpiexec") or missing("no mpiexec: pip install 'mpiring[mpich]'")
 
 
 def installed(module):
-    """Skip, or fail in CI, where an optional module is not installed."""
+    """Skip, or fail in CI, if an optional module is not installed."""
     package = module.partition(".")[0]
     found = importlib.util.find_spec(package)
-    # A folder called like the package, such as pip's `build`, is also a module, but has no file.
+    # A folder with the name of the package, such as pip's `build`, is a module without a file.
     if found is None or found.origin is None:
         missing(f"no {package}: pip install {package}")
 
 
 def needed(module):
-    """Return an optional module; skip, or fail in CI, where it is not installed."""
+    """Return an optional module; skip, or fail in CI, if it is not installed."""
     installed(module)
     with warnings.catch_warnings():
-        # Those of a package at its import are not about us.
+        # Warnings of a package at its import are not ours.
         warnings.simplefilter("ignore")
         return importlib.import_module(module)
 
@@ -82,13 +82,13 @@ def needed(module):
 def environment(**variables):
     """Return the variables of a job: one thread per rank, and the checkout's package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Open MPI, 4 and 5, refuses root and more ranks than cores unless told otherwise.
+    # By default, Open MPI 4 and 5 refuse root, and more ranks than cores.
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "OMPI_MCA_rmaps_base_oversubscribe": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    # Nothing is measured, and nothing kept in the user's home, unless a test asks for it.
+    # Measure nothing and store nothing in the user's home unless a test asks for it.
     quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": str(MACHINE_CODE)}
-    # An unbuffered print writes its text and its newline apart: lines of two ranks would mix.
+    # Unbuffered, print writes text and newline separately: lines of two ranks would mix.
     whole_lines = {"PYTHONUNBUFFERED": ""}
     return {**os.environ, **openmpi, **quiet, **whole_lines, "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path, **variables}
@@ -98,10 +98,10 @@ def start(ranks, *command, options=(), cwd=ROOT, stdout=subprocess.PIPE, **varia
     """Start `python command…` on some ranks, in a process group of its own.
 
     Args:
-        options: Of mpiexec.
-        cwd: The folder in which it runs.
-        stdout: A file for what it prints, if not a pipe.
-        variables: Of the environment.
+        options: Options of mpiexec.
+        cwd: Folder in which it runs.
+        stdout: File for its output; a pipe by default.
+        variables: Environment variables.
     """
     STARTS[ranks] += 1
     return subprocess.Popen(
@@ -112,7 +112,7 @@ def start(ranks, *command, options=(), cwd=ROOT, stdout=subprocess.PIPE, **varia
 
 
 def finish(job, timeout_s=HANG_S):
-    """Wait for a job, and end it if it is late."""
+    """Wait for a job, and kill it after the time limit."""
     began = time.monotonic()
     try:
         output, _ = job.communicate(timeout=timeout_s)
@@ -129,7 +129,7 @@ def launch(ranks, *command, timeout_s=HANG_S, options=(), cwd=ROOT, **variables)
 
 
 def shell(text, timeout_s=HANG_S, cwd=ROOT):
-    """Run lines of a shell to their end, stopping at the first that fails."""
+    """Run shell commands until the end or the first failure."""
     variables = environment()
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
     return finish(subprocess.Popen(

@@ -2,8 +2,8 @@
 
     python tests/helpers/mutants.py [WORD …]
 
-By hand, before and after changes to the tests; words select mutants by file or text. A mutant is
-noticed if the tests named for it fail within a minute. Those that need ranks run under mpiexec.
+Run it by hand, before and after changes to the tests; words select mutants by file or text. A
+mutant is noticed if its tests fail within a minute. Tests that need ranks run under mpiexec.
 """
 
 import os
@@ -27,10 +27,10 @@ class Mutant:
     """A mistake.
 
     Attributes:
-        file: In the folder mpiring.
-        right, wrong: A text that stands there once, and what replaces it.
-        tests: Those that must fail.
-        ranks: 0 for plain pytest.
+        file: File in the folder mpiring.
+        right, wrong: String that occurs there once, and its replacement.
+        tests: Tests that must fail.
+        ranks: Number of ranks; 0 for plain pytest.
     """
 
     file: str
@@ -63,7 +63,7 @@ MUTANTS = [
            "return min(k, _IN_FLIGHT) * (n // (p * k))", RING),
     Mutant("collectives/ring.py", "landing >= last - k", "landing > last - k",
            "tests/collectives/test_hierarchical.py"),
-    Mutant("collectives/direct.py", "local.collect(*at(r, k))", "pass",
+    Mutant("collectives/direct.py", "local.collect(r, k, count)", "pass",
            "tests/collectives/test_hierarchical.py"),
     Mutant("collectives/local.py", "sources if between and hands_out else", "",
            "tests/collectives/test_hierarchical.py"),
@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant("horovod/torch/batch_norm.py", "total / (total - 1)", "total / total", ORDERS),
     Mutant("reducers/adasum.py", "dots = dots + received", "dots = dots + 0 * received",
            "tests/reducers/test_adasum.py"),
-    # The twin of a training step.
+    # The simulated training step.
     Mutant("tools/simulate/profile.py", "return max(0.0, at - began - waited) / 1e6",
            "return max(0.0, at - began) / 1e6", STEP),
     Mutant("tools/simulate/step.py", "tuple(np.max([", "tuple(np.min([", STEP),
@@ -180,7 +180,7 @@ MUTANTS = [
 
 
 def main(words):
-    """Try the mutants that are asked for; return how many no test has noticed."""
+    """Try the selected mutants; return the number that no test has noticed."""
     chosen = [mutant for mutant in MUTANTS
               if all(word in mutant.file + mutant.right for word in words)]
     unnoticed = 0
@@ -202,7 +202,7 @@ def main(words):
 
 
 def is_noticed(mutant, folder):
-    """Return whether the tests fail with a mutant, in time."""
+    """Return whether the tests fail in time with a mutant."""
     path = folder / "mpiring" / mutant.file
     text = path.read_text()
     assert text.count(mutant.right) == 1, (
@@ -215,14 +215,14 @@ def is_noticed(mutant, folder):
 
 
 def passes(tests, ranks, folder):
-    """Return whether tests do not fail within a minute."""
+    """Return whether tests pass, or do not end, within a minute."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
                *tests.split()]
     variables = environment(PYTHONPATH=str(folder), PYTHONDONTWRITEBYTECODE="1")
     if ranks:
         command = [mpiexec(), "-n", str(ranks), *command, "-p", "pytest_mpi", "--with-mpi",
                    "-m", "mpi"]
-        # Python takes the same steps as machine code, and nothing has to be compiled anew.
+        # Python runs the same steps as compiled code, and nothing has to be recompiled.
         variables["MPIRING_MACHINE_CODE"] = "0"
     else:
         variables = {name: value for name, value in variables.items()
@@ -235,7 +235,7 @@ def passes(tests, ranks, folder):
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
         return True
-    # Of pytest: it was called wrongly, or there was no test.
+    # pytest was called wrongly, or found no test.
     assert status not in (4, 5), f"{command} runs no test"
     return status == 0
 

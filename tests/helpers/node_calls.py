@@ -1,4 +1,4 @@
-"""States once what collectives on a node must do, for all tests of rounds."""
+"""The contract of collectives on a node, for all tests of rounds."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ def plan_of(kind, n, rank, p):
 
 
 def check(kind, x, before, rank):
-    """Fail unless a collective has made what it must of `before`, the ranks' vectors."""
+    """Fail unless a collective has the right result for `before`, the ranks' vectors."""
     n, p, total = x.size, len(before), np.sum(before, axis=0)
     mine = slice(rank * n // p, (rank + 1) * n // p)
     if kind == "allreduce":

@@ -1,4 +1,4 @@
-"""Trains modules of odd sizes, for tests of PyTorch's adapter on real MPI."""
+"""Trains modules of odd sizes, for tests of the PyTorch adapter on real MPI."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from mpiring.torch import DataParallel
 
 
 class Odd(nn.Module):
-    """Tensors of odd sizes, a number among them, and one that is not in C order."""
+    """Tensors of odd sizes, including a scalar, and a tensor that is not in C order."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -24,7 +24,7 @@ class Odd(nn.Module):
 
 
 class OddWithBuffers(Odd):
-    """Has statistics and a frozen parameter, too."""
+    """A module that also has statistics and a frozen parameter."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__(dtype)
@@ -56,7 +56,7 @@ def train(model, optimizer, comm, steps, *, outer=None, factor=1.0):
 
 
 def bits(tensors):
-    """Return tensors as bytes; each bfloat16 is a float32 of its own."""
+    """Return tensors as bytes; bfloat16 is converted to float32."""
     return [x.detach().float().numpy().tobytes() for x in tensors]
 
 

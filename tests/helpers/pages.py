@@ -1,17 +1,17 @@
-"""Finds the code blocks of README and docs/, and what has to be done with each.
+"""Finds the code blocks of README and docs/, and the way to run each.
 
-Right before every block of Python, of a shell, and every diff stands a comment. Its first line says
-how the block is run, in parts separated by ", ":
+A comment is directly before every block of Python or shell commands, and every diff. Its first line
+says how to run the block, in parts separated by ", ":
 
     ranks: 3            a program, started on 3 ranks; a diff's program is its new text
-    more                goes on with the program before it on the page
-    run                 lines of a shell, run in a folder that shows the checkout's folders
-    parse               lines of a shell that take too much here: only their options are parsed
-    not run: a reason   the same, for what cannot be run here at all
+    more                continues the program before it on the page
+    run                 shell commands, run in a folder with links to the checkout's folders
+    parse               shell commands that would take too long: only their options are parsed
+    not run: a reason   the same, for commands that cannot be run here
     needs: torch        modules, separated by spaces
     fails: ConfigError  must fail, and print this
 
-Further lines are code that goes before the block, and, after a line `---`, behind it.
+Further lines are code before the block and, after a line `---`, code after it.
 """
 
 import importlib
@@ -38,7 +38,7 @@ _FOLDERS = ("benchmarks", "examples", "slurm", "tests", "docs", "packaging", "mp
 
 @dataclass
 class Example:
-    """A program, of one block or several, or some lines of a shell."""
+    """A program of one or several blocks, or shell commands."""
 
     place: str
     language: str
@@ -47,7 +47,7 @@ class Example:
     shown: str = field(repr=False)
 
     def check(self, folder):
-        """Do what its comment says, in a folder that is its own."""
+        """Run it as its comment says, in a separate folder."""
         if "parse" in self.options or "not run" in self.options:
             (check_words if self.language == "sh" else compiled)(self.text)
             return
@@ -61,7 +61,7 @@ class Example:
         else:
             program = folder / "program.py"
             program.write_text(self.text)
-            # What fails ends the job.
+            # A failure ends the job.
             start = launch if "fails" in self.options else run
             ended = start(int(self.options["ranks"]), program, cwd=folder)
         assert (ended.status == 0) == ("fails" not in self.options), ended.output
@@ -69,7 +69,7 @@ class Example:
 
 
 def examples(page):
-    """Return the examples of a page, in its order."""
+    """Return the examples of a page, in order."""
     found = []
     for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
         comment, language, text = match.groups()
@@ -94,7 +94,7 @@ def examples(page):
 
 
 def example(page, words):
-    """Return the one example of a page in which certain words stand."""
+    """Return the only example of a page that contains certain words."""
     found, = (each for each in examples(ROOT / page) if words in each.shown)
     return found
 
@@ -105,7 +105,7 @@ def parameters(pages):
 
 
 def compiled(text):
-    """Check a program that is not run."""
+    """Check a program without running it."""
     compile(text, "program.py", "exec")
 
 
@@ -133,7 +133,7 @@ def _check_command(words):
     while "-m" in words:
         _, module, *words = words[words.index("-m"):]
         folder, _, name = module.partition(".")
-        # parse_args ends the test where a word is no option.
+        # parse_args ends the test if a word is no option.
         if module == "mpiring":
             words = getattr(parse(words), "command", None) or []
         elif folder == "benchmarks":

@@ -10,7 +10,7 @@ LENGTHS = np.random.default_rng(3).integers(1, 400, 5000)
 
 
 class Comm:
-    """A rank among others that pass the same."""
+    """A rank of a job whose ranks pass the same arguments."""
 
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
@@ -30,7 +30,7 @@ def on_ranks(size, lengths=LENGTHS, state=None, **options):
 
 
 def drawn(ranks, batches=None):
-    """Return the batches of all ranks together, as sets; at most so many."""
+    """Return the batches over all ranks, as sets; at most a number of them."""
     found = []
     for shares in zip(*ranks, strict=True):
         together = [sample for share in shares for sample in share]
@@ -43,5 +43,5 @@ def drawn(ranks, batches=None):
 
 
 def counts(batches, n=len(LENGTHS)):
-    """Return how often each sample was drawn."""
+    """Return the number of times that each sample was drawn."""
     return np.bincount([sample for batch in batches for sample in batch], minlength=n)

@@ -20,12 +20,12 @@ class Model:
     """The gradients of every rank of a cluster, in one bucket, and a Reducer for each rank.
 
     Args:
-        make: Returns a Reducer.
-        node_of: The node of each rank.
-        shapes: Of the tensors.
-        seed: Of the simulated network.
-        states: Per rank, what its Reducer loads first.
-        scatters: Leave each rank its slice, and gather these afterwards.
+        make: Function that returns a Reducer.
+        node_of: Node of each rank.
+        shapes: Shapes of the tensors.
+        seed: Seed of the simulated network.
+        states: State that the Reducer of each rank loads first.
+        scatters: If true, each rank reduces its slice, and slices are gathered afterwards.
     """
 
     def __init__(self, make, node_of, shapes=SHAPES, dtype="float32", seed=None, states=None,
@@ -40,7 +40,7 @@ class Model:
         self.use([tensors])
 
     def use(self, groups):
-        """Move to new buckets, of the tensors of each group."""
+        """Move to new buckets, one for each group of tensors."""
         plans = [plan(tensors, 1 << 30)[0] if tensors else None for tensors in groups]
         self.buckets = [[self.bucket(rank, i, one) for i, one in enumerate(plans)]
                         for rank in range(len(self.node_of))]
@@ -63,8 +63,8 @@ class Model:
         """Reduce a bucket, given each rank's vector; return each rank's result.
 
         Args:
-            rows: Of the tensors alone; padding stays zero.
-            taken: Whether the step counts; by default if all is finite.
+            rows: Elements of the tensors; padding stays zero.
+            taken: Whether the step counts; by default, if all elements are finite.
         """
         for buckets, row in zip(self.buckets, rows):
             fill(buckets[index], row)
@@ -90,7 +90,7 @@ class Model:
         return reducer.reduce(collectives, bucket)
 
     def gather(self, collectives, index):
-        """Return the schedule that gathers the slices of all ranks, and nothing else."""
+        """Return the schedule that only gathers the slices of all ranks."""
         bucket = self.buckets[collectives.rank][index]
         bounds = bucket.bounds(collectives.size)
         mine = slice(*bounds[collectives.rank:collectives.rank + 2])
@@ -104,14 +104,14 @@ class Model:
                 reducer.commit_step(taken)
 
     def residual(self, index=0):
-        """Return what has not been sent yet, as a part of the mean over ranks."""
+        """Return the unsent part of the mean over ranks."""
         nodes = len(set(self.node_of))
         sizes = {tensor.name: tensor.size for tensor in self.buckets[0][index].plan.tensors}
         totals = {name: np.zeros(size) for name, size in sizes.items()}
         for state in self.states():
             for name, total in totals.items():
                 for piece in state["tensors"][name]["pieces"]:
-                    # Behind a tensor is its padding.
+                    # The padding of a tensor is after it.
                     here = total[piece["start"]:piece["stop"]]
                     if "residual" in piece["vectors"]:
                         here += piece["vectors"]["residual"][:here.size] / nodes

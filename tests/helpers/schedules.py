@@ -1,4 +1,4 @@
-"""Gives schedules one form, so that several can meet on one network."""
+"""Gives schedules one signature, so that several can run on one network."""
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def by_direct_pieces(net, x, op):
 
 
 def by_agreed_ring(net, x, op):
-    """Run what the communicator runs: the header first."""
+    """Run the schedule of the communicator, which exchanges headers first."""
     if net.size == 1:
         return (yield from by_ring(net, x, op))
     around = (net.rank - 1) % net.size, (net.rank + 1) % net.size
@@ -52,5 +52,5 @@ def by_agreed_ring(net, x, op):
 
 
 def sent(source, dest, p):
-    """What rank `source` has for rank `dest`: another length and content for each pair."""
+    """Return the data from rank `source` to `dest`; length and content differ for each pair."""
     return np.arange((3 * source + dest) % (p + 2), dtype="int32") + 1000 * source + dest

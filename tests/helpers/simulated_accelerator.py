@@ -1,8 +1,8 @@
-"""Simulates PyTorch's streams on a GPU whose memory is the host's: needs no GPU.
+"""Simulates PyTorch's streams on a GPU that uses host memory, without a GPU.
 
-What is written in place while a stream is in use happens late, in any order that the streams allow;
-until then a copy's target in host memory holds junk. So a missing wait shows as a wrong result.
-What the user calculates is there at once.
+In-place writes on a stream happen late, in any order that the streams allow. Until then, the target
+of a copy to host memory contains junk, so a missing wait causes a wrong result. The user's
+computations are complete at once.
 """
 
 import weakref
@@ -35,19 +35,19 @@ class Event:
         return self._inside.test()
 
     def hold(self, queue):
-        """Have a stream's queue wait for it."""
+        """Make a stream's queue wait for this event."""
         queue.wait(self._inside)
 
 
 def _done(function, args, kwargs):
-    # Whatever stream is in use where somebody waits.
+    # Not delayed again by the stream that is current at the wait.
     with _disable_current_modes():
         function(*args, **kwargs)
     return True
 
 
 class Late(TorchDispatchMode):
-    """Has whatever is written in place be written later, by a stream."""
+    """Delays in-place writes, which a stream executes later."""
 
     def __init__(self, queue):
         super().__init__()
@@ -93,7 +93,7 @@ class Stream:
 
 
 class UserStream(Stream):
-    """What the user calculates is there at once, and before it whatever it is to wait for."""
+    """The user's stream: computations are complete at once, after everything that they wait for."""
 
     def __enter__(self):
         pass
@@ -113,7 +113,7 @@ def _is_pinned(x):
 def _empty(*size, pin_memory=False, **how):
     x = _real_empty(*size, **how)
     if how.get("dtype") is torch.uint8:
-        # At once, whatever stream is in use.
+        # At once, even if a stream is current.
         x.numpy().fill(JUNK)
     if pin_memory:
         _pinned[x.data_ptr()] = x.nbytes
@@ -131,7 +131,7 @@ def _unregister(self, address):
 
 
 def install(patch):
-    """Let tensors on the CPU be taken for such on a GPU of PyTorch's."""
+    """Make tensors on the CPU count as tensors on a PyTorch GPU."""
     user = UserStream()
     patch.setitem(arrays.OPENERS, "cpu", arrays.OPENERS["xpu"])
     for name, value in {"Stream": Stream, "Event": Event, "empty": _empty}.items():

@@ -1,8 +1,8 @@
-"""Simulates a GPU, for tests: whatever is queued happens late, in any order its streams allow.
+"""Simulates a GPU for tests: queued actions happen late, in any order that its streams allow.
 
-Its memory cannot be reached from the host: a vector's address means nothing there. A copy reads
-and writes host memory when it is done, not when it is queued; until then a download's target
-holds junk. So a missing wait shows as a wrong result.
+The host cannot access its memory: a vector's address is invalid there. A copy reads and writes host
+memory when it is executed, not when it is queued. Until then, the target of a download contains
+junk, so a missing wait causes a wrong result.
 """
 
 import ctypes
@@ -26,19 +26,19 @@ from mpiring.gpu.device import Device, DeviceVector
 from mpiring.memory.reduction import reduction
 
 JUNK = 0xA5
-# No memory of the host lies there.
+# No host memory is at these addresses.
 FIRST_ADDRESS = 1 << 50
 _bases = itertools.count(FIRST_ADDRESS, 1 << 40)
 
 
 class _Memory:
-    """What a vector's `owner` is: an allocation."""
+    """An allocation, the `owner` of vectors."""
 
     def __init__(self, address, content):
         self.address = address
         self.opened = 0
         self.bytes = content
-        # When it may be looked at; None for at once.
+        # Event after which it may be read; None for at once.
         self.ready = None
         with _remembering:
             _memories[address] = self
@@ -50,7 +50,7 @@ _remembering = threading.Lock()
 
 
 def memory_of(address, nbytes):
-    """Return the allocation that has so many bytes there."""
+    """Return the allocation that contains a number of bytes at an address."""
     with _remembering:
         memories = list(_memories.values())
     return next(memory for memory in memories
@@ -58,7 +58,7 @@ def memory_of(address, nbytes):
 
 
 def content(x):
-    """Return what a vector holds now, as the GPU itself sees it."""
+    """Return the present content of a vector, as the GPU sees it."""
     memory = memory_of(x.address, x.nbytes)
     assert memory.ready is None or memory.ready.done, "it may be written yet"
     start = x.address - memory.address
@@ -73,8 +73,8 @@ class Event:
     """A mark in a stream.
 
     Attributes:
-        done: The GPU has come to it.
-        complete: The host can see that.
+        done: True if the GPU has reached it.
+        complete: True if the host can see that.
     """
 
     def __init__(self, gpu):
@@ -91,7 +91,7 @@ class Event:
 
 
 class Stream:
-    """A queue of actions, each done some time after the one before; see gpu.Stream."""
+    """A queue of actions, which are executed later, one after the other; see gpu.Stream."""
 
     def __init__(self, gpu):
         self._gpu = gpu
@@ -104,7 +104,7 @@ class Stream:
             self.go_on()
 
     def go_on(self):
-        """Have the first action done later, if nothing is under way."""
+        """Schedule the first action, if no action is scheduled."""
         if self._actions and not self._busy:
             self._busy = True
             self._gpu.later(self._act)
@@ -145,7 +145,7 @@ class Stream:
         self.queue(lambda: _raw(x).fill(0) or True)
 
     def compute(self, function, *arguments):
-        """Run array operations by NumPy, late."""
+        """Run array operations later, with NumPy."""
         def act():
             with np.errstate(all="ignore"):
                 function(Package(), *[content(x).view(Inside) if isinstance(x, DeviceVector) else x
@@ -177,7 +177,7 @@ class Stream:
 
 
 class Inside(np.ndarray):
-    """An array in the GPU's memory, for array operations: those of the host are none of its own."""
+    """An array in GPU memory, for array operations, which must not use host arrays."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=(), **kwargs):
         return _inside(getattr(ufunc, method), inputs, {**kwargs, "out": out} if out else kwargs)
@@ -198,7 +198,7 @@ def _inside(function, arguments, kwargs):
 
 
 class Package:
-    """Stands for CuPy where array operations are queued: what of NumPy's functions CuPy has."""
+    """Replaces CuPy in queued array operations: the NumPy functions that CuPy also has."""
 
     _same = {"abs", "add", "arange", "copyto", "divide", "empty_like", "floor", "isfinite", "isnan",
              "left_shift", "minimum", "multiply", "packbits", "repeat", "signbit", "square",
@@ -210,7 +210,7 @@ class Package:
 
     @staticmethod
     def ElementwiseKernel(inputs, outs, text, name, options):
-        """Return what takes the inputs, and then the outs, of one dtype."""
+        """Return a function of the inputs and then the outs, which have one dtype."""
         names = [parameter.removeprefix("T ") for parameter in f"{inputs}, {outs}".split(", ")]
         program = compile(text.replace("T g = ", "g = "), name, "exec")
 
@@ -233,15 +233,15 @@ class Package:
 
 
 class SimulatedGpu:
-    """See gpu.Gpu: as one of CuPy's.
+    """A GPU as CuPy shows it; see gpu.Gpu.
 
     Attributes:
-        shared: What GPUs have exported to each other; None where they cannot.
+        shared: Memory that GPUs have exported to each other; None if they cannot.
 
     Args:
-        later: Has an action done, some time after those before or not; by default any look at
-            an event does some of those that are due, in any order.
-        seed: Of that order.
+        later: Function that schedules an action; by default, each test of an event executes some
+            of the actions that are due, in any order.
+        seed: Seed of that order.
     """
 
     programmable = True
@@ -250,20 +250,20 @@ class SimulatedGpu:
         self.index, self.name = 0, name
         self.shared = shared
         self._due = []
-        # Any thread may queue something, and any thread's look has something done.
+        # Any thread may queue actions, and any thread that tests an event executes some.
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.later = later or self._due.append
-        # GPUs of one machine have addresses of their own.
+        # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
         self.user = Stream(self)
 
     @contextmanager
     def on(self, network, rank):
-        """Be one of a simulated network's, in whose time all is done.
+        """Join a simulated network, whose clock schedules all actions.
 
-        Whatever was to be done before is done now.
+        Actions that are due before are executed now.
         """
         while self._due:
             self.idle()
@@ -272,7 +272,7 @@ class SimulatedGpu:
         self.later = before
 
     def idle(self):
-        """Do some of what is due, where nobody else has it done."""
+        """Execute some actions that are due, unless a network schedules them."""
         with self.lock:
             for _ in range(self._random.randrange(4)):
                 if self._due:
@@ -285,14 +285,14 @@ class SimulatedGpu:
         return self.hold(np.full(nbytes, JUNK, np.uint8), device)
 
     def hold(self, memory, device):
-        """Return bytes, which somebody has in the GPU's memory, as the vector that they are."""
+        """Return bytes in GPU memory as a vector."""
         nbytes = len(memory)
         memory = _Memory(self._next, memory)
         self._next += nbytes + 4096 & -256
         return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
 
     def vector(self, device, x):
-        """Return a NumPy vector's elements in the GPU's memory."""
+        """Copy a NumPy vector to GPU memory."""
         moved = self.allocate(x.nbytes, device).view(x.dtype)
         content(moved)[...] = x
         return moved
@@ -315,21 +315,21 @@ class SimulatedGpu:
         memory = self.shared[handle[0] - 1]()
         assert len(memory.bytes) == nbytes
         memory.opened += 1
-        # It does not keep the memory alive.
+        # The vector does not keep the memory alive.
         return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8))
 
     def close(self, x):
         _memories[x.address].opened -= 1
 
     def put(self, x):
-        """Return a NumPy array's elements in an array of its user's."""
+        """Return a copy of a NumPy array in GPU memory, as an array of the user."""
         x = np.asarray(x)
         array = self.array(self.allocate(x.nbytes).view(x.dtype), x.shape)
         array.set(x)
         return array
 
     def calculated(self, function, *inputs, out=None, **kwargs):
-        """Return what a function of NumPy's makes of arrays, once they are there."""
+        """Return the result of a NumPy function on arrays, after their pending work."""
         for x in inputs:
             if isinstance(x, np.ndarray) and x.ndim:
                 raise TypeError("unsupported type: numpy.ndarray")
@@ -358,10 +358,10 @@ class SimulatedGpu:
 
 
 class Array(NDArrayOperatorsMixin):
-    """Stands for an array of CuPy: what is written to it is queued on its user's stream.
+    """Replaces a CuPy array: writes to it are queued on the user's stream.
 
-    Arithmetic waits for that stream, and queues its result. As CuPy does, it takes no arrays in
-    host memory.
+    Arithmetic waits for that stream, and queues its result. Like CuPy, it refuses arrays in host
+    memory.
     """
 
     def __init__(self, gpu, inside, base, owner, device):
@@ -373,7 +373,7 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self):
-        # Of CuPy's own, nobody reads it.
+        # CuPy's own attribute, which nothing reads.
         return {}
 
     @property
@@ -383,7 +383,7 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def device(self):
-        """As CuPy's; a GPU that is none of CuPy's gets a number."""
+        """Return the device, as CuPy does; a GPU without CuPy's number gets a number."""
         index = 0 if self._device is None else id(self._device)
         cuda._devices.setdefault(index, self._device)
         return SimpleNamespace(id=index)
@@ -423,7 +423,7 @@ class Array(NDArrayOperatorsMixin):
         return self.gpu.calculated(getattr(ufunc, method), *inputs, **kwargs)
 
     def __getattr__(self, name):
-        """Return a method of NumPy's arrays that makes a new array."""
+        """Return a method of NumPy arrays that returns a new array."""
         if name not in ("sum", "max", "mean", "argmax", "astype", "copy"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self.gpu.calculated(
@@ -454,7 +454,7 @@ def _on_host(part):
 
 
 class Cupy:
-    """Stands for the package: NumPy's functions, on arrays of a simulated GPU."""
+    """Replaces the package cupy: NumPy functions on arrays of a simulated GPU."""
 
     __version__ = "14"
     ndarray = Array
@@ -462,7 +462,7 @@ class Cupy:
         path, **{name: array.get() for name, array in arrays.items()}))
 
     def __init__(self, gpu):
-        # The time is the host's.
+        # Time of the host.
         class Event:
             def record(self):
                 self.when = time.perf_counter()
@@ -482,7 +482,7 @@ class Cupy:
 
     @staticmethod
     def _no_version():
-        # MPI of another process cannot try to send its memory.
+        # MPI in another process cannot test whether it can send its memory.
         raise MissingDependencyError("the GPU is simulated")
 
     def asarray(self, x):
@@ -493,10 +493,10 @@ class Cupy:
 
 
 class SimulatedDevice(Device):
-    """A simulated GPU, which sees memory of the host that others give it as its own."""
+    """A simulated GPU that also accepts host memory as its own."""
 
     def put(self, x):
-        """Return a NumPy array's elements in an array of its user's."""
+        """Return a copy of a NumPy array in GPU memory, as an array of the user."""
         return self.gpu.put(x)
 
     def vector_at(self, address, n, dtype, owner):
@@ -505,13 +505,13 @@ class SimulatedDevice(Device):
         nbytes = n * np.dtype(dtype).itemsize
         plain = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else bytearray(1)
         vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self)
-        # Whoever has written it has done so when his stream is where it is now.
+        # Writes are complete when the stream of the writer has reached its present end.
         vector.owner.owner, vector.owner.ready = owner, self.gpu.mark()
         return vector.view(dtype)
 
 
 def installed(monkeypatch):
-    """Let CuPy be the simulated one, of one GPU; return this GPU's device."""
+    """Replace CuPy by a simulated package with one GPU; return this GPU's device."""
     device = SimulatedDevice(SimulatedGpu())
     monkeypatch.setitem(sys.modules, "cupy", Cupy(device.gpu))
     monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))

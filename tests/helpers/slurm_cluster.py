@@ -1,9 +1,9 @@
-"""Brings up a real Slurm of four nodes in this machine, for tests, and takes it down again.
+"""Starts a real Slurm with four nodes on this machine, for tests, and stops it again.
 
-Each node is a network namespace with an address and a host name of its own, so MPI sees four
-hosts. All of it, munged, slurmctld, the slurmds and the jobs' processes, lives in a process
-namespace that belongs to one process, the holder: when that ends, the kernel ends everything in
-it, and nothing else. Ports and sockets are the holder's own, so several Slurms can be up at once.
+Each node is a network namespace with a separate address and host name, so MPI sees four hosts. All
+processes (munged, slurmctld, the slurmds and the jobs) are in the process namespace of one process,
+the holder. When the holder ends, the kernel ends everything in the namespace, and nothing else.
+Each holder has separate ports and sockets, so several Slurms can run at once.
 
 Needs Linux, root, slurm-wlm, munge, iproute2 and util-linux; libpmix-dev for `srun --mpi=pmix`.
 """
@@ -24,7 +24,7 @@ from launching import HANG_S, ROOT, SOON_S, environment, missing
 NODES = ("n1", "n2", "n3", "n4")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "setpriv")
 
-# It ends when its input does: at the latest when the tests' process dies, however.
+# It ends at the end of its input, at the latest when the process of the tests dies.
 _HOLDER = """
 set -e
 mount -t tmpfs none /run
@@ -51,7 +51,7 @@ cat
 exit
 """
 
-# /sys shows the network devices of the namespace that it was mounted in, and UCX reads it.
+# /sys shows the network devices of the namespace in which it was mounted, and UCX reads it.
 _NODE = """
 set -e
 hostname "$0"
@@ -64,9 +64,9 @@ exec slurmd -N "$0"
 _HOSTS = "127.0.0.1 localhost\n10.78.0.254 head\n" + "".join(
     f"10.78.0.{i} {node}\n" for i, node in enumerate(NODES, 1))
 
-# More CPUs than there are: jobs may share a node. Everything that Slurm waits for is short here:
-# until a requeued job may start (cred_expire), from SIGTERM to SIGKILL (KillWait), and until a
-# node that does not answer is given up (SlurmdTimeout, MessageTimeout: together some 15 s).
+# More CPUs than the machine has, so that jobs may share a node. All waiting times are short: until
+# a requeued job may start (cred_expire), from SIGTERM to SIGKILL (KillWait), and until a node that
+# does not answer counts as down (SlurmdTimeout, MessageTimeout: together about 15 s).
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=head
@@ -108,8 +108,8 @@ class Slurm:
     """A running Slurm.
 
     Attributes:
-        folder: Its configuration, logs and state; in `small`, a disk that is full after 200 kB.
-        holder: The first process in its namespaces.
+        folder: Folder of configuration, logs and state; `small` in it is a disk of 200 kB.
+        holder: First process in the namespaces.
     """
 
     folder: Path
@@ -121,11 +121,11 @@ class Slurm:
         return [*inside, f"--wd={ROOT}", "setpriv", "--pdeathsig", "KILL", *map(str, words)]
 
     def environment(self, **variables):
-        """Return the variables of a user: our own, without any that Slurm gave to us."""
+        """Return the variables of a user: those of this process, without variables of Slurm."""
         mine = {name: value for name, value in environment().items()
                 if not name.startswith(("SLURM", "SBATCH"))}
-        # UCX finds that all nodes share one memory, and Open MPI then waits for ever. srun does
-        # not tell it that ranks outnumber the cores, so that it would spin.
+        # UCX detects that all nodes share one memory, and Open MPI then waits forever. srun does
+        # not report that ranks outnumber the cores, so Open MPI would spin.
         openmpi = {"UCX_TLS": "tcp,self", "OMPI_MCA_mpi_yield_when_idle": "1"}
         ours = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         return {**openmpi, **mine, **ours, **variables}
@@ -138,7 +138,7 @@ class Slurm:
             stderr=subprocess.STDOUT)
 
     def must(self, *words):
-        """Run a command that cannot fail, and return what it has printed."""
+        """Run a command that must not fail, and return its output."""
         ended = self.run(*words)
         assert ended.returncode == 0, f"{words}: {ended.stdout}"
         return ended.stdout
@@ -159,17 +159,17 @@ class Slurm:
                   "sh", "-c", _NODE, node)
 
     def kill_node(self, node):
-        """Kill a node's daemon, as a crash would; what it has started lives on."""
+        """Kill a node's daemon, like a crash; its child processes continue."""
         pid = (self.folder / f"slurmd-{node}.pid").read_text().strip()
         self.must("kill", "-KILL", pid)
 
     def await_nodes(self, timeout_s=SOON_S):
-        """Wait until all nodes are up, or fail with what the daemons have logged."""
+        """Wait until all nodes are up, or fail with the logs of the daemons."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             shown = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
             states = shown.stdout.split()
-            # Jobs of other tests may be there.
+            # Jobs of other tests may exist.
             if len(states) == len(NODES) and {"idle", "mixed", "allocated"}.issuperset(states):
                 return
             time.sleep(0.2)
@@ -182,9 +182,9 @@ class Job:
     """A submitted job.
 
     Attributes:
-        slurm: Where it runs.
-        number: Its id.
-        folder: Of its own; its output is the file `log` in it.
+        slurm: Slurm that runs it.
+        number: Number of the job.
+        folder: Folder of the job; the file `log` in it is the output.
     """
 
     slurm: Slurm
@@ -193,28 +193,28 @@ class Job:
 
     @property
     def output(self):
-        """What the job has printed so far."""
+        """Output of the job so far."""
         log = self.folder / "log"
         return log.read_text(errors="replace") if log.exists() else ""
 
     def show(self):
-        """Return what Slurm knows of the job, as `scontrol show job` names it."""
+        """Return the fields of `scontrol show job`."""
         text = self.slurm.must("scontrol", "--oneliner", "show", "job", self.number)
         return dict(re.findall(r"([\w/:]+)=(\S*)", text))
 
     def wait(self, *states, timeout_s=HANG_S):
-        """Wait until the job is in one of the states, at last in any; return `show()`."""
+        """Wait until the job is in one of the states, by default final ones; return `show()`."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         return self.until(lambda: (shown := self.show())["JobState"] in (states or ended) and shown,
                           f"the job is {' or '.join(states) or 'over'}", timeout_s)
 
     def wait_for(self, pattern, timeout_s=HANG_S):
-        """Wait until the job has printed what a regular expression describes."""
+        """Wait until the output of the job matches a regular expression."""
         self.until(lambda: re.search(pattern, self.output, re.MULTILINE), f"it prints {pattern!r}",
                    timeout_s)
 
     def until(self, condition, what, timeout_s):
-        """Wait for a condition and return its value; fail with the job's output when late."""
+        """Wait for a condition and return its value; if late, fail with the job's output."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -224,7 +224,7 @@ class Job:
         return value
 
     def processes(self, program=""):
-        """Return the processes of the job whose command line has a text in it, as seen here."""
+        """Return the processes of the job whose command line contains a string."""
         mine = f"SLURM_CONF={self.slurm.folder}/slurm.conf", f"SLURM_JOB_ID={self.number}"
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -236,7 +236,7 @@ class Job:
         return sorted(found)
 
     def cancel(self, *options):
-        """Cancel the job, or with options do to it whatever else scancel can."""
+        """Cancel the job, or call scancel with other options."""
         self.slurm.must("scancel", *options, self.number)
 
 
@@ -268,11 +268,11 @@ def _start_daemons(slurm):
 
 @contextlib.contextmanager
 def running():
-    """Have a Slurm up for the length of a `with` block; skip, or fail in CI, where it cannot be."""
+    """Run a Slurm during a `with` block; skip, or fail in CI, if that is impossible."""
     if needs := _missing():
         missing(f"a Slurm needs {', '.join(needs)}: apt-get install slurm-wlm munge iproute2")
     folder = Path(tempfile.mkdtemp(prefix="mpiring-slurm-"))
-    # munged and Slurm want to be sure that every user can come in.
+    # munged and Slurm check that every user can enter the folder.
     folder.chmod(0o755)
     _write_configuration(folder)
     process = subprocess.Popen(
@@ -287,6 +287,6 @@ def running():
         _start_daemons(slurm)
         yield slurm
     finally:
-        # It closes the holder's input, and returns when the kernel has ended all that was inside.
+        # Closes the holder's input, and returns after the kernel has ended all its processes.
         process.communicate()
         shutil.rmtree(folder)

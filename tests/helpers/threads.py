@@ -24,7 +24,7 @@ class Meeting:
         self._desks, self._changed = {}, threading.Condition()
 
     def exchange(self, number, rank, obj):
-        """Return what all ranks have brought to the exchange of this number."""
+        """Return the objects that all ranks have passed to the exchange with this number."""
         with self._changed:
             desk = self._desks.setdefault(number, {})
             desk[rank] = copy.deepcopy(obj)
@@ -36,7 +36,7 @@ class Meeting:
             return [copy.deepcopy(desk[one]) for one in range(self.size)]
 
     def leave(self):
-        """Let nobody wait for a rank that has failed."""
+        """Release all ranks that wait for this rank, which has failed."""
         with self._changed:
             self.failed = True
             self._changed.notify_all()
@@ -47,7 +47,7 @@ class Gone(Exception):
 
 
 class ThreadComm:
-    """What checkpoints and stopping need of a Communicator."""
+    """The parts of a Communicator that checkpoints and stopping need."""
 
     def __init__(self, rank, meeting):
         self.rank, self.size, self.config = rank, meeting.size, Config(stall_timeout_s=20.0)
@@ -71,7 +71,7 @@ class ThreadComm:
 
 
 class TrainingComm(ThreadComm):
-    """What training needs of a Communicator: an operation is complete when it was submitted."""
+    """The parts of a Communicator that training needs; operations are complete once submitted."""
 
     def __init__(self, rank, meeting):
         super().__init__(rank, meeting)
@@ -147,7 +147,7 @@ class _Collectives:
     def reduce_scatter(self, x, op, bounds):
         here, whole = slice(*bounds[self.rank:self.rank + 2]), vectors.on_host(x)
         yield from self.allreduce(whole, op)
-        # Others' slices hold junk.
+        # The slices of other ranks contain junk.
         whole[:here.start] = whole[here.stop:] = 99
         _write(x, whole)
 
@@ -167,7 +167,7 @@ def _write(x, host):
 
 
 def on_ranks(size, function, kind=ThreadComm):
-    """Return what `function(comm)` returns on each rank; raise what the first one raises."""
+    """Return what `function(comm)` returns on each rank; raise the first error."""
     meeting, results = Meeting(size), {}
 
     def run(rank):

@@ -1,8 +1,8 @@
-"""Tells what Python, and the order of copies, leave of a GPU's link: needs no GPU.
+"""Measures the share of a GPU's link that remains after delays by Python, without a GPU.
 
-The GPU only takes time. Each call of CUDA's takes some of the processor's, as said in CALL_S, and
-what is queued is done when its stream and what it waits for are, at the link's rate. So it needs
-no GPU, and shows what a staged allreduce would reach beside its copies alone.
+The simulated GPU only takes time. Each CUDA call takes the processor CALL_S. A queued copy runs at
+the link's rate after its stream and the events for which it waits. The result shows the speed of a
+staged allreduce, compared with its copies alone.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from mpi4py import MPI
 import mpiring
 from mpiring.gpu.device import Device, DeviceVector
 
-# Guesses, for lack of a GPU.
+# Guesses, not measured on a GPU.
 CALL_S = {"copy": 3e-6, "kernel": 6e-6, "record": 2e-6, "wait": 1e-6, "query": 0.7e-6}
 KERNEL_S, MEMORY_BYTES_PER_S = 3e-6, 3e12
 ROUNDS = 9
 
 
 def spend(call):
-    """Take the processor's time of a call."""
+    """Spend the processor time of a call."""
     end = time.perf_counter() + CALL_S[call]
     while time.perf_counter() < end:
         pass
@@ -40,7 +40,7 @@ class Event:
 
 
 class Stream:
-    """A queue whose end is known when something is queued: all that it waits for was queued before.
+    """A queue whose end time is known at once, because it only waits for earlier actions.
     """
 
     def __init__(self, gpu):
@@ -76,8 +76,8 @@ class Gpu:
     """See gpu.Gpu.
 
     Attributes:
-        rate: Bytes per second of copies in one direction; both go at once.
-        down_s, up_s: How long they have taken.
+        rate: Bytes per second of copies in each direction, at the same time.
+        down_s, up_s: Total time of copies from and to the GPU.
     """
 
     index, name = 0, "GPU that only takes time"

@@ -1,16 +1,16 @@
-"""Runs PyTorch's own tests of torch.distributed over the back end: those that Gloo passes.
+"""Runs PyTorch's tests of torch.distributed that Gloo passes, with the back end of mpiring.
 
     pip install expecttest
-    python tests/helpers/torch_suite.py                       # all of them; a quarter of an hour
-    python tests/helpers/torch_suite.py test_broadcast_group  # these
+    python tests/helpers/torch_suite.py                       # all tests; a quarter of an hour
+    python tests/helpers/torch_suite.py test_broadcast_group  # this test
 
-PyTorch's wheel has them: torch.testing._internal.distributed.distributed_test. Each runs on 3
-ranks: over Gloo in processes of its own and, where it passes there, over mpiring in a job of its
-own. They are told at first that they run over Gloo, since they skip what a back end is not known
-to do. `monitored_barrier_gloo` tests are left out, as PyTorch lets no other back end in; those of
-a barrier's timeout end before they would destroy the group, which is broken then, and which only
-Gloo destroys without an error. By hand: this takes long, and depends on the version of PyTorch.
-Ends with 1 if anything failed.
+The tests are in PyTorch's wheel: torch.testing._internal.distributed.distributed_test. Each test
+runs on 3 ranks, with Gloo in separate processes and, if it passes, with mpiring in a separate job.
+At first, tests are told that they run with Gloo, because they skip functions of unknown back ends.
+The tests `monitored_barrier_gloo` are left out, because PyTorch refuses other back ends. Tests of a
+barrier's timeout end before they destroy the broken group, which only Gloo can do without an error.
+Run it by hand: it takes long, and depends on the version of PyTorch. The exit status is 1 if a test
+failed.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from launching import launch
 
 RANKS, LIMIT_S = 3, 240
 ONLY_GLOO, BREAKING = "monitored_barrier_gloo", "test_barrier_timeout"
-# These ask, when they run, for the name of the back end, and make a model only for those they know.
+# These tests ask for the name of the back end, and create a model only for known back ends.
 ASKING = "test_accumulate_gradients"
-# As PyTorch's own runner does: some tests mean to wait for it.
+# As in PyTorch's own runner: some tests are meant to wait for it.
 TIMEOUT_S, TIMEOUTS_S = 60, {"test_ddp_uneven_inputs": 300, "test_ddp_model_diff_across_ranks": 5,
                              "test_ddp_has_finalized": 5}
 
 
 def tests_of_pytorch(folder):
-    """Import PyTorch's tests, which read the environment then."""
+    """Import PyTorch's tests, which read the environment at import."""
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder),
                    "INIT_METHOD": f"file://{folder}/init_dir/shared_init_file",
                    "GLOO_SOCKET_IFNAME": "lo"}
@@ -48,7 +48,7 @@ def tests_of_pytorch(folder):
 
 
 def names_of(tests):
-    """Return the names of the tests that may run at all."""
+    """Return the names of the tests that can run."""
     base = tests.DistributedTest._DistTestBase
     return [name for name in dir(base) if name.startswith("test_") and ONLY_GLOO not in name
             and not getattr(getattr(base, name), "__unittest_skip__", False)]
@@ -58,7 +58,7 @@ def run_rank(tests, name, folder, rank=None):
     """Run one test as one rank, and write how it ended to the folder.
 
     Args:
-        rank: Over Gloo; None for over mpiring, which knows it.
+        rank: Rank with Gloo; None with mpiring, which knows it.
     """
     import torch.distributed as dist
     from torch.testing._internal.common_utils import set_rng_seed
@@ -73,7 +73,7 @@ def run_rank(tests, name, folder, rank=None):
             tests.BACKEND, tests.INIT_METHOD = "mpiring", "mpi://"
         dist.init_process_group("mpiring", init_method="mpi://", timeout=timeout)
     else:
-        # Whatever they print would stand between the lines of the table.
+        # Their output would be between the lines of the table.
         for standard in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), standard)
         os.environ["TEMP_DIR"] = str(folder)
@@ -93,7 +93,7 @@ def run_rank(tests, name, folder, rank=None):
         outcome = traceback.format_exc()
     (folder / f"outcome.{test.rank}").write_text(outcome)
     if outcome != "passed":
-        # The others may wait for ever.
+        # Other ranks may wait forever.
         os._exit(1)
     test._barrier()
     if name.startswith(BREAKING):
@@ -110,7 +110,7 @@ def new_folder():
 
 
 def outcome_in(folder, ended_well, output=""):
-    """Return what all ranks' notes come to: "passed", "skipped", or an error; remove the folder."""
+    """Return the outcome over all ranks: "passed", "skipped", or an error; remove the folder."""
     notes = [path.read_text() for path in sorted(folder.glob("outcome.*"))]
     shutil.rmtree(folder, ignore_errors=True)
     errors = [note for note in notes if note not in ("passed", "skipped")]
@@ -122,7 +122,7 @@ def outcome_in(folder, ended_well, output=""):
 
 
 def over_gloo(tests, name):
-    """Return how a test ends over Gloo, in processes that are forked: none imports PyTorch."""
+    """Return the outcome of a test with Gloo, in forked processes that do not import PyTorch."""
     folder, fork = new_folder(), multiprocessing.get_context("fork")
     ranks = [fork.Process(target=run_rank, args=(tests, name, folder, rank))
              for rank in range(RANKS)]
@@ -138,14 +138,14 @@ def over_gloo(tests, name):
 
 
 def over_mpiring(name):
-    """Return how a test ends over mpiring, in a job of its own."""
+    """Return the outcome of a test with mpiring, in a separate job."""
     folder = new_folder()
     try:
         ended = launch(RANKS, __file__, "--rank", folder, name, timeout_s=LIMIT_S)
     except pytest.fail.Exception as late:
         return f"{outcome_in(folder, False)}\n{late}"
-    # Those end without MPI_Finalize, which a launcher may take for a death; all ranks must have
-    # noted that they passed.
+    # These tests end without MPI_Finalize, which a launcher may report as a death; all ranks must
+    # have noted that they passed.
     ended_well = ended.status == 0 or name.startswith(BREAKING)
     return outcome_in(folder, ended_well, ended.output)
 

@@ -1,4 +1,4 @@
-"""Writes traces as the ranks of a job do."""
+"""Writes traces like the ranks of a job."""
 
 import json
 
@@ -9,14 +9,14 @@ def metadata(pid, name, **about):
 
 
 def piece(category, began, ended, *, tid=1, name="x", **about):
-    """Return an event that lasts, in microseconds."""
+    """Return an event with a start and a duration in microseconds."""
     return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": tid, "ts": began,
             "dur": ended - began, "args": about}
 
 
 def written(folder, *events, job="20260101-000000-aaaa", rank=0, size=1, node=0, offset=0.0,
             drift=None):
-    """Write the trace of a rank whose clock goes wrong by `drift` microseconds in a second."""
+    """Write the trace of a rank whose clock drifts by `drift` microseconds per second."""
     clock = {"offset_us": offset, "error_us": 2.0}
     lines = [metadata(rank, "mpiring", job=job, rank=rank, size=size, node=node),
              metadata(rank, "clock at start", at_us=0.0, **clock), *events]

@@ -25,7 +25,7 @@ def test_segments_are_shared_and_zero():
 def test_one_array_is_the_same_in_all_processes(nbytes):
     first = window.create()
     second = window.attach(os.getpid(), first, window.identity(first))
-    one, other = (window.whole(descriptor, rank, 2, nbytes)
+    one, other = (window.one_array(descriptor, rank, 2, nbytes)
                   for rank, descriptor in enumerate((first, second)))
     os.close(first)
     os.close(second)

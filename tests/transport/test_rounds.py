@@ -85,7 +85,7 @@ class Rank:
         combine = reduction(op, x.dtype, node.size)
         yield from stepped(agreed(
             None, node, None, call, shared.allreduce(self.operation(node), x, op, combine)
-            if in_place else shared.moved(node, x, self.plan(kind, x.size), combine)))
+            if in_place else shared.by_plan(node, x, self.plan(kind, x.size), combine)))
 
     def operation(self, node):
         return SimpleNamespace(node=node, windows=self.windows, tuning=TUNING)
