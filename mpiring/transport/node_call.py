@@ -512,7 +512,10 @@ def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
 def _write_back(words: Any, rank: int, at: int, start: int, n: int) -> None:
     if n > 0:
         operands = words[CALL_ADDRESS]
-        copy_to(operands.slots[rank][at:at + n], operands.x[start:start + n])
+        part = operands.x[start:start + n]
+        # A GPU may not have received the data yet.
+        if type(part) is np.ndarray:
+            np.copyto(operands.slots[rank][at:at + n], part)
 
 
 def _reduce(words: Any, at: int, start: int, n: int) -> None:
