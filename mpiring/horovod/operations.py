@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .compression import Compression
 from .ops import Average, op_named
 from .process_sets import ProcessSet
@@ -45,6 +47,9 @@ class Operations:
                                  f"least one, all in host memory or all on GPUs")
             terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
                              tuple([x.shape for x in tensors]), op, root, factors, devices[0])
+        if in_place and any(isinstance(x, np.ndarray) and not x.flags.writeable for x in tensors):
+            raise ValueError(f"{kind} of a read-only array, in place: pass an array that can be "
+                             f"written to")
         return matcher.submit(
             NamedRequest(arrays, name or "", terms, tensors, in_place, single, splits))
 
