@@ -25,6 +25,8 @@ from .private import rendezvous_handlers
 _log = logging.getLogger("mpiring")
 
 _PROBE_S = 1.0
+# Socket of the exported port.
+_reserved: list[socket.socket] = []
 
 
 def register() -> None:
@@ -100,12 +102,25 @@ def export_environment(comm: Communicator | None = None) -> None:
     address, port, listener = _agree_on_address(comm)
     if listener is not None:
         listener.close()
+        _reserve(address, port)
     set_variables({
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
         "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size),
         "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size),
         **({} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"})})
     _warn_of_other_backends()
+
+
+def _reserve(address: str, port: int) -> None:
+    """Keep a port from other programs until this program uses it."""
+    while _reserved:
+        _reserved.pop().close()
+    # It does not listen, so PyTorch can.
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.suppress(OSError):
+        reservation.bind((address, port))
+    _reserved.append(reservation)
 
 
 @functools.cache

@@ -51,3 +51,17 @@ def test_the_store_listens_where_the_ranks_are_and_hides_its_keys(comm, meeting)
     assert store.get("key 0") == b"value 0"
     # The store is in rank 0's process.
     comm.barrier()
+
+
+def test_an_exported_port_is_kept_for_pytorch(comm, meeting):
+    from mpiring.torch import export_environment
+    export_environment(comm)
+    port = int(os.environ["MASTER_PORT"])
+    if comm.rank == 0:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((os.environ["MASTER_ADDR"], port))
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    comm.barrier()
