@@ -37,7 +37,7 @@ def ratio(found):
     if found is None:
         return "-"
     value, low, high = found
-    if low is None or low == high:
+    if low is None or low != low or low == high:
         return quotient(value)
     text = f"{quotient(value)} ({quotient(low)} to {quotient(high)})"
     return f"*{text}*" if low <= 1 <= high else text
