@@ -163,7 +163,7 @@ def no_gradient_is_in_memory_twice():
 
     def empty(n, dtype, device):
         nonlocal peak
-        x = type(comm).empty(comm, n, dtype, device=device)
+        x = type(inline).empty(inline, n, dtype, device=device)
         if isinstance(x, torch.Tensor):
             gone = StorageWeakRef(x.untyped_storage()).expired
         else:
@@ -175,17 +175,15 @@ def no_gradient_is_in_memory_twice():
 
     module = Backwards(*(nn.Linear(32, 32) for _ in range(40)))
     total = sum(q.nbytes for q in module.parameters())
-    comm.empty = empty
-    try:
-        model = DataParallel(module, comm, bucket_bytes=20_000)
+    # A thread that is suspended when it has completed an operation still refers to its bucket.
+    with mpiring.init(config=mpiring.Config(progress="inline")) as inline:
+        inline.empty = empty
+        model = DataParallel(module, inline, bucket_bytes=20_000)
         for _ in range(2):
             model.zero_grad()
             model(torch.ones(2, 32)).sum().backward()
-    finally:
-        del comm.empty
     assert len(made) > 18, "buckets were not built anew"
-    # Operations in flight, and garbage, keep a few old buckets of a tenth for a while.
-    assert total <= peak < 1.6 * total, (peak, total)
+    assert total <= peak < 1.3 * total, (peak, total)
 
 
 @ability
