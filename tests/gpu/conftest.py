@@ -1,31 +1,25 @@
-"""Skips the files *_on_gpu.py where there is no GPU: also in CI, whose machines have none.
+"""Provides CuPy to the tests in the files *_on_gpu.py; without a GPU, work is done on the host.
 
-All else that concerns GPUs is tested without: the order of what is queued on a simulated GPU, the
-kernels on the host, and what CUDA is asked for on a CuPy that writes it down.
+Other tests in this folder cover what a GPU would do asynchronously, on a simulated GPU, and the
+errors of CUDA, with a CuPy that records calls.
 """
 
-from pathlib import Path
-
+import nvidia
 import pytest
 
-from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
-
-HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    here = [item for item in items if item.path.is_relative_to(HERE)
-            and item.path.stem.endswith("_on_gpu")]
-    try:
-        cuda.cupy()
-        missing = ""
-    except MissingDependencyError as error:
-        missing = str(error)
-    for item in here:
-        item.add_marker(pytest.mark.gpu)
-        if missing:
-            item.add_marker(pytest.mark.skip(reason=missing))
+    for item in items:
+        if item.path.stem.endswith("_on_gpu"):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _package(request, monkeypatch):
+    if request.path.stem.endswith("_on_gpu"):
+        nvidia.installed(monkeypatch)
 
 
 @pytest.fixture
@@ -38,3 +32,10 @@ def device():
 def cupy():
     """Return CuPy."""
     return cuda.cupy()
+
+
+@pytest.fixture
+def asynchronous():
+    """Skip a test without a GPU, because the host does work at once."""
+    if not nvidia.REAL:
+        pytest.skip(reason="there is no GPU")

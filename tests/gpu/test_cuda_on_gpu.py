@@ -10,7 +10,7 @@ import pytest
 from gpu_memory import GpuMemory, wait
 from launching import PROGRAMS, launch, needed
 
-from mpiring.gpu import cuda
+from mpiring.gpu import cuda, kernels
 from mpiring.gpu.arrays import vector_of
 
 N = 1 << 22
@@ -24,6 +24,27 @@ def memory(device):
 @pytest.mark.parametrize(("op", "name"), cases.CASES)
 def test_results_have_the_bits_of_the_host(memory, op, name):
     cases.check_combine(memory.device, memory, op, name)
+
+
+@pytest.mark.parametrize(("offsets", "packs"), [((0, 0, 0), 250), ((8, 8, 8), 249),
+                                                ((4, 52, 20), 249), ((0, 4, 0), 0)])
+def test_vectors_may_begin_anywhere(memory, offsets, packs):
+    """Kernels read packs of 16 bytes if all vectors have the same alignment."""
+    arrays = [cases.numbers(np.dtype(np.float32), 1000, seed) for seed in range(2)]
+    sources = [memory.put(x, offset) for x, offset in zip(arrays, offsets)]
+    out = memory.put(np.zeros(1000, np.float32), offsets[2])
+    memory.device.combine("sum", sources, 1, [out])
+    assert cases.same(memory.get(out), cases.expected("sum", arrays, 1))
+    assert kernels.packing([x.address for x in (*sources, out)], 1000, 4).packs == packs
+
+
+def test_a_single_source_is_divided_or_copied(memory):
+    array = cases.numbers(np.dtype(np.float32), 100, 0)
+    x, out = memory.put(array), memory.put(np.zeros_like(array))
+    memory.device.combine("mean", [x], 3.0, [out])
+    assert cases.same(memory.get(out), array / np.float32(3))
+    memory.device.combine("mean", [x], 1, [x, out])
+    assert cases.same(memory.get(out), array)
 
 
 @pytest.mark.parametrize("names", cases.CONVERSIONS, ids=" to ".join)
@@ -53,7 +74,7 @@ def test_what_a_device_queues_is_done_in_order(device):
     assert (out == (arrays[0] + arrays[1]) / np.float32(2)).all()
 
 
-def test_an_event_is_not_done_before_its_work(device):
+def test_an_event_is_not_done_before_its_work(asynchronous, device):
     x = device.allocate(64 << 20)
     host = device.gpu.pinned(64 << 20)
     before = device.event()
@@ -64,7 +85,7 @@ def test_an_event_is_not_done_before_its_work(device):
     assert all(event.test() for event in events)
 
 
-def test_cupy_arrays_are_waited_for_and_seen_without_a_copy(device, cupy):
+def test_cupy_arrays_are_waited_for_and_seen_without_a_copy(asynchronous, device, cupy):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         x = cupy.zeros(16 * N, cupy.float32)
@@ -133,22 +154,7 @@ def test_any_thread_may_call(device):
     assert len(found) == 4 and all((x == 2 * np.arange(1000.0)).all() for x in found)
 
 
-def test_memory_does_not_grow(device):
-    runtime = device.gpu.runtime
-
-    def one():
-        x = device.allocate(32 << 20)
-        wait(device.to_host(x, host))
-
-    host = device.gpu.pinned(32 << 20)
-    one()
-    free, _ = runtime.memGetInfo()
-    for _ in range(100):
-        one()
-    assert free - runtime.memGetInfo()[0] < 64 << 20
-
-
-def test_locked_pages_are_copied_beside_the_host(device):
+def test_locked_pages_are_copied_beside_the_host(asynchronous, device):
     """A copy from pages that are not locked would not return before it is done."""
     memory = np.frombuffer(mmap.mmap(-1, 256 << 20), np.uint8)
     memory[:] = 1

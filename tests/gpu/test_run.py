@@ -1,10 +1,11 @@
-"""Tests that the commands of `run.py` exist, which nothing else runs without a GPU."""
+"""Tests that the commands of `run.py` exist, and runs the model of a GPU that takes only time."""
 
+import re
 import runpy
 from pathlib import Path
 
 import pytest
-from launching import ROOT, python
+from launching import ROOT, launch, python
 
 RUN = Path(__file__).with_name("run.py")
 
@@ -31,3 +32,10 @@ def test_every_benchmark_knows_its_options(steps):
         found = python(*command, "--last")
         assert found.returncode == 2
         assert found.stderr.strip().endswith("error: unrecognized arguments: --last"), found.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_the_overhead_of_staged_copies_is_estimated():
+    ended = launch(2, ROOT / "tests/helpers/timed_gpu.py", "--mib", "4")
+    assert re.search(r"4 MiB on 2 ranks: [\d.]+ ms; copies alone 0\.17 ms", ended.output)

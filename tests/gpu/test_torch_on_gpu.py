@@ -6,7 +6,7 @@ The programs are those that the other tests run on the CPU and on a simulated GP
 import re
 
 import pytest
-from launching import PROGRAMS, launch, needed
+from launching import PROGRAMS, ROOT, launch, needed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -37,3 +37,17 @@ def test_programs(program, ranks, where, tmp_path):
     assert ended.status == 0, ended.output
     words, times = SAYS[program]
     assert len(re.findall(words, ended.output)) >= (times or ranks)
+
+
+def test_a_transformer_learns_the_same_on_any_number_of_ranks():
+    def train(ranks, *options):
+        ended = launch(ranks, ROOT / "examples/train_torch.py", "--steps", "12", "--width", "32",
+                       "--layers", "1", "--context", "32", "--batch", "8", "--report", "4",
+                       *options)
+        assert ended.status == 0, ended.output
+        return [float(text) for text in re.findall(r"validation (\d\.\d{3}) bits", ended.output)]
+
+    host = train(1)
+    assert len(host) == 3
+    for ranks in (1, 2, 4):
+        assert train(ranks, "--device", "cuda") == pytest.approx(host, abs=0.003)

@@ -39,19 +39,3 @@ def test_16_bits_and_a_checkpoint(tmp_path, dtype):
     assert all(np.array_equal(one[name], other[name]) for name in one)
     ended = launch(1, EXAMPLES / "train_cupy.py", *options, "--epochs", "13")
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output
-
-
-def test_a_transformer_learns_the_same_on_any_number_of_ranks():
-    needed("torch")
-
-    def train(ranks, *options):
-        ended = launch(ranks, EXAMPLES / "train_torch.py", "--steps", "12", "--width", "32",
-                       "--layers", "1", "--context", "32", "--batch", "8", "--report", "4",
-                       *options)
-        assert ended.status == 0, ended.output
-        return [float(text) for text in re.findall(r"validation (\d\.\d{3}) bits", ended.output)]
-
-    host = train(1)
-    assert len(host) == 3
-    for ranks in (1, 2, 4):
-        assert train(ranks, "--device", "cuda") == pytest.approx(host, abs=0.003)

@@ -9,7 +9,6 @@ import zlib
 
 import contract
 import numpy as np
-from host_kernels import same
 
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
@@ -38,6 +37,13 @@ KINDS = ["normal", "not finite", "small", "large"]
 KINDS_OF_CUPY = [kind for kind in KINDS if kind != "small"]
 
 
+def same(x, y):
+    """Return whether vectors have the same bits, except for NaN."""
+    parts = [part.view(part.real.dtype) for part in (x, y)]
+    different = parts[0].view(f"u{parts[0].itemsize}") != parts[1].view(f"u{parts[1].itemsize}")
+    return all(np.isnan(parts[0][different]) & np.isnan(parts[1][different]))
+
+
 def counts(op):
     """Return the counts to test: all for sums and means, one for other ops with like loops."""
     return COUNTS if op in ("sum", "mean") else COUNTS[1:2]
@@ -48,11 +54,10 @@ def divisors(op):
     return [3.0, 4.0, 2.5] if op == "mean" else [1.0]
 
 
-def combining_kernels():
-    """Return the kernels that `check_combine` needs."""
+def kernels_of(op, name=None):
+    """Return the kernels that `check_combine` needs for an op, and for one dtype if given."""
     found = {}
-    for op, name in CASES:
-        dtype = DTYPES[name]
+    for dtype in [DTYPES[of] for other, of in CASES if other == op and name in (None, of)]:
         several = [*counts(op), (1, 1)] if op == "mean" else counts(op)
         for (p, q), divisor in itertools.product(several, divisors(op)):
             divides, _ = kernels.division(dtype, divisor)

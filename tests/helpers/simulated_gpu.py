@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
+import nvidia
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpiring.errors import MissingDependencyError
@@ -145,11 +146,12 @@ class Stream:
         self.queue(lambda: _raw(x).fill(0) or True)
 
     def compute(self, function, *arguments):
-        """Run array operations later, with NumPy."""
+        """Run array operations later, on the host."""
+        package = nvidia.host_cupy()
+
         def act():
-            with np.errstate(all="ignore"):
-                function(Package(), *[content(x).view(Inside) if isinstance(x, DeviceVector) else x
-                                      for x in arguments])
+            function(package, *[package.wrapped(content(x)) if isinstance(x, DeviceVector) else x
+                                for x in arguments])
             return True
 
         self.queue(act)
@@ -174,62 +176,6 @@ class Stream:
             return event.done
 
         self.queue(act)
-
-
-class Inside(np.ndarray):
-    """An array in GPU memory, for array operations, which must not use host arrays."""
-
-    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **kwargs):
-        return _inside(getattr(ufunc, method), inputs, {**kwargs, "out": out} if out else kwargs)
-
-
-def _inside(function, arguments, kwargs):
-    def plain(x):
-        if isinstance(x, tuple):
-            return tuple(map(plain, x))
-        assert not isinstance(x, np.ndarray) or isinstance(x, Inside) or not x.ndim, (
-            "CuPy takes no arrays of the host")
-        return x.view(np.ndarray) if isinstance(x, np.ndarray) else x
-
-    result = function(*map(plain, arguments), **{name: plain(x) for name, x in kwargs.items()})
-    if kwargs.get("out") is not None:
-        return kwargs["out"][0] if isinstance(kwargs["out"], tuple) else kwargs["out"]
-    return np.asarray(result).view(Inside)
-
-
-class Package:
-    """Replaces CuPy in queued array operations: the NumPy functions that CuPy also has."""
-
-    _same = {"abs", "add", "arange", "copyto", "divide", "empty_like", "floor", "isfinite", "isnan",
-             "left_shift", "minimum", "multiply", "packbits", "repeat", "signbit", "square",
-             "subtract", "unpackbits", "where", "zeros"}
-
-    def __getattr__(self, name):
-        assert name in self._same, f"has CuPy {name}, and does it the same?"
-        return lambda *arguments, **kwargs: _inside(getattr(np, name), arguments, kwargs)
-
-    @staticmethod
-    def ElementwiseKernel(inputs, outs, text, name, options):
-        """Return a function of the inputs and then the outs, which have one dtype."""
-        names = [parameter.removeprefix("T ") for parameter in f"{inputs}, {outs}".split(", ")]
-        program = compile(text.replace("T g = ", "g = "), name, "exec")
-
-        def kernel(*arguments):
-            dtype = arguments[-1].dtype
-            of = {name: x if isinstance(x, Inside) else dtype.type(x)
-                  for name, x in zip(names, arguments, strict=True)}
-            values = {**of, "sqrt": np.sqrt}
-            exec(program, values)  # noqa: S102
-            for out in outs.split(", "):
-                of[out.removeprefix("T ")][...] = values[out.removeprefix("T ")]
-
-        return kernel
-
-    def __eq__(self, other):
-        return isinstance(other, Package)
-
-    def __hash__(self):
-        return 1
 
 
 class SimulatedGpu:

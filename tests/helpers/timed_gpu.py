@@ -80,7 +80,7 @@ class Gpu:
         down_s, up_s: Total time of copies from and to the GPU.
     """
 
-    index, name = 0, "GPU that only takes time"
+    index, name, programmable = 0, "GPU that only takes time", True
 
     def __init__(self, rate):
         self.rate, self.down_s, self.up_s = rate, 0.0, 0.0

@@ -1,14 +1,15 @@
-"""Tests the face on vectors in a GPU's memory, across real ranks, on a simulated GPU."""
+"""Tests the communicator on vectors in GPU memory, across real ranks."""
 
 from types import SimpleNamespace
 
 import contract
 import numpy as np
 import pytest
+import nvidia
 import simulated_gpu
 
 import mpiring
-from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
+from mpiring import ConfigError, ReplicaError, reducers
 from mpiring.gpus import cupy_for
 from mpiring.numpy import DataParallel
 
@@ -17,13 +18,11 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request, comm, monkeypatch):
-    """Return what puts arrays on a GPU: on a simulated one, whose arrays are taken for CuPy's."""
+    """Return an object that puts arrays on a simulated GPU, or on NVIDIA's through CuPy."""
     if request.param == "simulated":
         return simulated_gpu.installed(monkeypatch)
-    try:
-        return SimpleNamespace(put=cupy_for(comm).asarray)
-    except (ImportError, MissingDependencyError) as missing:
-        pytest.skip(reason=str(missing))
+    nvidia.installed(monkeypatch)
+    return SimpleNamespace(put=cupy_for(comm).asarray)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
