@@ -55,6 +55,8 @@ class Tuning:
         gathered_bytes: Limit up to which more than `direct_nodes` nodes of one rank gather slices
             by `doubling`. Doubling sends as many bytes as a ring in fewer messages, but
             overlaps nothing. Not measured on many nodes.
+        host_bytes: Limit on vectors in GPU memory that are combined in host memory, which takes
+            only two copies and two events. Not measured on a GPU.
         native_below_bytes: Length below which MPI's own call is used if nothing was measured. It
             needs fewer messages, and mpiring sends fewer bytes. Not measured on many nodes.
     """
@@ -73,6 +75,7 @@ class Tuning:
     short_bytes: int = 16 << 10
     direct_nodes: int = 8
     gathered_bytes: int = 256 << 10
+    host_bytes: int = 0
     native_below_bytes: int = 256 << 10
 
 

@@ -10,7 +10,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ _NOT_READY, _PORTABLE = 600, 1
 _BLOCK_BYTES = 2 << 20
 # Number of thread blocks that keep a multiprocessor busy; loops in the kernels do the rest.
 _BLOCKS_EACH = 8
+
+_UNCHANGED = nullcontext()
 
 _devices: dict[int, Device] = {}
 _opening = threading.Lock()
@@ -253,13 +255,13 @@ class Cuda(Gpu):
         self.name = f"GPU {index} ({properties['name'].decode()})"
         self.max_blocks = _BLOCKS_EACH * properties["multiProcessorCount"]
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Make it the thread's current device in a `with` block."""
         before = self.runtime.getDevice()
-        if before == self.index:
-            yield
-            return
+        return _UNCHANGED if before == self.index else self._switched(before)
+
+    @contextmanager
+    def _switched(self, before: int) -> Iterator[None]:
         used = self.cupy.cuda.driver.ctxGetCurrent() != 0
         self.runtime.setDevice(self.index)
         try:

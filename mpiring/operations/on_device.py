@@ -34,7 +34,7 @@ from .windows import Windows, mapped
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
-                slice_bytes=_TURN_BYTES, moved_bytes=64 << 10)
+                slice_bytes=_TURN_BYTES, moved_bytes=64 << 10, host_bytes=256 << 10)
 SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
 
 Build = Callable[[Collectives], Schedule[T]]
@@ -200,6 +200,28 @@ class DeviceCollectives(Collectives):
     def bytes_sent(self) -> int:
         """Number of bytes that this rank has sent in this operation so far; see Statistics."""
         return self._host.bytes_sent
+
+    def allreduce(self, x: Any, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
+        """Return the schedule that combines the vector `x` over all ranks; see Collectives."""
+        if algorithm != "auto" or x.nbytes > self.tuning.host_bytes or self.size == 1:
+            return super().allreduce(x, op=op, algorithm=algorithm)
+        slot = self._context.device.staging.acquire(x.nbytes)
+        host = slot[:x.nbytes].view(x.dtype)
+        row = self._host.algorithm_of(host, op)
+        if row.name == "native":
+            # Unlike other algorithms, it cannot start inside a running schedule.
+            row = self.algorithm_of(x, op)
+        self.algorithm = row.name
+        return self._on_host(x, host, slot, row.allreduce(
+            self._host, host, op, self._host.combiner(op, x.dtype, self.size)))
+
+    def _on_host(self, x: Any, host: Array, slot: Array,
+                 schedule: Schedule[None]) -> Schedule[None]:
+        """Copy a vector to its place in a pinned slot, run a schedule there, and copy it back."""
+        device = self._context.device
+        yield (device.to_host(x, host),)
+        yield from schedule
+        device.staging.release(slot, device.to_device(host, x))
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
         """Lend GPU memory for n elements for the duration of a `with` block."""

@@ -1,5 +1,6 @@
 """Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
 
+from dataclasses import replace
 from functools import partial
 
 import contract
@@ -54,7 +55,8 @@ def _bytes(x):
     return content(x) if isinstance(x, DeviceVector) else x
 
 
-def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4096):
+def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4096,
+            host_bytes=0):
     """Run a program on all ranks, each with a GPU of its own.
 
     Args:
@@ -62,6 +64,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
             schedule returns vectors.
         direct: MPI takes GPUs' pointers.
         shared: What GPUs export to each other; None where they cannot.
+        host_bytes: See Tuning.
     """
     network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
     gpus = [SimulatedGpu(partial(network.later, 0, rank), shared=shared)
@@ -70,7 +73,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
     def on_rank(collectives):
         rank = collectives.rank
         context = GpuContext(Device(gpus[rank]), Exports(collectives.windows), direct,
-                             tuning=SMALL)
+                             tuning=replace(SMALL, host_bytes=host_bytes))
         if direct:
             collectives._net = _Aware(collectives.net)
         if collectives.node.size > 1:
@@ -97,6 +100,22 @@ def test_allreduce(algorithm, place, direct):
             return [x]
 
         check(on_gpus(node_of, program, seed=seed, direct=direct)[0], p, op)
+
+
+@pytest.mark.parametrize("place", NODES)
+def test_short_vectors_are_combined_in_host_memory(place, monkeypatch):
+    monkeypatch.setattr(Device, "combine", None)
+    node_of = NODES[place]
+    p = len(node_of)
+    for seed, n, op, dtype in cases(p, 0, 1, p + 1, 129):
+        def program(collectives, put):
+            x = put(contract.contribution(collectives.rank, n, dtype))
+            # One after the other, as in a Reducer.
+            yield from collectives.allreduce(x[:0], op=op)
+            yield from collectives.allreduce(x, op=op)
+            return [x]
+
+        check(on_gpus(node_of, program, seed=seed, host_bytes=4096)[0], p, op)
 
 
 def check(found, p, op):
