@@ -369,14 +369,31 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
         memory, piece_bytes, combine: Arguments of `piece_call`.
         x: Vector of this rank.
     """
-    p = len(memory.ranks)
     call = piece_call(memory, x.dtype, x.size, piece_bytes, combine)
     call[CALL_FIRST] = 1
-    # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
-    if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
-            and data_address(x) % x.itemsize == 0):
-        call.compile(compiled.code("sum", dtype_name(x.dtype), p), int(combine.divisor))
+    call.compile(_code_for(memory, [x], combine), int(combine.divisor))
     return call
+
+
+def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine | None) -> Code | None:
+    """Return compiled code that can copy or combine vectors; None if only Python can.
+
+    Args:
+        memory: Memory of the node.
+        parts: Vectors of one dtype in any memory.
+        combine: Implementation of the op; None to copy.
+    """
+    p, dtype = len(memory.ranks), parts[0].dtype
+    # Only NumPy can add vectors at unaligned addresses.
+    if p == 1 or not memory.segments or any(
+            type(part) is not np.ndarray or data_address(part) % dtype.itemsize for part in parts):
+        return None
+    if combine is None:
+        return compiled.code("", "", p)
+    # A call's words are whole numbers.
+    if not combine.adds or combine.divisor != int(combine.divisor):
+        return None
+    return compiled.code("sum", dtype_name(dtype), p)
 
 
 class _Parts:
@@ -416,15 +433,9 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     call = NodeCall(memory, dtype, vector.size, kind, combine)
     call[CALL_WIDTH], call[CALL_HALF] = width, half
     call[CALL_LAST] = max(0, -(-max(map(len, parts)) // width) - 1)
-    code, starts, divisor = None, vector.starts, 1 if combine is None else combine.divisor
-    if (p > 1 and memory.segments and all(type(part) is np.ndarray for part in parts)
-            and (combine is None or combine.adds) and divisor == int(divisor)):
-        addresses = [data_address(part) for part in parts]
-        if not any(address % dtype.itemsize for address in addresses):
-            code = compiled.code(*(("sum", dtype_name(dtype)) if combine else ("", "")), p)
-            starts = [(address - addresses[0]) // dtype.itemsize for address in addresses]
-    if code is None:
-        starts = vector.starts
+    code = _code_for(memory, parts, combine)
+    starts = vector.starts if code is None else [
+        (data_address(part) - data_address(parts[0])) // dtype.itemsize for part in parts]
     first = CALL_BASES + 2 * p
     for rank, part in enumerate(parts):
         call[first + 2 * rank], call[first + 2 * rank + 1] = starts[rank], len(part)
@@ -432,7 +443,7 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
         # This rank writes its part, and does not read it.
         own = first + 2 * memory.rank
         call[CALL_WRITE_START], call[CALL_WRITE_LENGTH], call[own + 1] = call[own], call[own + 1], 0
-    call.compile(code, int(divisor))
+    call.compile(code, 1 if combine is None else int(combine.divisor))
     return call, vector if code is None else parts[0]
 
 
