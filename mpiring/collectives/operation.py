@@ -31,6 +31,8 @@ class Tuning:
             it takes a third of the time of pieces.
         staged_bytes: Length of the pieces in which a node combines private vectors, so that the
             pieces of two ranks stay in a core's cache. Measured.
+        rows_bytes: Length of the pieces that a rank of a node writes at a time for the others, for
+            a reduce-scatter of private vectors; see `staged_bytes`. Measured.
         broadcast_bytes: Length of pieces along a chain. A piece is on the wire of every hop at
             once. On one node, 256 KiB to 1 MiB differ by less than the noise.
         ring_bytes: Length of the longest piece around a ring, so that a rank combines one while
@@ -66,6 +68,7 @@ class Tuning:
     compiles: bool = False
     moved_bytes: int = 512 << 10
     staged_bytes: int = 256 << 10
+    rows_bytes: int = 128 << 10
     broadcast_bytes: int = 512 << 10
     ring_bytes: int = 512 << 10
     direct_bytes: tuple[int, int] = (16 << 10, 256 << 10)
@@ -107,6 +110,10 @@ class Operation(Protocol):
     size: int
     node: Node
     tuning: Tuning
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU that holds the vectors; "" for host memory."""
 
     @property
     def net(self) -> Channel:

@@ -34,7 +34,8 @@ from .windows import Windows, mapped
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
-                slice_bytes=_TURN_BYTES, moved_bytes=64 << 10, host_bytes=256 << 10)
+                slice_bytes=_TURN_BYTES, rows_bytes=_TURN_BYTES, moved_bytes=64 << 10,
+                host_bytes=256 << 10)
 SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
 
 Build = Callable[[Collectives], Schedule[T]]

@@ -1,7 +1,7 @@
 """Builds the schedules of one operation, for the communicator and for Reducers."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives import (
-    chain, direct, doubling, exchange, hierarchical, native, node_copies, ring, shared)
+    chain, direct, doubling, exchange, hierarchical, native, ring, shared)
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
@@ -242,7 +242,8 @@ class Collectives:
     def _combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         """Return the schedule that sends chunks directly to the ranks that combine them."""
         if self._one_node is not None:
-            yield from node_copies.reduce_scatter(self._one_node, chunks, combine)
+            yield from shared.reduce_rows(
+                self._one_node, chunks, combine, self.tuning.rows_bytes)
             return
         n, direct_bytes = self.size * max(map(len, chunks)), self.tuning.direct_bytes
         size = direct.inbox_size(n, self.size, chunks[0].itemsize, direct_bytes)
@@ -366,10 +367,12 @@ class Collectives:
             chunks: Vectors in any memory, one per rank, of lengths that all ranks agree on. All
                 vectors except this rank's are overwritten.
         """
-        if self._one_node is not None:
-            return node_copies.allgather(self._one_node, chunks)
-        if not self.gpu and doubling.gathers(self, sum(chunk.nbytes for chunk in chunks)):
+        nbytes, is_local = sum(chunk.nbytes for chunk in chunks), self._one_node is not None
+        if not self.gpu and (nbytes <= self.tuning.moved_bytes if is_local else
+                             doubling.gathers(self, nbytes)):
             return self._allgather_short(chunks)
+        if is_local:
+            return shared.allgather_chunks(self, chunks)
         return ring.allgather(
             self.ring, [chunks[rank] for rank in self.order], self.tuning.ring_bytes)
 
@@ -378,7 +381,8 @@ class Collectives:
         x = np.empty(bounds[-1], np.uint8)
         slices = cut(x, bounds)
         slices[self.rank][...] = as_bytes(chunks[self.rank])
-        yield from doubling.allgather(self, self.net, x, bounds)
+        yield from (doubling.allgather(self, self.net, x, bounds) if self._one_node is None else
+                    shared.eager_allgather(self, x, bounds))
         for rank, (chunk, content) in enumerate(zip(chunks, slices)):
             if rank != self.rank:
                 as_bytes(chunk)[...] = content
@@ -390,8 +394,8 @@ class Collectives:
             sends: Vectors to send, one per rank.
             receives: Vectors that are overwritten, one per rank.
         """
-        return self.confirmed(self._exchange(
-            dict(enumerate(sends)), dict(enumerate(receives)), self.size))
+        return self.confirmed(exchange.exchange(
+            self.net, dict(enumerate(sends)), dict(enumerate(receives))))
 
     def gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
@@ -409,7 +413,7 @@ class Collectives:
 
     def _gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         receives = dict(enumerate(parts)) if self.rank == root else {}
-        return self._exchange({root: x}, receives, 1)
+        return exchange.exchange(self.net, {root: x}, receives)
 
     def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
@@ -422,13 +426,7 @@ class Collectives:
         Raises the same errors as `gather`.
         """
         sends = dict(enumerate(parts)) if self.rank == root else {}
-        return self.confirmed(self._exchange(sends, {root: x}, self.size))
-
-    def _exchange(self, sends: Mapping[int, Array], receives: Mapping[int, Array],
-                  rows: int) -> Schedule[None]:
-        if self._one_node is not None:
-            return node_copies.exchange(self._one_node, sends, receives, rows)
-        return exchange.exchange(self.net, sends, receives)
+        return self.confirmed(exchange.exchange(self.net, sends, {root: x}))
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule in which ranks exchange data with ranks other than their neighbors.

@@ -83,8 +83,8 @@ CALL_BARRIERS: Final = 14
 CALL_FIRST, CALL_LAST, CALL_IS_OPERATION = 15, 16, 17
 # In elements: the ranges to write and to reduce.
 CALL_WRITE_START, CALL_WRITE_LENGTH, CALL_REDUCE_START, CALL_REDUCE_LENGTH = range(18, 22)
-# In elements: the length of a slice of a piece (PIECES) or of a piece (COPIES, ROWS), and the
-# length of half a slot.
+# In elements: the length of a slice of a piece (PIECES) or of a piece (ROWS), and the length of
+# half a slot.
 CALL_WIDTH, CALL_HALF = 22, 23
 # Variable: the address of the vector, for compiled code.
 CALL_VECTOR: Final = 24
@@ -112,9 +112,9 @@ NOWHERE: Final = (-1, 0)
 IN_SLOT: Final = (-2, 0)
 
 # Kinds. READS: reads parts of the slots. SLOTS: reduces all slots. WINDOWS: reduces vectors in
-# windows in place. PIECES: reduces private vectors piece by piece. COPIES: copies parts of private
-# vectors piece by piece. ROWS: reduces this rank's part of private vectors piece by piece.
-READS, SLOTS, WINDOWS, PIECES, COPIES, ROWS = range(6)
+# windows in place. PIECES: reduces private vectors piece by piece. ROWS: reduces this rank's part
+# of private vectors piece by piece.
+READS, SLOTS, WINDOWS, PIECES, ROWS = range(5)
 
 # Stages: not begun, waiting for a free area, about to write, and waiting for the other ranks.
 IDLE, BEGUN, WRITING, WAITING = range(4)

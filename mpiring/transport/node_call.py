@@ -25,7 +25,7 @@ from .layout import (
     CALL_IS_OPERATION, CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE,
     CALL_POLLS, CALL_RANK, CALL_RANKS, CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE,
     CALL_SPINS, CALL_STAGE, CALL_VECTOR, CALL_WIDTH, CALL_WRITE_LENGTH, CALL_WRITE_START,
-    CALL_YIELDS, COPIES, COUNTER_CALLS, COUNTER_NANOSECONDS, DONE, FALLBACK, IDLE, PIECES, POLL,
+    CALL_YIELDS, COUNTER_CALLS, COUNTER_NANOSECONDS, DONE, FALLBACK, IDLE, PIECES, POLL,
     PUBLISH, READS, RESUME, ROWS, SLOTS, WINDOWS, WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .protocol import protocol
@@ -375,23 +375,19 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
     return call
 
 
-def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine | None) -> Code | None:
-    """Return compiled code that can copy or combine vectors; None if only Python can.
+def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine) -> Code | None:
+    """Return compiled code that can combine vectors; None if only Python can.
 
     Args:
         memory: Memory of the node.
         parts: Vectors of one dtype in any memory.
-        combine: Implementation of the op; None to copy.
+        combine: Implementation of the op.
     """
     p, dtype = len(memory.ranks), parts[0].dtype
-    # Only NumPy can add vectors at unaligned addresses.
-    if p == 1 or not memory.segments or any(
-            type(part) is not np.ndarray or data_address(part) % dtype.itemsize for part in parts):
-        return None
-    if combine is None:
-        return compiled.code("", "", p)
-    # A call's words are whole numbers.
-    if not combine.adds or combine.divisor != int(combine.divisor):
+    # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
+    if p == 1 or not memory.segments or not combine.adds or combine.divisor != int(
+            combine.divisor) or any(type(part) is not np.ndarray
+                                    or data_address(part) % dtype.itemsize for part in parts):
         return None
     return compiled.code("sum", dtype_name(dtype), p)
 
@@ -414,23 +410,23 @@ class _Parts:
         return self.parts[part][piece.start - start:piece.stop - start]
 
 
-def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes: int,
-               combine: Combine | None = None) -> tuple[NodeCall, Any]:
-    """Return a part of an operation, on one vector per rank, and its vector; compiled if possible.
+def rows_call(memory: NodeMemory, parts: Sequence[Any], piece_bytes: int,
+              combine: Combine) -> tuple[NodeCall, Any]:
+    """Return a part of an operation that reduces part r on rank r, and its vector.
+
+    It is compiled if possible.
 
     Args:
         memory: Memory of the node.
-        kind: COPIES, to copy part r from rank r to all ranks, or ROWS, to reduce it on rank r.
         parts: Contiguous vectors of one dtype in any memory, one per rank of the node, of lengths
-            that are the same on all ranks. For COPIES, the part of a rank that writes nothing is
-            empty.
+            that are the same on all ranks.
         piece_bytes: Number of bytes that a rank writes in a phase.
-        combine: Implementation of the op, for ROWS.
+        combine: Implementation of the op.
     """
     p, dtype, vector = len(memory.ranks), parts[0].dtype, _Parts(parts)
     half = memory.slots(0, dtype, None)[0].size // 2
-    width = min(half, piece_bytes // dtype.itemsize) // (p if kind == ROWS else 1)
-    call = NodeCall(memory, dtype, vector.size, kind, combine)
+    width = min(half, piece_bytes // dtype.itemsize) // p
+    call = NodeCall(memory, dtype, vector.size, ROWS, combine)
     call[CALL_WIDTH], call[CALL_HALF] = width, half
     call[CALL_LAST] = max(0, -(-max(map(len, parts)) // width) - 1)
     code = _code_for(memory, parts, combine)
@@ -439,11 +435,7 @@ def parts_call(memory: NodeMemory, kind: int, parts: Sequence[Any], piece_bytes:
     first = CALL_BASES + 2 * p
     for rank, part in enumerate(parts):
         call[first + 2 * rank], call[first + 2 * rank + 1] = starts[rank], len(part)
-    if kind == COPIES:
-        # This rank writes its part, and does not read it.
-        own = first + 2 * memory.rank
-        call[CALL_WRITE_START], call[CALL_WRITE_LENGTH], call[own + 1] = call[own], call[own + 1], 0
-    call.compile(code, 1 if combine is None else int(combine.divisor))
+    call.compile(code, int(combine.divisor))
     return call, vector if code is None else parts[0]
 
 
@@ -520,15 +512,6 @@ def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
         copy_to(operands.x[start:start + n], operands.slots[rank][at:at + n])
 
 
-def _write_back(words: Any, rank: int, at: int, start: int, n: int) -> None:
-    if n > 0:
-        operands = words[CALL_ADDRESS]
-        part = operands.x[start:start + n]
-        # A GPU may not have received the data yet.
-        if type(part) is np.ndarray:
-            np.copyto(operands.slots[rank][at:at + n], part)
-
-
 def _reduce(words: Any, at: int, start: int, n: int) -> None:
     operands, kind = words[CALL_ADDRESS], words[CALL_KIND]
     x = operands.x
@@ -556,5 +539,5 @@ run_plain = protocol(SimpleNamespace(
     form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
     bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
-    write_header=_write_header, write=_write, read=_read, write_back=_write_back, reduce=_reduce,
+    write_header=_write_header, write=_write, read=_read, reduce=_reduce,
     relax=_relax, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -11,7 +11,7 @@ writes to its own segment, and publishes its flag `(s + 1) << COUNT_BITS | c` fo
 c. It waits until all flags have reached this value, and then sees the data that the other ranks
 have written. After the last phase it publishes ENDED, because it no longer reads other segments.
 Publishing stores with release semantics; waiting loads with acquire semantics. A rank writes to
-another rank's segment only in PIECES, COPIES and ROWS.
+another rank's segment only in PIECES and ROWS.
 
 With the first flag, a rank publishes the digest of its call, and the header. A rank compares all
 digests before it uses any data. The phases are:
@@ -24,16 +24,13 @@ PIECES  j: write piece j except this rank's slice, and reduce this slice of piec
         slots. Then read the other results from this rank's slot. The first piece is piece 1, and
         pieces use the halves of the slots alternately. In phase 0, write a note that the vector is
         in no window.
-
-COPIES  j: write piece j of a part, then read piece j of the other ranks' parts.
 ROWS    j: write piece j of each other rank's part, and reduce this rank's piece j - 1 from all
-        slots and the vector. As in COPIES, pieces use the halves of the slots alternately.
+        slots and the vector. Pieces use the halves of the slots alternately.
 
 In PIECES, results overwrite the contributions from which they were reduced. So a cache line moves
 from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy. If each
 rank stored its results in its own slot, 1 MiB took three times as long (measured on two cores). For
-the same reason, ROWS also reduces into the slots, and in COPIES between two ranks the reader writes
-the data back to the slot.
+the same reason, ROWS also reduces into the slots.
 
 In an allreduce in windows, a rank that may return late for phase 1 writes its vector to its slot.
 Its note says so, and it arrives at three barriers at once. All other ranks then also write their
@@ -48,7 +45,7 @@ from .layout import (
     CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_IS_OPERATION, CALL_KIND,
     CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE, CALL_POLLS, CALL_RANK, CALL_RANKS,
     CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WIDTH,
-    CALL_WRITE_LENGTH, CALL_WRITE_START, CALL_YIELDS, COPIES, COUNTER_GATE, COUNTER_HEADERS,
+    CALL_WRITE_LENGTH, CALL_WRITE_START, CALL_YIELDS, COUNTER_GATE, COUNTER_HEADERS,
     COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
     FALLBACK, FORM_WORD, GATED, HELD, IDLE, IN_SLOT, LATE, NOTE_WORD, NOTE_WORDS, PIECES, POLL,
     PUBLISH, READS, RESUME, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
@@ -87,8 +84,6 @@ def protocol(d: Any) -> Callable[..., Any]:
         write_header: Function that copies the call's header to this rank's segment.
         write: Function of at, start, n that copies n elements of the vector to this rank's slot.
         read: Function of rank, at, start, n that copies n elements of a rank's slot to the vector.
-        write_back: Function of rank, at, start, n that copies n elements of the vector to the slot
-            from which `read` copied them.
         reduce: Function of at, start, n. For SLOTS, it reduces n elements of all slots into the
             vector. For WINDOWS, it reduces n elements of all vectors into all vectors. For PIECES
             and ROWS, it reduces the other ranks' slots and this rank's vector into all of them.
@@ -290,10 +285,7 @@ def _writing(d: Any) -> Any:
     @d.inlined
     def write(call, j):  # type: ignore[no-untyped-def]
         half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
-        if call[CALL_KIND] == COPIES:
-            start, n = piece_of(call, j, call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
-            copy(call, half, start, n)
-        elif call[CALL_KIND] == ROWS:
+        if call[CALL_KIND] == ROWS:
             for r in range(p):
                 part = CALL_BASES + 2 * (p + r)
                 start, n = piece_of(call, j, call[part], call[part + 1])
@@ -317,7 +309,7 @@ def _reducing(d: Any) -> Any:
     @d.inlined
     def reduce(call, j):  # type: ignore[no-untyped-def]
         kind, rank, p = call[CALL_KIND], call[CALL_RANK], call[CALL_RANKS]
-        if kind == READS or kind == COPIES or kind == PIECES and j == 1 or (
+        if kind == READS or kind == PIECES and j == 1 or (
                 kind != ROWS and j > 1 and j > call[CALL_LAST]):
             return
         at = start = call[CALL_REDUCE_START]
@@ -339,7 +331,7 @@ def _reducing(d: Any) -> Any:
 
 def _reading(d: Any) -> Any:
     """Return a function that reads the slots' data for this rank."""
-    copy, write_back, bounds, piece_of = d.read, d.write_back, _pieces(d), _parts(d)
+    copy, bounds = d.read, _pieces(d)
 
     @d.inlined
     def read(call, j):  # type: ignore[no-untyped-def]
@@ -348,13 +340,6 @@ def _reading(d: Any) -> Any:
             for r in range(p):
                 part = CALL_BASES + 2 * (p + r)
                 copy(call, r, call[part], call[part], call[part + 1])
-        elif call[CALL_KIND] == COPIES:
-            for r in range(p):
-                part = CALL_BASES + 2 * (p + r)
-                start, n = piece_of(call, j, call[part], call[part + 1])
-                copy(call, r, (j & 1) * call[CALL_HALF], start, n)
-                if p == 2:
-                    write_back(call, r, (j & 1) * call[CALL_HALF], start, n)
         elif call[CALL_KIND] == PIECES and j > 1:
             at, start, n, before, after = bounds(call, j - 1)
             copy(call, call[CALL_RANK], at - before, start - before, before)

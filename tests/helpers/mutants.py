@@ -86,8 +86,6 @@ MUTANTS = [
     Mutant("transport/protocol.py", "(j & 1) * call[CALL_HALF] + before", "before",
            f"tests/transport/test_pipeline.py {SIMULATED}"),
     Mutant("transport/protocol.py", "load(base, area + _NOTE) == _IN_SLOT", "False", NODE),
-    Mutant("transport/protocol.py", "copy(call, r, (j & 1) * call[CALL_HALF], start, n)",
-           "copy(call, r, 0, start, n)", NODE),
     Mutant("transport/protocol.py", "at = (j - 1 & 1) * call[CALL_HALF]",
            "at = (j & 1) * call[CALL_HALF]", NODE),
     Mutant("transport/protocol.py", "kind != ROWS and j > 1", "j > 1", NODE),
