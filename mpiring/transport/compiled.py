@@ -81,7 +81,7 @@ def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
     """Return the protocol's dialect for a dtype; see protocol.protocol."""
     inlined, clock_gettime = intrinsics.inlined, intrinsics.clock_gettime
     add_atomic = intrinsics.add_atomic
-    slot, write_header, write, read = _copying(intrinsics)
+    slot, write_header, write, read, write_back = _copying(intrinsics)
 
     @inlined
     def bind(call, vector):  # type: ignore[no-untyped-def]
@@ -102,7 +102,7 @@ def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
     return SimpleNamespace(
         form=1, inlined=inlined, counter=inlined(lambda call: words_at(call[CALL_COUNTER])),
         bind=bind, load=load, all_arrived=all_arrived, store=store, publish=publish,
-        write_header=write_header, write=write, read=read,
+        write_header=write_header, write=write, read=read, write_back=write_back,
         reduce=_reducing(intrinsics, name, slot), now=now, count=count, relax=intrinsics.relax,
         give_way=intrinsics.give_way)
 
@@ -134,7 +134,7 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
     return load, all_arrived, store, publish
 
 
-def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
+def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Return functions that compute the address of an element of a slot, and that copy."""
     inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
 
@@ -158,7 +158,12 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
         size = call[CALL_ITEMSIZE]
         copy_bytes(call[CALL_VECTOR] + start * size, slot(call, r, at), n * size)
 
-    return slot, write_header, write, read
+    @inlined
+    def write_back(call, r, at, start, n):  # type: ignore[no-untyped-def]
+        size = call[CALL_ITEMSIZE]
+        copy_bytes(slot(call, r, at), call[CALL_VECTOR] + start * size, n * size)
+
+    return slot, write_header, write, read, write_back
 
 
 def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:

@@ -512,6 +512,15 @@ def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
         copy_to(operands.x[start:start + n], operands.slots[rank][at:at + n])
 
 
+def _write_back(words: Any, rank: int, at: int, start: int, n: int) -> None:
+    if n > 0:
+        operands = words[CALL_ADDRESS]
+        part = operands.x[start:start + n]
+        # A GPU may not have received the data yet.
+        if type(part) is np.ndarray:
+            np.copyto(operands.slots[rank][at:at + n], part)
+
+
 def _reduce(words: Any, at: int, start: int, n: int) -> None:
     operands, kind = words[CALL_ADDRESS], words[CALL_KIND]
     x = operands.x
@@ -539,5 +548,5 @@ run_plain = protocol(SimpleNamespace(
     form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
     bind=_bind, load=operator.getitem, all_arrived=_all_arrived, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
-    write_header=_write_header, write=_write, read=_read, reduce=_reduce,
+    write_header=_write_header, write=_write, read=_read, write_back=_write_back, reduce=_reduce,
     relax=_relax, give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

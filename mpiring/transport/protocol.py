@@ -11,7 +11,7 @@ writes to its own segment, and publishes its flag `(s + 1) << COUNT_BITS | c` fo
 c. It waits until all flags have reached this value, and then sees the data that the other ranks
 have written. After the last phase it publishes ENDED, because it no longer reads other segments.
 Publishing stores with release semantics; waiting loads with acquire semantics. A rank writes to
-another rank's segment only in PIECES and ROWS.
+another rank's segment only in PIECES and ROWS and, between two ranks, in READS and SLOTS.
 
 With the first flag, a rank publishes the digest of its call, and the header. A rank compares all
 digests before it uses any data. The phases are:
@@ -30,7 +30,9 @@ ROWS    j: write piece j of each other rank's part, and reduce this rank's piece
 In PIECES, results overwrite the contributions from which they were reduced. So a cache line moves
 from the owner of a slot to the rank that reduces it, and back; no third rank keeps a copy. If each
 rank stored its results in its own slot, 1 MiB took three times as long (measured on two cores). For
-the same reason, ROWS also reduces into the slots.
+the same reason, ROWS also reduces into the slots. Between two ranks, a rank that has read a part of
+a slot that the other rank does not read writes this part again. Otherwise both ranks would keep a
+copy, and 64 KiB took up to three times as long.
 
 In an allreduce in windows, a rank that may return late for phase 1 writes its vector to its slot.
 Its note says so, and it arrives at three barriers at once. All other ranks then also write their
@@ -84,6 +86,8 @@ def protocol(d: Any) -> Callable[..., Any]:
         write_header: Function that copies the call's header to this rank's segment.
         write: Function of at, start, n that copies n elements of the vector to this rank's slot.
         read: Function of rank, at, start, n that copies n elements of a rank's slot to the vector.
+        write_back: Function of rank, at, start, n that copies n elements of the vector to a rank's
+            slot.
         reduce: Function of at, start, n. For SLOTS, it reduces n elements of all slots into the
             vector. For WINDOWS, it reduces n elements of all vectors into all vectors. For PIECES
             and ROWS, it reduces the other ranks' slots and this rank's vector into all of them.
@@ -304,7 +308,7 @@ def _writing(d: Any) -> Any:
 
 def _reducing(d: Any) -> Any:
     """Return a function that reduces the data of the previous phase."""
-    reduce_part, bounds, piece_of = d.reduce, _pieces(d), _parts(d)
+    reduce_part, write_back, bounds, piece_of = d.reduce, d.write_back, _pieces(d), _parts(d)
 
     @d.inlined
     def reduce(call, j):  # type: ignore[no-untyped-def]
@@ -325,13 +329,16 @@ def _reducing(d: Any) -> Any:
             at = (j - 1 & 1) * call[CALL_HALF] + rank * call[CALL_WIDTH]
             start, n = piece_of(call, j - 1, call[part], call[part + 1])
         reduce_part(call, at, start, n)
+        if kind == SLOTS and p == 2 and n < call[CALL_LENGTH]:
+            # In a reduce-scatter, the other rank does not read this part of its slot.
+            write_back(call, 1 - rank, at, start, n)
 
     return reduce
 
 
 def _reading(d: Any) -> Any:
     """Return a function that reads the slots' data for this rank."""
-    copy, bounds = d.read, _pieces(d)
+    copy, write_back, bounds = d.read, d.write_back, _pieces(d)
 
     @d.inlined
     def read(call, j):  # type: ignore[no-untyped-def]
@@ -340,6 +347,8 @@ def _reading(d: Any) -> Any:
             for r in range(p):
                 part = CALL_BASES + 2 * (p + r)
                 copy(call, r, call[part], call[part], call[part + 1])
+                if p == 2:
+                    write_back(call, r, call[part], call[part], call[part + 1])
         elif call[CALL_KIND] == PIECES and j > 1:
             at, start, n, before, after = bounds(call, j - 1)
             copy(call, call[CALL_RANK], at - before, start - before, before)
