@@ -13,7 +13,7 @@ from ..config import PREFIX
 
 # Prefixes of variables that change the speed of MPI and NumPy.
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
-                  "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
+                  "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_", "THP_MEM_")
 
 # Variable in which `mpiring lab run` passes its options to its ranks.
 LAB_OPTIONS = "LAB_OPTIONS"

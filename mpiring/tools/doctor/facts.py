@@ -113,6 +113,8 @@ class Memory:
         open_files: Number of files that may be open (ulimit -n); None without a limit.
         leftover_files, leftover_bytes: Number and size of this user's MPI files in /dev/shm that
             no process uses.
+        huge_pages: The kernel's setting for huge pages: "always", "madvise" (only on request),
+            "never", or "" if unknown.
     """
 
     shm_bytes: int | None = None
@@ -121,6 +123,7 @@ class Memory:
     open_files: int | None = None
     leftover_files: int = 0
     leftover_bytes: int = 0
+    huge_pages: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,9 +142,13 @@ def memory(root: Path = _ROOT) -> Memory:
         shm = os.statvfs(root / "dev/shm")
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
     leftover = _leftover_sizes(root)
+    # For example "always [madvise] never".
+    chosen = re.search(r"\[(\w+)\]", text_of(
+        root / "sys/kernel/mm/transparent_hugepage/enabled"))
     return Memory(leftover_files=len(leftover), leftover_bytes=sum(leftover), shm_bytes=total,
                   shm_free_bytes=free, locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
-                  open_files=_soft_limit(resource.RLIMIT_NOFILE))
+                  open_files=_soft_limit(resource.RLIMIT_NOFILE),
+                  huge_pages=chosen[1] if chosen else "")
 
 
 def _leftover_sizes(root: Path) -> Collection[int]:

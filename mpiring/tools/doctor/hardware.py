@@ -65,6 +65,8 @@ _GPU_DIRECT = (
 # Cray's libraries for GPU support in MPI.
 _GTL = {"NVIDIA": "libmpi_gtl_cuda.so", "AMD": "libmpi_gtl_hsa.so"}
 _VISIBLE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+# PyTorch's variable for huge pages of large tensors.
+_HUGE_TENSORS = "THP_MEM_ALLOC_ENABLE"
 _STAGED = "staged through pinned host memory"
 _GPU_AWARE = {
     "yes": "MPIRING_GPU_AWARE=yes: MPI gets its pointers without a test",
@@ -219,6 +221,10 @@ def limits(job: JobFacts, rank: Rank) -> Rows:
     if files is not None and files < _MIN_OPEN_FILES:
         yield Finding("ulimit -n", NOTE, f"only {files} files may be open, and every shared array "
                       f"is one", f"ulimit -n {_MIN_OPEN_FILES}")
+    if (rank.memory.huge_pages == "madvise" and "torch" in rank.versions
+            and rank.variables.get(_HUGE_TENSORS) != "1"):
+        yield Finding("huge pages", NOTE, "PyTorch does not request them for its tensors, so "
+                      "copies between the ranks of a node take longer", f"export {_HUGE_TENSORS}=1")
     text, forks = f"Python starts processes by {method}", method == "fork"
     unsafe = [device.name for device in rank.fast_devices if device.kind != "Slingshot"]
     is_safe = first_set(rank.variables, _FORK_VARIABLES)

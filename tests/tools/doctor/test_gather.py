@@ -105,6 +105,13 @@ def test_what_dead_jobs_have_left(tmp_path, monkeypatch):
     assert gather.memory(tmp_path).leftover_files == 0, "another user's are his"
 
 
+@pytest.mark.parametrize(("content", "chosen"), [
+    ("always [madvise] never\n", "madvise"), ("[always] madvise never\n", "always"), ("", "")])
+def test_who_gets_huge_pages(tmp_path, content, chosen):
+    machine(tmp_path, sys__kernel__mm__transparent_hugepage__enabled=content, proc__self__maps="")
+    assert gather.memory(tmp_path).huge_pages == chosen
+
+
 def test_the_line_that_removes_what_dead_jobs_have_left(tmp_path):
     """Run on files elsewhere: it takes those that no process has mapped."""
     folder = tmp_path / "shm"

@@ -260,6 +260,19 @@ def test_limits_and_forks_beside_a_fast_network():
     assert "with mlx5_0" in one(some, "fork", "warning")
 
 
+@pytest.mark.parametrize(("mode", "packages", "variables", "noted"), [
+    ("madvise", {"torch": "2.13.0"}, {}, True),
+    ("madvise", {"torch": "2.13.0"}, {"THP_MEM_ALLOC_ENABLE": "1"}, False),
+    ("madvise", {}, {}, False), ("always", {"torch": "2.13.0"}, {}, False)])
+def test_huge_pages_of_tensors(mode, packages, variables, noted):
+    some = ranks(2, memory=replace(PLENTY, huge_pages=mode), versions={"mpi4py": "4.1", **packages},
+                 variables={**HYDRA, **variables})
+    if noted:
+        assert "export THP_MEM_ALLOC_ENABLE=1" in one(job(some), "huge pages", "note")
+    else:
+        assert "huge pages" not in found(job(some))
+
+
 @pytest.mark.parametrize(("devices", "us", "gbit", "verdict", "words"), [
     ((INFINIBAND, ETHERNET), 25, 9, "warning", "9.00 Gbit/s, far below mlx5_0 (InfiniBand, 200"),
     ((INFINIBAND, ETHERNET), 60, 180, "warning", "UCX_TLS"),
