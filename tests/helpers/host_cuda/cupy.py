@@ -14,6 +14,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,27 +285,35 @@ def _mapped(file, nbytes):
     return np.frombuffer(memory, np.uint8).ctypes.data, memory
 
 
+class _Used(threading.local):
+    """The streams that a thread uses, the current one last."""
+
+    def __init__(self):
+        self.streams = []
+
+
+_used = _Used()
+
+
 class _Stream:
     """A stream, whose work is always done."""
 
-    current = []
-
     def __init__(self, null=False, non_blocking=False):
-        self.ptr = 0 if null else id(self)
+        # The CUDA Array Interface numbers the default stream 1.
+        self.ptr = 1 if null else id(self)
 
     def __enter__(self):
-        self.current.append(self)
+        _used.streams.append(self)
         return self
 
     def __exit__(self, *error):
-        self.current.pop()
+        _used.streams.pop()
 
     def synchronize(self):
         pass
 
 
 _Stream.null = _Stream(null=True)
-_Stream.null.ptr = 1
 
 
 class _Event:
@@ -373,5 +382,5 @@ cuda = SimpleNamespace(
     MemoryPointer=lambda memory, offset: memory,
     Device=lambda index: SimpleNamespace(
         use=lambda: None, synchronize=lambda: None, pci_bus_id=f"0000:{index}"),
-    get_current_stream=lambda index=0: _Stream.current[-1] if _Stream.current else _Stream.null,
+    get_current_stream=lambda index=0: _used.streams[-1] if _used.streams else _Stream.null,
     get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
