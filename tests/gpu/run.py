@@ -286,7 +286,7 @@ def main() -> int:
     check = subprocess.run([sys.executable, "-c", "from mpiring.gpu import cuda; cuda.device(0)"],
                            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     if check.returncode:
-        print(check.stderr[-600:], end="")
+        print(check.stderr.strip().rpartition("\n")[2])
         return 1
     passed = run_all([step for part in options.parts or PARTS for step in PARTS[part](out)], out,
                      until)
