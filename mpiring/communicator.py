@@ -96,7 +96,7 @@ class Communicator:
         self._join(Group(mpi_comm, config_or_default(config)))
 
     def _join(self, group: Group) -> None:
-        self._group, self._fast_calls = group, group.fast_calls
+        self._group, self._fast_calls, self._models = group, group.fast_calls, 0
         self.config, self.recorder = group.config, group.recorder
         self.threaded = group.threaded
         self.rank, self.size = group.rank, group.size
@@ -490,6 +490,17 @@ class Communicator:
     def tunable(self) -> Tunable:
         """The settings of these ranks' operations that a DataParallel tunes."""
         return self._group
+
+    def next_model(self) -> str:
+        """Count a model whose ranks these are; return its number as a string for messages.
+
+        Ranks compare this string, so that operations of two equal models are not mixed. It is ""
+        for the first model.
+
+        Collective: yes. Blocking: no.
+        """
+        self._models += 1
+        return f"of model {self._models}" if self._models > 1 else ""
 
     def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
         """Tune algorithms and compile sums now instead of in the first steps.

@@ -23,7 +23,7 @@ class _Gradients:
     """Gradient of one update, with the interface of an Averager."""
 
     steps, step_label, version = 0, "", 1
-    scatters, step_started, finite = False, False, True
+    scatters, step_started, finite, replicas = False, False, True, None
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets

@@ -96,8 +96,9 @@ class DataParallel:
         # Parameters that an optimizer updates, and state passed to `watch`.
         self._updated: dict[str, Any] = {}
         self._watched: dict[str, Any] = {}
-        self._replicas = Replicas(
-            comm, functools.partial(_parts, self.params, self._watched))
+        self._replicas = self.gradients.replicas = Replicas(
+            comm, functools.partial(_parts, self.params, self._watched),
+            self.gradients.weighing.model, by_optimizer=False)
 
     def ready(self, name: str) -> None:
         """Mark the gradient of a parameter as written; its bucket is sent when it is full.
@@ -155,7 +156,7 @@ class DataParallel:
             BufferMismatchError: The buckets of the ranks differ.
             StallError: A rank did not arrive within `stall_timeout_s`.
             ReplicaError: Parameters or watched state differ between ranks; checked every
-                `digest_steps` steps.
+                `digest_steps` steps. If the model has an optimizer, its `step` checks this.
 
         Collective: yes. Blocking: yes.
         """

@@ -14,6 +14,7 @@ from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..gpu.device import await_event
 from ..memory.arrays import Array, dtype_name
+from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..sharding.sliced import Sliced, whole
@@ -197,6 +198,8 @@ class Optimizer:
         Collective: yes. Blocking: until the gradients have arrived.
         """
         self._await_gradients("step()")
+        if self._gradients.replicas is not None:
+            self._gradients.replicas.begin_update()
         scale = 1.0 if scaler is None else 1 / scaler.scale
         self._last_step, compared = self._gradients.steps, self._gradients.compared
         if not (self._gradients.finite if scaler is None else scaler.step()):
@@ -461,7 +464,8 @@ class Optimizer:
                 for i, kind in enumerate(kinds, row):
                     add_squares(block[kind], sums[i:i + 1])
         total = vectors.on_host(sums)
-        self._comm.allreduce(total)
+        self._comm.run(Call("norms", f"of {self._gradients.step_label}"),
+                       lambda collectives: collectives.allreduce(total))
         return {name: dict(zip(kinds, map(math.sqrt, total[row:row + len(kinds)].tolist())))
                 for name, row in rows.items()}
 

@@ -13,12 +13,13 @@ from torch.nn import Parameter
 
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
+from ..text import first_few
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
 from .modules import weak_hook
 from .private import (
-    adds_to_gradients, call_after_backward, current_pass, leaf_nodes, without_subclasses,
+    adds_to_gradients, call_after_backward, leaf_nodes, versions_of, without_subclasses,
 )
 from .sparse import SparseGradients
 from .tensors import (
@@ -63,6 +64,46 @@ class GradientOwner(Protocol):
         """Return when all weights are complete."""
 
 
+@dataclass(eq=False)
+class ForwardPass:
+    """A forward pass of the model, for the backward passes through its outputs.
+
+    Attributes:
+        averages: Whether these backward passes average; false for a forward pass in `no_sync()`.
+        samples: Number of samples of the batch.
+    """
+
+    averages: bool
+    samples: int
+
+
+class BackwardPass:
+    """A backward pass that is running.
+
+    PyTorch has the only reference, and drops it at the end of the pass, or if the pass raises an
+    error, of which nothing else informs.
+
+    Args:
+        averages: Initial value of the attribute.
+        versions: Versions of the parameters at the start.
+
+    Attributes:
+        averages: Whether the pass averages; otherwise, gradients accumulate on this rank.
+        versions: The argument of the same name.
+        forwards: Forward passes whose outputs the pass has reached.
+        accumulated: Names of the gradients that were complete before the pass averaged.
+    """
+
+    def __init__(self, averages: bool, versions: Sequence[int]) -> None:
+        self.averages, self.versions = averages, versions
+        self.forwards: set[ForwardPass] = set()
+        self.accumulated: set[str] = set()
+
+
+def _no_pass() -> None:
+    """Return None, like a weak reference to a pass that has ended."""
+
+
 class Averaging:
     """Writes gradients of parameters into buckets, and averages them during backward.
 
@@ -80,7 +121,8 @@ class Averaging:
         steps: Number of steps that were completed before.
 
     Attributes:
-        active: Whether backward passes average; otherwise, gradients accumulate on this rank.
+        active: Whether backward passes average if they reach no output of the model.
+        averaged: Whether the last complete backward pass has averaged.
         in_flight: Whether gradients are in flight.
         dense: Parameters with dense gradients, by name.
         placeholders: Substitutes for the parameters' gradients if an owner has the means, by name.
@@ -93,7 +135,7 @@ class Averaging:
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, weighing: Weighing, settings: Settings, *,
                  completed: Callable[[], None], steps: int) -> None:
-        self.active, self.in_flight, self._weighing = True, False, weighing
+        self.active, self.averaged, self.in_flight, self._weighing = True, True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self.dense = {name: p for name, p in parameters.items() if p not in sparse}
@@ -102,8 +144,10 @@ class Averaging:
         self._has_gradient = np.empty(0, bool)
         # Substitutes for gradients in flight: a scalar NaN, and a view of it in the right shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Number of the backward pass whose end will call `_end`; -1 for none.
-        self._pass = -1
+        self._pass: Callable[[], BackwardPass | None] = _no_pass
+        # Versions of the parameters after the last update.
+        self._latest_versions: Sequence[int] = ()
+        self.updated()
         specs = [spec_of(name, p) for name, p in self.dense.items()]
         # All parameters are on one device.
         first = next(iter(parameters.values()))
@@ -114,8 +158,7 @@ class Averaging:
                 specs, comm, settings, Placement(gpu, marker_of(first), self._move),
                 weighing=weighing, steps=steps, overlap=overlap)
         self._sparse = SparseGradients(
-            {name: p for name, p in parameters.items() if p in sparse}, comm,
-            self.gradients.tally)
+            {name: p for name, p in parameters.items() if p in sparse}, comm, self.gradients)
         self._views: dict[str, torch.Tensor] = {}
         for name in self.dense:
             self._move(name)
@@ -134,6 +177,15 @@ class Averaging:
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
         return any(p in self._trained for group in optimizer.param_groups for p in group["params"])
+
+    def updated(self) -> None:
+        """Record that an optimizer has updated parameters."""
+        self._latest_versions = versions_of(self._parameters.values())
+
+    @property
+    def written(self) -> bool:
+        """Whether parameters were written since the last update, as far as versions show."""
+        return versions_of(self._parameters.values()) != self._latest_versions
 
     def give_to(self, owner: GradientOwner) -> None:
         """Give this rank's slices of the means to an owner from now on.
@@ -164,19 +216,24 @@ class Averaging:
             if self._owner is not None:
                 self._owner.follow(self)
 
-    def watch(self, outputs: object) -> None:
-        """Watch for the backward pass that begins at these outputs of the model.
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is running."""
+        return self._pass() is not None
 
-        The end of this pass must be detected, even if it reaches no parameter. The end of a nested
-        pass, from reentrant checkpointing, must be ignored.
+    def watch(self, outputs: object, forward: ForwardPass) -> None:
+        """Watch for backward passes through these outputs of the model.
+
+        The end of such a pass must be detected, even if it reaches no parameter.
+
+        Args:
+            outputs: Outputs of the model.
+            forward: The forward pass.
         """
-        if current_pass() < 0:
-            # A pass that raised an error has not called `_end`.
-            self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 leaves = leaf_nodes(output.grad_fn, self._trained)
-                output.register_hook(functools.partial(self._reached_output, leaves))
+                output.register_hook(weak_hook(self._reached_output, leaves, forward))
 
     def wait(self) -> None:
         """Return when all gradients have arrived.
@@ -217,37 +274,60 @@ class Averaging:
             if name in blanks or name not in withheld and name not in unreached:
                 p.grad = None if name in unreached else self._views[name]
 
-    def _reached_output(self, leaves: list[Any], _: object) -> None:
-        """Record that a pass has reached an output; only backward passes are steps."""
-        if self._pass < 0 and adds_to_gradients(leaves):
-            self._begin()
+    def _reached_output(self, leaves: list[Any], forward: ForwardPass, _: object) -> None:
+        """Record that a pass has reached an output; only backward passes are steps.
 
-    def _begin(self) -> None:
-        """Record that a backward pass has begun, and register `_end` for its end."""
-        if self._pass < 0:
+        A pass averages if it reaches an output of any forward pass whose backward passes average.
+        """
+        if not adds_to_gradients(leaves):
+            return
+        running = self._begun(forward.averages)
+        if forward not in running.forwards:
+            running.forwards.add(forward)
+            running.averages = running.averages or forward.averages
+            self._weighing.samples = (self._weighing.samples or 0) + forward.samples
+
+    def _begun(self, averages: bool) -> BackwardPass:
+        """Return the pass that is running; if it has just begun, register `_end` for its end.
+
+        The end of a nested pass, from reentrant checkpointing, does not matter.
+        """
+        running = self._pass()
+        if running is None:
             self.wait()
             if self._owner is not None:
                 self._owner.begin()
-            self._pass = current_pass()
-            call_after_backward(self._end)
+            running = BackwardPass(averages, versions_of(self._parameters.values()))
+            self._pass = weakref.ref(running)
+            call_after_backward(functools.partial(self._end, running))
+        return running
 
     def _accumulated(self, name: str, p: Parameter) -> None:
-        """Put a complete gradient into its bucket; a full bucket is sent."""
-        self._begin()
+        """Put a gradient to which a pass has added into its bucket; a full bucket is sent."""
+        running = self._begun(self.active)
+        averages = running.averages
+        if not averages:
+            running.accumulated.add(name)
+        # Tracebacks of errors must not keep the pass.
+        del running
+        self._add(name, p, averages=averages)
+
+    def _add(self, name: str, p: Parameter, *, averages: bool) -> None:
+        """Put a gradient into its bucket; if `averages`, it is complete."""
         if p.grad is not None and p.grad.requires_grad:
             raise GradientError(
                 f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
                 f"(create_graph=True), which averaging would tear; call backward on the bare "
                 f"module, or use torch.autograd.grad for the inner derivative")
         if name in self.dense:
-            self._put(name, p)
-        if self.active:
+            self._put(name, p, averages=averages)
+        if averages:
             self._ready(name)
 
-    def _put(self, name: str, p: Parameter) -> None:
+    def _put(self, name: str, p: Parameter, *, averages: bool) -> None:
         """Replace a gradient by its view, weighed if it will be averaged; or write zeros."""
         view = self._views[name]
-        weight = self._weighing.factor if self.active else 1.0
+        weight = self._weighing.factor if averages else 1.0
         if p.grad is None or weight == 0:
             view.zero_()
             p.grad = None if p.grad is None else view
@@ -277,16 +357,19 @@ class Averaging:
         with self._select_gpu():
             self.gradients.ready(name)
 
-    def _end(self) -> None:
-        """Complete the step at the end of a backward pass."""
-        self._pass = -1
-        if not self.active:
+    def _end(self, running: BackwardPass) -> None:
+        """End a backward pass; if it has averaged, complete the step."""
+        self._pass = _no_pass
+        self._refuse_updates(running)
+        self.averaged = running.averages
+        if not running.averages:
             return
         missing = [*self.gradients.missing, *self._sparse.missing]
-        if missing and not self._settings.find_unused_parameters:
+        unreached = [name for name in missing if name not in running.accumulated]
+        if unreached and not self._settings.find_unused_parameters:
             raise GradientError(
-                f"rank {self.comm.rank}: backward did not reach {len(missing)} of "
-                f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
+                f"rank {self.comm.rank}: backward did not reach {len(unreached)} of "
+                f"{len(self._parameters)} parameters: {', '.join(unreached)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False), or "
                 f"name them in backward(inputs=[...]) if it left them out")
         self._contribute(missing)
@@ -296,6 +379,17 @@ class Averaging:
             self._withhold()
         else:
             self.wait()
+
+    def _refuse_updates(self, running: BackwardPass) -> None:
+        """Raise GradientError if parameters were written during a backward pass."""
+        versions = versions_of(self._parameters.values())
+        if versions != running.versions:
+            written = [name for name, before, now in zip(
+                self._parameters, running.versions, versions) if before != now]
+            raise GradientError(
+                f"rank {self.comm.rank}: {first_few(written, 3)} changed during the backward pass, "
+                f"when gradients are not yet means over ranks; update parameters after "
+                f"backward(), not in a hook (with Sharded, no rank needs memory for all state)")
 
     def _withhold(self) -> None:
         """Replace gradients in flight by NaNs that cannot be written to.
@@ -314,7 +408,7 @@ class Averaging:
         """
         for name in unreached:
             if name in self.dense:
-                self._put(name, self.dense[name])
+                self._put(name, self.dense[name], averages=True)
             self._ready(name)
         self.in_flight = True
         if self._settings.find_unused_parameters:

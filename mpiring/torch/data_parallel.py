@@ -19,6 +19,7 @@ from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.host import keep_freed_memory
 from ..names import DATA_PARALLEL, explaining
+from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
@@ -26,7 +27,7 @@ from ..text import ranks_text
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from ..world import or_world
-from .averaging import Averaging, GradientOwner, Settings
+from .averaging import Averaging, ForwardPass, GradientOwner, Settings
 from .weights import without_waiting
 from .modules import (
     SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weak_hook,
@@ -54,28 +55,33 @@ class UnevenBatches:
 
     def __init__(self, comm: Communicator, weighing: Weighing, buffers: Buffers) -> None:
         self._comm, self._weighing, self._buffers = comm, weighing, buffers
-        self._samples = 0
+        weighing.counting = self._arrive
 
-    def arrive(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, syncs: bool) -> None:
+    def close(self) -> None:
+        """Do not count batches any more."""
+        self._weighing.counting = None
+        self._weighing.end_step()
+        self._buffers.root = 0
+
+    def _arrive(self) -> None:
         """Begin a step with a batch.
 
-        Args:
-            args, kwargs: Arguments of the model; the number of samples is the length of dimension 0
-                of the first tensor.
-            syncs: If true, gradients are averaged in this step, not only accumulated.
-
         Raises:
-            GradientError: Some ranks called `weigh`, and others did not.
+            GradientError: Some ranks called `weigh`, and others did not; or the length of the batch
+                is unknown.
 
-        Collective: yes, if `syncs`. Blocking: yes.
+        Collective: yes. Blocking: yes.
         """
-        first = next(tensors_in((args, kwargs)), None)
-        self._samples += 1 if first is None or first.dim() == 0 else len(first)
-        if syncs:
-            tokens = self._weighing.tokens
-            self._count(_SAMPLES if tokens is None else _TOKENS,
-                        self._samples if tokens is None else tokens)
-            self._samples = 0
+        tokens, samples = self._weighing.tokens, self._weighing.samples
+        if tokens is not None:
+            self._count(_TOKENS, tokens)
+        elif samples is not None:
+            self._count(_SAMPLES, samples)
+        else:
+            raise GradientError(
+                f"rank {self._comm.rank}: in join(), a backward pass has reached no output of the "
+                f"DataParallel, so that the number of samples is unknown; call the DataParallel "
+                f"itself, as in loss_of(model(x)), or model.weigh(samples) before backward()")
 
     def others_continue(self) -> bool:
         """Begin a step without a batch; return whether another rank still has one.
@@ -95,14 +101,15 @@ class UnevenBatches:
         # The unit of each rank, and the sum of the ranks' weights, which is exact below 2**53.
         counts = np.zeros(self._comm.size + 1)
         counts[self._comm.rank], counts[-1] = unit, weight
-        self._comm.allreduce(counts)
+        self._comm.run(Call("join", self._weighing.model),
+                       lambda collectives: collectives.allreduce(counts))
         weighed, others = (np.flatnonzero(counts[:-1] == kind) for kind in (_TOKENS, _SAMPLES))
         if weighed.size and others.size:
             with_tokens, without = (ranks_text(ranks.tolist()) for ranks in (weighed, others))
             raise GradientError(
                 f"rank {self._comm.rank}: in join(), {with_tokens} called weigh(tokens) for this "
-                f"step, but {without} did not; call it before the model, on all ranks that have a "
-                f"batch, or on none")
+                f"step, but {without} did not; call it before backward(), on all ranks that have "
+                f"a batch, or on none")
         self._weighing.use(weight, counts[-1])
         active = np.flatnonzero(counts[:-1])
         if active.size:
@@ -119,8 +126,9 @@ class DataParallel(Wrapper):
     constructor broadcasts the parameters and buffers of rank 0. Gradients are fused, and sent while
     the backward pass computes later gradients. If all ranks are on one node and leave no core idle,
     gradients are combined at the end of the backward pass. `p.grad` is a view of a bucket, which
-    the next backward pass overwrites, so clone gradients that you need longer. The backward pass of
-    every `digest_steps`-th step (see Config) compares parameters and optimizer state between ranks.
+    the next backward pass overwrites, so clone gradients that you need longer. Every `digest_steps`
+    steps (see Config), parameters and optimizer state are compared between ranks, before an
+    optimizer updates them. Parameters must not be updated during the backward pass.
 
     Buffers (BatchNorm statistics) are copied from rank 0 after each step, when gradients have
     arrived. Every rank then has the same model and the same `state_dict()`, so that one rank alone
@@ -169,7 +177,9 @@ class DataParallel(Wrapper):
         ConfigError: The module cannot be trained on several ranks.
         BufferMismatchError: The modules or the arguments differ between ranks; names the first
             difference.
-        ReplicaError: Parameters or optimizer state differ between ranks; raised in backward.
+        ReplicaError: Parameters or optimizer state differ between ranks; raised in `step` of an
+            optimizer, or in backward if no optimizer has taken a step.
+        GradientError: Parameters were updated during backward; raised in backward.
 
     Collective: yes. Steps are also collective, as are forward passes in `join()`, and the first
     forward pass after parameters were frozen, thawed or replaced. Blocking: yes.
@@ -194,15 +204,15 @@ class DataParallel(Wrapper):
             same["tensors"] = [f"{name} {described(tensor)}" for name, tensor in parts.items()]
         super().__init__(module)
         self._comm = comm
-        self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
+        self._weighing = weighing = Weighing(comm)
+        self._shared_buffers = Buffers(module, comm, broadcast_buffers, model=weighing.model)
         self._settings = settings
         self._watched: dict[str, Any] = {}
         # A weak set of optimizers, in the order of their last steps.
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
-            weakref.WeakKeyDictionary())
+        self._stepped = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self._replicas = Replicas(
-            comm, functools.partial(replicated_parts, module, self._stepped, self._watched))
-        self._weighing = Weighing(comm)
+            comm, functools.partial(replicated_parts, module, self._stepped, self._watched),
+            weighing.model, by_optimizer=None)
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs, self._updating_s = True, 0.0
@@ -222,13 +232,11 @@ class DataParallel(Wrapper):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._follow_freezing()
-        if self._uneven is not None:
-            self._uneven.arrive(args, kwargs, syncs=self._syncs)
         with self._comm.recorder.phase("forward"):
             outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
-            self._averaging.active = self._syncs
-            self._averaging.watch(outputs)
+            self._averaging.watch(
+                outputs, ForwardPass(self._averaging.active, _samples_in(args, kwargs)))
         return outputs
 
     def synchronize(self) -> None:
@@ -243,14 +251,21 @@ class DataParallel(Wrapper):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in backward passes, without averaging them.
 
-        Run both the forward and the backward pass in the block. The first backward pass after the
-        block averages the accumulated gradients.
+        This applies to backward passes through outputs of forward passes in the block, and to
+        backward passes in the block that reach no output of the DataParallel. The first other
+        backward pass averages the accumulated gradients.
         """
-        before, self._syncs = self._syncs, False
+        before = self._syncs
+        self._set_syncs(False)
         try:
             yield
         finally:
-            self._syncs = before
+            self._set_syncs(before)
+
+    def _set_syncs(self, syncs: bool) -> None:
+        self._syncs = syncs
+        if self._averaging is not None:
+            self._averaging.active = syncs
 
     def weigh(self, tokens: float | torch.Tensor) -> None:
         """Weight this rank's gradients in this step by its number of tokens, or samples.
@@ -277,14 +292,14 @@ class DataParallel(Wrapper):
         Raises:
             ConfigError: `tokens` is not such a number.
             GradientError: This is the second call in a step, or it is too late. Call it before a
-                gradient is complete in a pass that averages, and in `join()` before the model.
+                gradient is complete in a pass that averages.
             BufferMismatchError: Other ranks did not call this; raised here, or in backward.
 
         Collective: yes. Blocking: only with `defer_wait`, while gradients of the last step arrive.
         """
         self.synchronize()
         plain = tokens.item() if isinstance(tokens, torch.Tensor) and not tokens.dim() else tokens
-        self._weighing.begin(plain, sums=self._uneven is None)
+        self._weighing.begin(plain)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -297,7 +312,7 @@ class DataParallel(Wrapper):
         A rank without batches takes part in steps without gradients until all ranks have finished.
         The mean is over samples: the gradient of a rank is weighted by the length of its batch.
         This is the length of dimension 0 of the first tensor among the arguments of `forward`. If
-        `weigh` is called before the model, the weight is the number of tokens.
+        `weigh` is called before `backward`, the weight is the number of tokens.
 
         Afterwards all ranks have the parameters and buffers of a rank that finished last, and the
         state of its optimizers if all ranks have taken a step. The schedulers of each rank have
@@ -305,6 +320,8 @@ class DataParallel(Wrapper):
 
         Raises:
             ConfigError: The model has a `Sharded` optimizer.
+            GradientError: A backward pass reaches no output of the model, and `weigh` was not
+                called. Raised in backward.
 
         Collective: yes. Blocking: yes.
         """
@@ -325,9 +342,8 @@ class DataParallel(Wrapper):
             self._replicas.copy_from(root)
             copy_from(root, self.module.buffers(), self._comm)
         finally:
+            self._uneven.close()
             self._uneven = None
-            self._weighing.end_step()
-            self._shared_buffers.root = 0
             self._replicas.paused = False
 
     @property
@@ -407,27 +423,50 @@ class DataParallel(Wrapper):
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None
         averaging = self._averaging
-        if averaging is None or not averaging.is_for(optimizer):
+        if averaging is None or not self._is_updated_by(optimizer):
             return
+        if averaging.in_backward:
+            raise GradientError(
+                f"rank {self._comm.rank}: {type(optimizer).__name__} takes a step during the "
+                f"backward pass, when gradients are not yet means over ranks; call step() after "
+                f"backward(), not in a hook (with Sharded, no rank stores the state of all)")
+        if optimizer is not self._owner:
+            self._complete_gradients(optimizer, averaging)
+        self._replicas.written = self._replicas.written or averaging.written
+        # Without averaged gradients, ranks may differ.
+        if averaging.averaged:
+            self._replicas.begin_update()
+        self._updating_s = time.monotonic()
+
+    def _complete_gradients(self, optimizer: torch.optim.Optimizer, averaging: Averaging) -> None:
+        """Wait for the gradients that an optimizer of complete tensors is about to use."""
         if self._owner is not None:
             raise ConfigError(
                 f"rank {self._comm.rank}: {type(optimizer).__name__} is to update parameters of a "
                 f"model that has a Sharded optimizer; take steps with that one only, or close() it "
                 f"first")
         averaging.wait()
-        # In `join`, ranks that have finished take no steps; in `no_sync`, ranks may differ.
-        if self._uneven is None and self._syncs and averaging.active:
+        # In `join`, ranks that have finished take no steps; without averages, ranks may differ.
+        if self._uneven is None and averaging.averaged:
             averaging.gradients.updates += 1
         # GradScaler sets `found_inf` on fused optimizers, which skip such a step themselves.
         if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
             averaging.gradients.nonfinite.report()
-        self._updating_s = time.monotonic()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Record how long an optimizer took; called by a hook."""
+        """Record that an optimizer has updated parameters, and how long it took; called by a hook.
+        """
+        if self._averaging is None or not self._is_updated_by(optimizer):
+            return
+        self._averaging.updated()
         trace = self._comm.recorder.trace
-        if trace is not None and self._averaging is not None and self._averaging.is_for(optimizer):
+        if trace is not None:
             trace.span("optimizer", "phase", self._updating_s, time.monotonic())
+
+    def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer updates parameters of the model."""
+        return optimizer is self._owner or (
+            self._averaging is not None and self._averaging.is_for(optimizer))
 
     def give_gradients_to(self, owner: GradientOwner) -> Averaging:
         """Give the means to an optimizer of slices instead of the parameters; for `Sharded`.
@@ -492,6 +531,7 @@ class DataParallel(Wrapper):
             self._owner.synchronize()
         with same_on_all(self._comm, "DataParallel", error=BufferMismatchError,
                          remedy="freeze and replace the same on every rank") as same:
+            same["model"] = self._weighing.model
             refuse_several_devices(parameters, self._comm)
             same["trained"] = [f"{name} {described(p)}" for name, p in parameters.items()]
         if self._averaging is not None:
@@ -509,6 +549,7 @@ class DataParallel(Wrapper):
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             if self._owner is not None:
                 self._averaging.give_to(self._owner)
+            self._averaging.active = self._syncs
             # The user's order applies only to the first set of trained parameters.
             self._settings = replace(self._settings, order=None)
         self._trained = trained
@@ -552,6 +593,12 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
     """Rename keys of a state, for a module that contains the DataParallel."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
+
+
+def _samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the length of dimension 0 of the first tensor among arguments of the model."""
+    first = next(tensors_in((args, kwargs)), None)
+    return 1 if first is None or first.dim() == 0 else len(first)
 
 
 def _end_step(buffers: Buffers, replicas: Replicas) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.tensors import numpy_dtype
+from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from .tensors import DEVICE_TYPES, described
 from .states import copy_from
@@ -62,22 +63,27 @@ class Buffers:
         comm: The ranks.
         copied: If false, buffers remain local to each rank.
         root: Rank to copy from.
+        model: Number of the model as a string for messages; see `Communicator.next_model`.
     """
 
     module: nn.Module
     comm: Communicator
     copied: bool = True
     root: int = 0
+    model: str = ""
 
     def copy(self) -> None:
         """Copy the buffers of `root` to all ranks, unless they are local.
 
         Collective: yes. Blocking: yes.
         """
-        if self.copied:
-            # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor
-            # do the updates by BatchNorm itself.
-            copy_from(self.root, (x.data for x in self.module.buffers()), self.comm)
+        # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor do
+        # the updates by BatchNorm itself.
+        buffers = [x.data for x in self.module.buffers()] if self.copied else []
+        if buffers and self.model:
+            # Copies are not compared by model.
+            self.comm.run(Call("buffers", self.model), lambda collectives: collectives.barrier())
+        copy_from(self.root, buffers, self.comm)
 
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:

@@ -5,7 +5,7 @@ Verified with PyTorch 2.13, written for 2.10 and later. If a function is missing
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,15 +21,11 @@ rendezvous_handlers: MutableMapping[str, Callable[..., Iterator[Any]]] = _rendez
 
 # Backward passes
 
-def current_pass() -> int:
-    """Return the number of the backward pass that this thread is running; negative for none."""
-    return torch._C._current_graph_task_id()
-
-
 def call_after_backward(callback: Callable[[], Any]) -> None:
     """Call a function at the end of the backward pass that this thread is running.
 
-    Functions are called in the order of registration.
+    Functions are called in the order of registration. If the pass raises an error, PyTorch drops
+    them.
 
     Raises:
         RuntimeError: No pass is running.
@@ -82,6 +78,11 @@ def adds_to_gradients(leaves: list[Any]) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of in-place writes to a tensor."""
     return tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the number of in-place writes to each tensor."""
+    return [tensor._version for tensor in tensors]
 
 
 def values_of(sparse: torch.Tensor) -> torch.Tensor:

@@ -301,6 +301,7 @@ class Sharded(torch.optim.Optimizer):
         self._refuse_without_gradients(f"{method}()")
         arguments = {"norm_type": norm_type, **more}
         call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
+                    self._averaging.gradients.weighing.model,
                     remedy=f"pass the same to {method} on every rank")
         total, failure = 0.0, None
         try:

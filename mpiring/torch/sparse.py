@@ -13,7 +13,7 @@ from ..memory.arrays import Array, is_finite
 from ..memory.tensors import array_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..training.averager import Tally
+from ..training.averager import Averager
 from ..transport.base import Schedule
 from .private import values_of
 from .vectors import TensorBuffers, Op, quotient
@@ -70,7 +70,7 @@ class SparseGradients:
     Args:
         parameters: Parameters by name, in the same order on every rank.
         comm: Communicator whose ranks train together.
-        tally: Counter of costs.
+        dense: Averager of the dense gradients, which counts steps and costs.
 
     Attributes:
         missing: Names of the gradients that are not ready in this step.
@@ -79,13 +79,13 @@ class SparseGradients:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
-                 tally: Tally) -> None:
+                 dense: Averager) -> None:
         self.missing = list(parameters)
         self.finite = True
         self.nonfinite: list[str] = []
         self._parameters = dict(parameters)
         self._weights: dict[str, float] = {}
-        self._comm, self._tally = comm, tally
+        self._comm, self._dense = comm, dense
 
     def ready(self, name: str, weight: float) -> None:
         """Mark a gradient as complete; it may be None on this rank.
@@ -117,8 +117,10 @@ class SparseGradients:
             gradient = _empty_gradient(p) if p.grad is None or weight == 0 else p.grad * weight
             if not _is_finite(gradient):
                 self.nonfinite.append(name)
-            call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
-            handles.append((p, gradient, self._tally.submit(call, allreduce(gradient, Op("mean")))))
+            call = Call("sparse gradient",
+                        f"{p.dtype} {tuple(p.shape)} in {self._dense.step_label}", name)
+            handles.append(
+                (p, gradient, self._dense.tally.submit(call, allreduce(gradient, Op("mean")))))
         for p, gradient, handle in handles:
             handle.wait()
             self.finite = self.finite and _is_finite(gradient)

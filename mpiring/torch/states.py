@@ -157,8 +157,12 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
                 or x.device.type not in DEVICE_TYPES or x.layout is not torch.strided):
             return None
         seen.add(id(x))
-        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x),
-                          functools.partial(_write, x))
+        read = functools.partial(TensorBuffers(staged=True).raw, x)
+        write = functools.partial(_write, x)
+        if not x.is_floating_point():
+            return Replicated(name, read, write)
+        return Replicated(name, read, write, functools.partial(_floats, x.dtype),
+                          torch.finfo(x.dtype).eps)
 
     names = {p: name for name, p in module.named_parameters()}
     for p, name in names.items():
@@ -179,6 +183,10 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
                     group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
     for name, nest in watched.items():
         yield from replicated_in(nest, name, leaf)
+
+
+def _floats(dtype: torch.dtype, raw: Any) -> Any:
+    return torch.from_numpy(raw).view(dtype).double().numpy()
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:

@@ -54,7 +54,7 @@ class WeightBuckets:
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         self._parameters, self.comm = dict(parameters), comm
-        self._submit = gradients.tally.submit
+        self._submit, self._model = gradients.tally.submit, gradients.weighing.model
         first = next(iter(parameters.values()))
         self._device = gpu_of(first)
         self._mark = marker_of(first)
@@ -156,8 +156,8 @@ class WeightBuckets:
         if not bucket.plan.size:
             return
         vector, plan = bucket.vector, bucket.plan
-        call = Call("weights", f"{plan.dtype.name} ({plan.size},) {self._description}",
-                    bucket.label, plan.nbytes, remedy=_REMEDY)
+        detail = filter(None, [f"{plan.dtype.name} ({plan.size},)", self._model, self._description])
+        call = Call("weights", " ".join(detail), bucket.label, plan.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
             call, lambda collectives: self._allgather(collectives, vector, bounds=bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
@@ -259,7 +259,7 @@ class NodeWeights(WeightBuckets):
 
     def _node_barrier(self) -> None:
         """Return when all ranks of this node have called this method."""
-        self.comm.run(Call("meet", "the ranks that share weights"), _barrier)
+        self.comm.run(Call("meet", "the ranks that share weights", self._model), _barrier)
 
     def follow(self, update: str) -> None:
         """Return when all ranks of this node have finished reading, and slices may be updated.

@@ -28,6 +28,7 @@ from ..text import count, first_few
 from ..transport.base import Schedule, T
 from .autotune import Autotuner, is_wanted
 from .fused import FusedTensors, Fusion, Placement
+from .replicas import Replicas
 from .search import Choice
 from .weighing import Weighing
 
@@ -74,6 +75,8 @@ class Averager(FusedTensors):
         tally: Counter of a step's operations, including operations on gradients in no bucket.
         statistics: Costs of the last completed step's operations only.
         weighing: Weighing whose factor multiplies gradients before they are ready.
+        replicas: Replicas that an optimizer compares before it updates them; None if the adapter
+            does so.
 
     FusedTensors documents the other attributes.
 
@@ -93,6 +96,7 @@ class Averager(FusedTensors):
                            if not steps and is_wanted(fusion, comm) else None)
         self.weighing = weighing or Weighing(comm)
         self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
+        self.replicas: Replicas | None = None
         self.compared: dict[str, str] = {}
         self.label = ""
         self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
@@ -109,11 +113,12 @@ class Averager(FusedTensors):
 
     @property
     def step_label(self) -> str:
-        """The description of the current step, which ranks compare."""
+        """The description of the current step and of the model, which ranks compare."""
         # This rank has skipped a step of other ranks, unless all ranks have several optimizers.
-        more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
+        more = (f"({self.updates} optimizer steps since its last averaged backward pass)"
                 if self.updates > min(self.steps, 1) else "")
-        return self.label or f"step {self.steps}{more}"
+        return " ".join(filter(None, [self.label or f"step {self.steps}", self.label or more,
+                                      self.weighing.model]))
 
     @property
     def step_started(self) -> bool:
@@ -248,7 +253,10 @@ class Averager(FusedTensors):
         bad_means = [name for bucket in self.buckets if not bucket.finite
                      for name in bucket.nonfinite_names(*bucket.bounds(size)[rank:rank + 2])]
         if shares_check:
-            finite = not self._comm.allreduce(np.array([not finite]), op="max")[0]
+            bad = np.array([not finite])
+            self._comm.run(Call("finite", self.step_label),
+                           lambda collectives: collectives.allreduce(bad, op="max"))
+            finite = not bad[0]
         if self.scatters and not finite:
             for bucket in self.buckets:
                 bucket.poison()
@@ -396,6 +404,8 @@ class Averager(FusedTensors):
         """
         if scatters:
             self.scatter()
+        if self.replicas is not None:
+            self.replicas.by_optimizer = True
         self._optimizer = weakref.ref(optimizer)
 
 

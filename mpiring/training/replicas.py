@@ -30,11 +30,16 @@ class Replicated:
         name: A unique name.
         read: Function that returns the bytes, or a copy of them: shape (n,), uint8.
         write: Function that replaces the bytes, given a vector of this shape and dtype.
+        floats: Function that returns bytes as float64; None if they are not floating numbers, or if
+            the program's own writes to them are not counted.
+        precision: Relative distance between two adjacent numbers.
     """
 
     name: str
     read: Callable[[], Array]
     write: Callable[[Array], None]
+    floats: Callable[[Array], Array] | None = None
+    precision: float = 0.0
 
 
 class Replicas:
@@ -43,34 +48,60 @@ class Replicas:
     Args:
         comm: Communicator of the ranks, whose settings `digest_steps` and `digest_action` apply.
         items: Function that yields the current state; names are the same on all ranks.
+        model: Number of the model as a string for messages; see `Communicator.next_model`.
+        by_optimizer: Initial value of the attribute.
 
     Attributes:
         paused: Whether comparisons are suspended, because ranks may differ temporarily.
+        by_optimizer: Whether an optimizer calls `begin_update`. Between its updates, the program
+            may change parameters on purpose, also differently on each rank, as SAM does. If None,
+            this is unknown, and comparisons are one step late.
+        written: Whether the program itself has written parameters since the last comparison. They
+            may then differ by rounding: a + b - b is not always a.
     """
 
-    def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]]) -> None:
-        self.paused = False
-        self._comm, self._items = comm, items
+    def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]], model: str,
+                 *, by_optimizer: bool | None) -> None:
+        self.paused, self.by_optimizer, self.written = False, by_optimizer, False
+        self._comm, self._items, self._model = comm, items, model
         self._steps = self._compared = 0
         # Whether digests are XXH3; None before ranks have agreed.
         self._fast: bool | None = None
 
     def end_step(self) -> None:
-        """Count a step of training; compare if `digest_steps` have passed since the last time.
+        """Count a step of training; compare if this is due and no optimizer does so.
 
         Raises: as `compare`.
 
         Collective: yes. Blocking: if it compares.
         """
+        was_due = self._is_due
         self._steps += 1
-        every = self._comm.config.digest_steps
-        if every and not self.paused and self._steps - self._compared >= every:
+        if not self.by_optimizer and self._is_due and (was_due or self.by_optimizer is False):
             self.compare()
+
+    def begin_update(self) -> None:
+        """Compare if this is due, before an optimizer updates the parameters.
+
+        Raises: as `compare`.
+
+        Collective: yes. Blocking: if it compares.
+        """
+        self.by_optimizer = True
+        if self._is_due:
+            self.compare()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether `digest_steps` steps have passed since the last comparison."""
+        every = self._comm.config.digest_steps
+        return bool(every) and not self.paused and self._steps - self._compared >= every
 
     def compare(self) -> None:
         """Compare the bits of all ranks; if they are equal, this costs a message of 16 bytes.
 
-        Items that only some ranks have are ignored.
+        Items that only some ranks have are ignored. If `written`, and ranks differ by rounding, all
+        ranks get the items of rank 0.
 
         Raises:
             ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority to
@@ -78,7 +109,8 @@ class Replicas:
 
         Collective: yes. Blocking: yes.
         """
-        self._compared = self._steps
+        steps, self._compared = self._steps - self._compared, self._steps
+        written, self.written = self.written, False
         if self._comm.size == 1:
             return
         if self._fast is None:
@@ -88,11 +120,25 @@ class Replicas:
         digests = {name: digest([items[name].read()], fast=self._fast) for name in sorted(items)}
         if self._are_equal(digests):
             return
-        hosts, by_rank = zip(*self._comm.allgather_object((socket.gethostname(), digests)))
+        hosts, by_rank, writes = zip(*self._comm.allgather_object(
+            (socket.gethostname(), digests, written)))
         differences = _differences(by_rank)
         if not differences:
             return
         text = f"after {self._steps} steps, {_described(differences, hosts)}"
+        different = [items[name] for name in sorted(set().union(*differences.values()))]
+        if any(writes) and self._differ_by_rounding(different, steps):
+            self._copy_all(different)
+            text += ", by rounding, since the program itself has written them; copied from rank 0"
+        else:
+            self._restore(items, differences, text)
+            text += "; restored from those"
+        if self._comm.rank == 0:
+            _log.warning("%s", text)
+
+    def _restore(self, items: Mapping[str, Replicated], differences: "_Differences",
+                 text: str) -> None:
+        """Copy items from the majority; raise ReplicaError if this is not wanted or possible."""
         if self._comm.config.digest_action == "stop":
             raise ReplicaError(
                 f"rank {self._comm.rank}: {text}. One tensor alone: look at that host's memory; "
@@ -106,8 +152,6 @@ class Replicas:
         for (odd, majority), names in differences.items():
             for name in names:
                 self._copy(items[name], majority[0], odd)
-        if self._comm.rank == 0:
-            _log.warning("%s; restored from those", text)
 
     def _are_equal(self, digests: Mapping[str, int]) -> bool:
         """Return whether all ranks have the same digests; the same answer on all."""
@@ -116,17 +160,42 @@ class Replicas:
         # The minimum, and the complement of the maximum.
         both = np.array([combined, ~combined])
         self._comm.submit(
-            Call("compare digests", f"after {self._steps} steps"),
+            Call("compare digests", f"after {self._steps} steps", self._model),
             lambda collectives: collectives.allreduce(both, op="min")).wait()
         return bool(both[0] == ~both[1])
 
+    def _differ_by_rounding(self, items: Iterable[Replicated], steps: int) -> bool:
+        """Return whether ranks differ by at most one unit of the last place per step.
+
+        The unit is that of the largest number, since a small one may be the difference of two
+        larger ones.
+        """
+        largest = units = 0.0
+        for item in items:
+            if item.floats is None:
+                return False
+            own, other = item.floats(item.read()), item.floats(self._read_from(item, 0))
+            largest = max(largest, np.abs(other).max(initial=0))
+            units = np.maximum(units, np.abs(own - other).max(initial=0) / item.precision)
+        most = np.array([units])
+        self._comm.allreduce(most, op="max")
+        return bool(most[0] <= steps * largest)
+
+    def _copy_all(self, items: Iterable[Replicated], root: int = 0) -> None:
+        for item in items:
+            self._copy(item, root, range(self._comm.size))
+
     def _copy(self, item: Replicated, root: int, ranks: Iterable[int]) -> None:
+        raw = self._read_from(item, root)
+        if self._comm.rank in ranks:
+            item.write(raw)
+
+    def _read_from(self, item: Replicated, root: int) -> Array:
+        """Return the bytes of an item on rank `root`."""
         raw = item.read()
         if self._comm.rank != root:
             raw = np.empty_like(raw)
-        self._comm.broadcast(raw, root=root)
-        if self._comm.rank in ranks:
-            item.write(raw)
+        return self._comm.broadcast(raw, root=root)
 
     def copy_from(self, root: int) -> None:
         """Copy the items that all ranks have from one rank to all ranks.
@@ -135,8 +204,7 @@ class Replicas:
         """
         items = {item.name: item for item in self._items()}
         by_rank = self._comm.allgather_object(list(items))
-        for name in sorted(set(items).intersection(*by_rank)):
-            self._copy(items[name], root, range(self._comm.size))
+        self._copy_all([items[name] for name in sorted(set(items).intersection(*by_rank))], root)
 
 
 # Names of items that differ between ranks, by the ranks outside of the majority, and the majority.

@@ -1,5 +1,6 @@
 """Weighs ranks by their tokens, so that the mean over ranks is the mean over all tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,19 @@ class Weighing:
         comm: Communicator of the ranks.
 
     Attributes:
+        model: Number of the model on the communicator as a string for messages, which ranks
+            compare; "" for the first model.
         tokens: Number of tokens of this rank in the current step; None if `begin` was not called.
+        samples: Number of samples of this rank in the current step; None if there was no batch.
+        counting: Function that calls `use` when the first gradient of a step is ready; None
+            outside of `join()`.
     """
 
     def __init__(self, comm: Communicator) -> None:
+        self.model = comm.next_model()
         self.tokens: float | None = None
+        self.samples: int | None = None
+        self.counting: Callable[[], object] | None = None
         self._comm = comm
         self._factor = 1.0
         # Whether gradients of the current step have been weighed.
@@ -37,18 +46,17 @@ class Weighing:
         self._total = np.empty(1)
         self._handle: Handle[None] | None = None
 
-    def begin(self, tokens: Any, *, sums: bool = True) -> None:
+    def begin(self, tokens: Any) -> None:
         """Set the number of tokens over which this rank's gradients in the current step are a mean.
 
         Args:
             tokens: Number of tokens, finite, at least 0.
-            sums: If true, sum the tokens of all ranks; otherwise `use` must be called.
 
         Raises:
             ConfigError: `tokens` is not such a number.
             GradientError: This is the second call in a step, or gradients were already weighed.
 
-        Collective: yes, if `sums`. Blocking: no.
+        Collective: yes, unless `counting`. Blocking: no.
         """
         tokens = number(f"rank {self._comm.rank}: weigh(tokens): tokens", tokens,
                         lambda x: 0 <= x <= _MAX_TOKENS, "a number from 0 to 2**53")
@@ -60,13 +68,12 @@ class Weighing:
         if self._is_used:
             raise GradientError(
                 f"rank {self._comm.rank}: weigh({tokens:.15g}) comes too late: gradients of this "
-                f"step were complete before; call it before backward(), or the first ready(), and "
-                f"in join() before the model")
+                f"step were complete before; call it before backward(), or the first ready()")
         self.tokens = tokens
-        if sums:
+        if self.counting is None:
             total = self._total = np.array([tokens])
             self._handle = self._comm.submit(
-                Call("weigh(tokens)", nbytes=total.nbytes),
+                Call("weigh(tokens)", self.model, nbytes=total.nbytes),
                 lambda collectives: collectives.allreduce(total, op="sum", algorithm="auto"))
 
     @property
@@ -76,13 +83,15 @@ class Weighing:
         With a factor of 0, gradients count as zeros even if they are NaN, as a mean over no tokens
         is.
 
-        Collective: no. Blocking: until the ranks' tokens are summed.
+        Collective: if `counting`. Blocking: until the ranks' tokens are summed.
         """
-        self._is_used = True
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
             self.use(self.tokens or 0, self._total[0])
+        elif self.counting is not None and not self._is_used:
+            self.counting()
+        self._is_used = True
         return self._factor
 
     def use(self, tokens: float, total: float) -> None:
@@ -100,6 +109,6 @@ class Weighing:
 
         Collective: no. Blocking: no.
         """
-        tokens, self.tokens = self.tokens, None
+        tokens, self.tokens, self.samples = self.tokens, None, None
         self._factor, self._is_used = 1.0, False
         return tokens

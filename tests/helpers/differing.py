@@ -52,6 +52,16 @@ def rows_of(name, call, arguments, *, make=lambda comm: comm, label):
             for i, (argument, (_, value, wrong, *told)) in enumerate(arguments.items())]
 
 
+def in_turn(name, make, use, told="of model 2"):
+    """Return the row of two equal models that the odd rank uses in the other order."""
+    def use_all(pair, order):
+        for i in order:
+            use(pair[i])
+
+    return Row(f"two models, {name}", use_all, {"order": (0, 1)},
+               {"order": ({"order": (1, 0)}, told)}, lambda comm: [make(comm), make(comm)])
+
+
 def cases(rows):
     """Return the parameters of a test of rows: a row, the arguments of the odd rank, a pattern."""
     found = []

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpiring import BufferMismatchError, Config
+from mpiring import BufferMismatchError, Communicator, Config
 from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpu.device import DeviceVector, await_event
@@ -73,6 +73,8 @@ class ThreadComm:
 class TrainingComm(ThreadComm):
     """The parts of a Communicator that training needs; operations are complete once submitted."""
 
+    _models, next_model = 0, Communicator.next_model
+
     def __init__(self, rank, meeting):
         super().__init__(rank, meeting)
         self.memory_groups = [tuple(range(self.size))]
@@ -137,7 +139,7 @@ class _Collectives:
     def barrier(self):
         yield self._comm.allgather_object(None)
 
-    def allreduce(self, x, op):
+    def allreduce(self, x, op="sum"):
         rows = self._comm.allgather_object(vectors.on_host(x))
         combined = rows[0].copy()
         reduction("mean" if op == "mean" else op, x.dtype, len(rows)).combine(rows, combined)

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from differing import SKIPPED, Row, cases, check, rows_of
+from differing import SKIPPED, Row, cases, check, in_turn, rows_of
 
 from mpiring.asynchronous import PairAveraging, ParameterServer
 from mpiring.data import TokenBatches
@@ -33,6 +33,14 @@ def step(dp, factor=1.0):
         dp.grads[name][...] = factor
         dp.ready(name)
     dp.wait()
+
+
+def stepped(comm, **options):
+    """Return an optimizer with gradients for its next step."""
+    dp = dp_of(comm)
+    optimizer = SGD(dp, lr=0.1, **options)
+    step(dp)
+    return optimizer
 
 
 def checkpoints(comm):
@@ -123,6 +131,12 @@ def loading(name, make, label):
 
 
 ROWS = [
+    in_turn("step", dp_of, step),
+    in_turn("weigh", dp_of, lambda dp: (dp.weigh(3), step(dp)), told="weigh.*of model 2"),
+    in_turn("compare_replicas", dp_of, lambda dp: dp.compare_replicas()),
+    in_turn("grad_norm", stepped, lambda optimizer: optimizer.grad_norm()),
+    in_turn("sharded", lambda comm: stepped(comm, sharded=True),
+            lambda optimizer: optimizer.step()),
     *rows_of("DataParallel", dp_of, {
         "bucket_bytes": (1000, 2000, "a"), "deterministic": (True, False, "no"),
         "order": (["w", "b"], ["b", "w"], 3), "reducer": (TopK(), PowerSGD(), 3),

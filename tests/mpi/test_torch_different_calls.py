@@ -3,11 +3,12 @@
 from functools import partial
 
 import pytest
-from differing import SKIPPED, Row, cases, check, rows_of
+from differing import SKIPPED, Row, cases, check, in_turn, rows_of
 from launching import needed
 
 torch = needed("torch")
 from mpiring.optim import SGD  # noqa: E402
+from mpiring.reducers import PowerSGD  # noqa: E402
 from mpiring.torch import (  # noqa: E402
     AsyncDataParallel, DataParallel, DiLoCo, DistributedSampler, LocalSGD, Sharded,
     broadcast_optimizer_state, broadcast_parameters,
@@ -117,7 +118,43 @@ def two_optimizers(comm, root=0):
     broadcast_optimizer_state(optimizer, comm, root=root)
 
 
+def passed(comm):
+    """Return a model whose gradients are in flight."""
+    model = DataParallel(torch.nn.Sequential(module(), torch.nn.BatchNorm1d(2)), comm,
+                         defer_wait=True)
+    model(torch.rand(5, 3)).sum().backward()
+    return model
+
+
+def both_losses(pair, order):
+    sum(pair[i](torch.ones(2, 3)).sum() for i in order).backward()
+
+
+def backward(model):
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def frozen(model):
+    model.module[0].requires_grad_(False)
+    model(torch.ones(1, 3))
+
+
 ROWS = [
+    Row("two models, one loss", both_losses, {"order": (0, 1)},
+        {"order": ({"order": (1, 0)}, r"step 0 of model 2 bucket 0.*step 0 bucket 0|"
+                                      r"step 0 bucket 0.*step 0 of model 2 bucket 0")},
+        lambda comm: [wrapped(comm), wrapped(comm)]),
+    in_turn("backward", wrapped, backward),
+    in_turn("compressed", lambda comm: wrapped(comm, reducer=PowerSGD(1)), backward),
+    in_turn("sparse", lambda comm: DataParallel(torch.nn.Embedding(5, 2, sparse=True), comm),
+            lambda model: model(torch.arange(2)).sum().backward()),
+    in_turn("weigh", wrapped, lambda model: (model.weigh(3), backward(model)),
+            told="weigh.*of model 2"),
+    in_turn("buffers", passed, lambda model: model.synchronize()),
+    in_turn("freezing", wrapped, frozen, told="model='of model 2'"),
+    in_turn("compare_replicas", wrapped, lambda model: model.compare_replicas()),
+    in_turn("Sharded.step", sharded, lambda optimizer: optimizer.step()),
+    in_turn("Sharded.grad_norm", sharded, lambda optimizer: optimizer.grad_norm()),
     *rows_of("DataParallel", wrapped, {
         "bucket_bytes": (1000, 2000, "a"), "reducer": ({}, None, 3),
         "find_unused_parameters": (True, False, "no"), "broadcast_buffers": (False, True, "no"),

@@ -200,6 +200,55 @@ def no_sync_accumulates_on_this_rank():
         loss_of(bare, rank + i * p) for i in range(4))))
 
 
+def of_module(model, rank):
+    return loss_of(model.module, rank)
+
+
+def of_parameters(model, rank):
+    return (1 + rank) * sum(q.square().sum() for q in model.parameters())
+
+
+@ability
+def passes_average_as_the_forward_passes_that_they_reach():
+    """Those that reach none average outside of no_sync()."""
+    for last in (loss_of, of_module, of_parameters):
+        model = DataParallel(net(), comm)
+        with model.no_sync():
+            loss_of(model, r).backward()
+            last(model, r + p).backward()
+        last(model, r + 2 * p).backward()
+        plain = loss_of if last is of_module else last
+        check(model, expected(of=lambda bare, rank: loss_of(bare, rank) + plain(
+            bare, rank + p) + plain(bare, rank + 2 * p)))
+    for number, inside in enumerate(((0, 1), (1, 0), (0, 0), (1, 1)) * 2):
+        # Two graphs at a time, of which some are from no_sync(); then passes in both orders.
+        model = DataParallel(net(), comm)
+        losses = []
+        for i, local in enumerate(inside):
+            with model.no_sync() if local else contextlib.nullcontext():
+                losses.append(loss_of(model, r + i * p))
+        order = (0, 1) if number < 4 else (1, 0)
+        parts = [torch.zeros_like(q) for q in model.parameters()]
+        for i in order:
+            # Where the pass runs does not matter.
+            with model.no_sync() if number % 2 else contextlib.nullcontext():
+                losses[i].backward()
+            bare = net()
+            own = torch.autograd.grad(loss_of(bare, r + i * p), list(bare.parameters()))
+            parts = [a + b for a, b in zip(parts, own)]
+            if not inside[i]:
+                parts = [comm.allreduce(x.clone(), op="mean") for x in parts]
+            check(model, parts)
+    for inside in ((0, 1), (1, 0)):
+        model, losses = DataParallel(net(), comm), []
+        for i, local in enumerate(inside):
+            with model.no_sync() if local else contextlib.nullcontext():
+                losses.append(loss_of(model, r + i * p))
+        sum(losses).backward()
+        check(model, expected(of=lambda bare, rank: loss_of(bare, rank) + loss_of(
+            bare, rank + p)))
+
+
 def bug(gradient):
     raise ValueError("a bug in backward")
 
@@ -211,6 +260,37 @@ def a_backward_that_raises_is_no_obstacle_to_the_next():
     loss.register_hook(bug)
     fails(loss.backward, ValueError, "a bug in backward")
     takes_steps(model)
+    # Nor to one that begins at no output of the model, nor inside of no_sync().
+    for fails_in in (contextlib.nullcontext, model.no_sync):
+        with fails_in():
+            loss = loss_of(model, r)
+        loss.register_hook(bug)
+        fails(loss.backward, ValueError, "a bug in backward")
+        takes_steps(model, of=lambda one, rank: loss_of(getattr(one, "module", one), rank))
+
+
+@ability
+def updates_during_backward_are_refused():
+    """Of optimizers in hooks, and by hand: gradients are of this rank alone then."""
+    def step(optimizer, q):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def descend(rate, q):
+        with torch.no_grad():
+            q.sub_(rate * q.grad)
+
+    for words, hook_of in ((("SGD takes a step during the backward pass", "not in a hook"),
+                            lambda q: functools.partial(step, torch.optim.SGD([q], lr=0.1))),
+                           (("changed during the backward pass", "not in a hook"),
+                            lambda q: functools.partial(descend, 0.1))):
+        for local in (False, True):
+            model = DataParallel(net(), comm)
+            q = model.module[2].bias
+            q.register_post_accumulate_grad_hook(hook_of(q))
+            with model.no_sync() if local else contextlib.nullcontext():
+                fails(lambda model=model: loss_of(model, r).backward(), mpiring.GradientError,
+                      f"rank {r}", *words)
 
 
 class Branches(nn.Module):
@@ -657,9 +737,41 @@ def uneven_inputs_can_be_weighed():
         out = model(x)
         fails(lambda: model.weigh(3), mpiring.GradientError, "weigh(3) after weigh(3) in one step")
         out.sum().backward()
+        # They are counted when the first gradient is ready.
+        model.zero_grad()
         out = model(x)
-        fails(lambda: model.weigh(3), mpiring.GradientError, "in join() before the model")
+        model.weigh(1 + r)
         out.sum().backward()
+    check(model, expected(of=lambda bare, rank: 2 * (1 + rank) / (1 + p) * bare(
+        batch(rank)[0]).sum()))
+
+
+@ability
+def only_backward_passes_count_in_join():
+    """Not forward passes: to look at outputs, or several for one loss."""
+    model = DataParallel(net(), comm)
+    with model.join():
+        for step in range(2 + r):
+            model.zero_grad()
+            for _ in range(r):
+                model(batch(r, 2)[0])
+            n = 2 + r
+            with model.no_sync():
+                (n * loss_of(model, r, n)).backward()
+            ((1 + r) * loss_of(model, r + p, 1 + r)).backward()
+            if step < 2:
+                total = sum(n + 1 + rank for rank, n in enumerate(range(2, 2 + p)))
+                check(model, expected(of=lambda bare, rank: p * (3 + 2 * rank) / total * (
+                    (2 + rank) * loss_of(bare, rank, 2 + rank)
+                    + (1 + rank) * loss_of(bare, rank + p, 1 + rank))))
+    model = DataParallel(net(), comm)
+    with model.join():
+        fails(lambda: loss_of(model.module, r).backward(), mpiring.GradientError,
+              f"rank {r}: in join(), a backward pass has reached no output", "model.weigh(samples)")
+        model.zero_grad()
+        model.weigh(5)
+        loss_of(model.module, r).backward()
+        check(model, expected())
 
 
 @ability
@@ -692,7 +804,7 @@ def train_unlike(model):
     with model.join():
         if r == 0:
             model.weigh(1)
-        loss_of(model, r)
+        loss_of(model, r).backward()
 
 
 @ability
@@ -951,6 +1063,54 @@ def replicas_that_differ_stop_the_job():
                 flip(SPOTS[name](run))
             fails(run.model.compare_replicas, mpiring.ReplicaError, f"rank {r}: after ", "1 on",
                   name)
+
+
+@ability
+def weights_may_differ_between_the_steps_of_optimizers():
+    """As those of SAM do, in which each rank moves by its own gradients, and back."""
+    with comparing("stop") as own:
+        for exact in (True, False):
+            model = DataParallel(net(), own)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+            with warnings_of_mpiring() as texts:
+                for number in range(8):
+                    with model.no_sync():
+                        loss_of(model, 8 * number + r).backward()
+                    with torch.no_grad():
+                        starts = [q.clone() for q in model.parameters()]
+                        moves = [q.grad.sign() / 7 for q in model.parameters()]
+                        torch._foreach_add_(list(model.parameters()), moves)
+                    optimizer.zero_grad()
+                    loss_of(model, 8 * number + r).backward()
+                    with torch.no_grad():
+                        torch._foreach_sub_(list(model.parameters()), moves)
+                        if exact:
+                            torch._foreach_copy_(list(model.parameters()), starts)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            # a + b - b is not a: differences by rounding are removed.
+            assert bool(texts) == (r == 0 and p > 1 and not exact), texts
+            assert all("by rounding, since the program itself has" in text for text in texts)
+            # Other differences are not.
+            with torch.no_grad():
+                model.module[0].weight[0, 0] += 0.001 * (r == 0)
+            if p > 1:
+                fails(lambda model=model, optimizer=optimizer: [
+                    (loss_of(model, r).backward(), optimizer.step()) for _ in range(2)],
+                    mpiring.ReplicaError, "in 0.weight")
+
+
+@ability
+def weights_are_compared_without_an_optimizer():
+    with comparing("stop") as own:
+        model = DataParallel(net(), own)
+        loss_of(model, r).backward()
+        if r == 0:
+            flip(model.module[0].weight)
+        loss_of(model, r).backward()
+        if p > 1:
+            fails(loss_of(model, r).backward, mpiring.ReplicaError, f"rank {r}: after 3 steps, ",
+                  "in 0.weight")
 
 
 @ability

@@ -86,9 +86,6 @@ class StepAveraging(Averaging):
         self._versions: dict[str, int] = {}
         self._sparse_dims: dict[str, int] = {}
 
-    def _begin(self) -> None:
-        """Do nothing, because a step may have several passes."""
-
     def add(self, name: str, *, complete: bool) -> None:
         """Put a gradient into its bucket, after a pass has added to it.
 
@@ -96,8 +93,8 @@ class StepAveraging(Averaging):
             name: Name of the parameter.
             complete: If true, no other pass of this step adds to it, so that it can be sent.
         """
-        self.active, p = complete, self._parameters[name]
-        self._accumulated(name, p)
+        p = self._parameters[name]
+        self._add(name, p, averages=complete)
         if complete and p.grad is not None and name in self.dense:
             self._versions[name] = version_of(p.grad)
 
@@ -112,7 +109,7 @@ class StepAveraging(Averaging):
 
         Collective: yes. Blocking: yes.
         """
-        versions, self._versions, self.active = self._versions, {}, True
+        versions, self._versions = self._versions, {}
         for name, version in versions.items():
             gradient = self._parameters[name].grad
             if gradient is self._views[name] and version_of(gradient) != version:
@@ -126,11 +123,11 @@ class StepAveraging(Averaging):
                           *(name for name in missing if name not in names)])
         self.wait()
 
-    def _put(self, name: str, p: Parameter) -> None:
+    def _put(self, name: str, p: Parameter, *, averages: bool) -> None:
         if p.grad is not None and p.grad.layout is torch.sparse_coo:
             self._sparse_dims[name] = p.grad.sparse_dim()
             p.grad = p.grad.to_dense()
-        super()._put(name, p)
+        super()._put(name, p, averages=averages)
 
     def _assign_gradients(self) -> None:
         super()._assign_gradients()
