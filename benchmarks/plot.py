@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from mpiring.text import count
 from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars
-from mpiring.tools.plot import Drawing, draw, model_title, step_bars
-from mpiring.tools.results import read_json
+from mpiring.tools.entries import listed, number, text
+from mpiring.tools.plot import STEPS, Drawing, model_title, step_bars
+from mpiring.tools.results import draw_json
 from mpiring.tools.table import Row
 
 from . import main
@@ -29,7 +30,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def _plot(options: Namespace) -> int:
-    draw(options.plot, *read_json(options.results), DRAWINGS)
+    draw_json(options.results, options.plot, DRAWINGS)
     return 0
 
 
@@ -82,10 +83,17 @@ def _training_title(row: Row, rows: Sequence[Row]) -> str:
     return f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, {seeds}"
 
 
+_TIMES = listed(number(0))
+_LEARNING = {
+    "method": text(optional=True), "reducer": text(optional=True), "curve_s": _TIMES,
+    "curve_bytes": _TIMES, "curve_bits": listed(number(nan=True)), "target_bits": number(nan=True),
+    "seeds": number(0), "parameters": number(0), "optimizer": text()}
 DRAWINGS = {
-    "batches": Drawing(_batch_bars), "prefetch": Drawing(step_bars, 1, _loader_title),
-    "reducers": Drawing(_learning, 1, _training_title),
-    "local": Drawing(_learning, 2, _training_title)}
+    "batches": Drawing(_batch_bars, {"contender": text(), **dict.fromkeys(
+        ("tokens_per_s", "padding_percent", "idle_percent"), number(nan=True))}),
+    "prefetch": Drawing(step_bars, {**STEPS, "loader": text()}, 1, _loader_title),
+    "reducers": Drawing(_learning, _LEARNING, 1, _training_title),
+    "local": Drawing(_learning, _LEARNING, 2, _training_title)}
 
 
 if __name__ == "__main__":

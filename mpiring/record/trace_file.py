@@ -30,7 +30,7 @@ _PERIOD_S = 0.25
 # Events in a period beyond this number are left out, so that memory stays bounded.
 _MAX_EVENTS = 1 << 16
 # A limit on disk use: at 5 kB per step, about 50,000 steps.
-_MAX_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 # For this many steps, the trace also contains the time when each gradient became ready. This is
 # enough to learn how these times vary, and takes a few megabytes for a large model.
 _DETAILED_STEPS = 500
@@ -257,7 +257,7 @@ class TraceFile:
         except OSError as error:
             self._end_file(error.strerror or str(error))
             return
-        if self._written > _MAX_BYTES:
+        if self._written > MAX_BYTES:
             self._end_file(f"it has {self._written >> 20} MB")
 
     def _end_file(self, problem: str = "") -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..text import ranks_on_nodes
+from .entries import FLAG, Kind, number, text, whole
 from .picture import COLORS, GRAY, INCHES, INK, curve_style, name_bars, picture
 from .table import Environment, Row
 from .units import size_text
@@ -16,6 +17,15 @@ _MAX_LABELS = 4
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
+# Kinds of values that are drawn: at most LARGEST, and above 0 if an axis is logarithmic.
+_ABOVE_0 = 1e-9
+_ABOUT = {"ranks": whole(1), "nodes": whole(1), "cpu": text(), "mpi_library": text()}
+_SIZES = {"contender": text(), "thread_level": text(), "bytes": whole(1),
+          "buffer": Kind(lambda x: isinstance(x, str) and x in _MEMORY, "empty or private"),
+          "median_us": number(_ABOVE_0, nan=True)}
+STEPS = {"contender": text(), "median_ms": number(0), "efficiency_percent": number(0, nan=True),
+         "hidden_percent": number(nan=True, optional=True), "model": text(optional=True),
+         "parameters": number(0)}
 
 
 class Drawing(NamedTuple):
@@ -25,11 +35,15 @@ class Drawing(NamedTuple):
         draw: Function that draws rows on a line of panels.
         columns: Number of panels in a line.
         title: Function that returns the title of a line, from one of its rows and all rows.
+        fields: Fields of rows that it draws.
+        about: Fields of the environment that it draws.
     """
 
     draw: "Callable[[Sequence[Axes], Sequence[Row]], None]"
+    fields: Mapping[str, Kind]
     columns: int = 2
     title: Callable[[Row, Sequence[Row]], str] = lambda row, rows: ""
+    about: Mapping[str, Kind] = _ABOUT
 
     def panels(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
         """Return the rows of each line, by its title."""
@@ -226,7 +240,22 @@ def _title_by(key: str) -> Callable[[Row, Sequence[Row]], str]:
 
 
 DRAWINGS = {
-    "allreduce": Drawing(_curves, title=_title_by("dtype")),
-    "latency": Drawing(_latencies, title=_title_by("test")), "overlap": Drawing(_overlap_bars),
-    "steps": Drawing(step_bars, 1, model_title), "reducers": Drawing(_reducer_bars, 1),
-    "simulate": Drawing(_scaling)}
+    "allreduce": Drawing(_curves, {
+        **_SIZES, "dtype": text(), **dict.fromkeys(
+            ("limit_us", "this_over_limit", "busbw_GBps"), number(_ABOVE_0, nan=True))},
+        title=_title_by("dtype")),
+    "latency": Drawing(_latencies, {
+        **_SIZES, "test": text(), "native_over_this": number(_ABOVE_0, nan=True)},
+        title=_title_by("test")),
+    "overlap": Drawing(_overlap_bars, {
+        "contender": text(), "compute": text(), **dict.fromkeys(
+            ("compute_ms", "total_ms", "communication_ms"), number(0)),
+        "overlap_percent": number(nan=True)}),
+    "steps": Drawing(step_bars, STEPS, 1, model_title),
+    "reducers": Drawing(_reducer_bars, {
+        "reducer": text(), "median_ms": number(0), "over_alone": number(_ABOVE_0, nan=True),
+        "hidden_percent": number(nan=True, optional=True)}, 1),
+    "simulate": Drawing(_scaling, {
+        "nodes": whole(1), "algorithm": text(), "selected": FLAG, "ms": number(_ABOVE_0),
+        "limit_ms": number(0), "efficiency_percent": number(0, nan=True)},
+        about={"cluster": text()})}

@@ -15,7 +15,9 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError
+from ..files import parsed, read
 from ..launch.environment import lab_options, relevant_variables
+from .entries import OBJECT, Kind, listed, problem_of, text
 from .output import Target, opened, refuse_unwritable
 from .picture import refuse_undrawable
 from .plot import DRAWINGS, Drawing, draw
@@ -23,8 +25,14 @@ from .table import Environment, Row
 
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
+_CONTENT = {"benchmark": text(), "environment": OBJECT, "rows": listed(OBJECT)}
+# Limits of a file of results; its deepest entries are variables and places of ranks.
+_MAX_BYTES, _LEVELS = 1 << 28, 8
 # Linux scheduling policies by number.
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
+
+# Kinds of the fields of an environment and of a row.
+Fields = tuple[Mapping[str, Kind], Mapping[str, Kind]]
 
 
 def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
@@ -136,23 +144,61 @@ def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[
         file.write(json.dumps(content, indent=1) + "\n")
 
 
-def read_json(path: str) -> tuple[str, Environment, list[Row]]:
+def read_json(path: str, fields: Mapping[str, Fields]) -> tuple[str, Environment, list[Row]]:
     """Return the benchmark, the environment and the rows in a file from `write_json`.
 
     Args:
         path: Name of the file; "-" for standard input.
+        fields: Fields that the environment and each row must have, by benchmark.
 
     Raises:
-        ConfigError: The file cannot be read, or is not from `write_json`.
+        ConfigError: The file cannot be read, or is not from `write_json` for these benchmarks.
     """
     try:
-        content = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text())
-        rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
-        return content["benchmark"], content["environment"], rows
+        content = parsed(_input().encode() if path == "-" else read(Path(path), _MAX_BYTES),
+                         _LEVELS)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{path}: no file that --json has written ({exc!r})") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path}: no file that --json has written ({exc})") from exc
+    _refuse(path, "", content, _CONTENT)
+    benchmark, about = content["benchmark"], content["environment"]
+    if benchmark not in fields:
+        raise ConfigError(f"{path}: it has results of {benchmark!r:.80}: expected those of "
+                          f"{', '.join(fields)}")
+    rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
+    _refuse(path, "environment: ", about, fields[benchmark][0])
+    for number, row in enumerate(rows, 1):
+        _refuse(path, f"row {number}: ", row, fields[benchmark][1])
+    return benchmark, about, rows
+
+
+def _input() -> str:
+    """Return what standard input has; "" if it is closed."""
+    return "" if sys.stdin is None else sys.stdin.read(_MAX_BYTES)
+
+
+def _refuse(path: str, place: str, entry: Any, kinds: Mapping[str, Kind]) -> None:
+    """Raise ConfigError if an entry of a file lacks a field or has one of another kind."""
+    if problem := problem_of(entry, kinds):
+        raise ConfigError(f"{path}: no file that --json has written, or it was edited: {place}"
+                          f"{problem}")
+
+
+def draw_json(path: str, picture: str, drawings: Mapping[str, Drawing] = DRAWINGS) -> None:
+    """Write a picture of the results in a file from `write_json`.
+
+    Args:
+        path: Name of the file; "-" for standard input.
+        picture: Name of the picture.
+        drawings: Drawing of each benchmark, by its name.
+
+    Raises:
+        ConfigError: As for `read_json` and `draw`.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    draw(picture, *read_json(path, {name: (drawing.about, drawing.fields)
+                                    for name, drawing in drawings.items()}), drawings)
 
 
 def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> None:

@@ -2,6 +2,9 @@
 
 import json
 
+_KEY = {"group": "", "sequence": 0}
+_ABOUT = {"wait": _KEY, "operation": {**_KEY, "algorithm": "ring", "bytes": 8, "queued_us": 0}}
+
 
 def metadata(pid, name, **about):
     """Return an event that describes a rank."""
@@ -11,7 +14,7 @@ def metadata(pid, name, **about):
 def piece(category, began, ended, *, tid=1, name="x", **about):
     """Return an event with a start and a duration in microseconds."""
     return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": tid, "ts": began,
-            "dur": ended - began, "args": about}
+            "dur": ended - began, "args": {**_ABOUT.get(category, {}), **about}}
 
 
 def written(folder, *events, job="20260101-000000-aaaa", rank=0, size=1, node=0, offset=0.0,

@@ -176,7 +176,7 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     if problem == "full":
         monkeypatch.setattr(os, "write", full)
     else:
-        monkeypatch.setattr(chrome, "_MAX_BYTES", 1000)
+        monkeypatch.setattr(chrome, "MAX_BYTES", 1000)
     for number in range(20):
         trace.step(number, 0, (), 0, 1, None)
         trace.flush()

@@ -12,6 +12,7 @@ from mpiring.tools import output, results
 
 ABOUT = {"ranks": 4, "cpu": "A CPU", "cores": [0, 1]}
 NAN = float("nan")
+FIELDS = {"allreduce": ({}, {})}
 ROWS = [{"contender": "a", "median_us": 1000.0}, {"contender": "b", "median_us": NAN},
         {"contender": "c", "curve_bits": [8.0, NAN]}]
 
@@ -21,14 +22,14 @@ def test_json_comes_back_as_it_went(tmp_path):
     results.write_json(path, "allreduce", ABOUT, ROWS)
     _, second, third = json.loads(path.read_text())["rows"]
     assert second["median_us"] is None and third["curve_bits"] == [8.0, None]
-    benchmark, about, again = results.read_json(path)
+    benchmark, about, again = results.read_json(path, FIELDS)
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(ROWS))
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
     missing = str(tmp_path / "missing" / "out.json")
     with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
-        results.read_json(missing)
+        results.read_json(missing, FIELDS)
     for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
                   lambda: results.write_csv(missing, ABOUT, []),
                   lambda: output.refuse_unwritable(missing)):
@@ -43,7 +44,7 @@ def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
-        results.read_json(path)
+        results.read_json(path, FIELDS)
 
 
 def test_csv(tmp_path):

@@ -93,7 +93,12 @@ def test_a_long_step_and_one_that_is_cut_off_do_not_count(tmp_path):
     (steps(4), "does not say when gradients became ready"),
     ([metadata(0, "model", tensors=[["x", [3], "string"]], overlap=True), *steps(4)],
      "model cannot be read"),
-    ([metadata(0, "model", tensors=[[1, 2]], overlap=True), *steps(4)], "model cannot be read")])
+    ([metadata(0, "model", tensors=[["x", [10**9, 10**3], "float32"]], overlap=True), *steps(4)],
+     "model cannot be read: an array of 4000000000000 bytes: expected 1 to"),
+    ([metadata(0, "model", tensors=[*TENSORS, TENSORS[0]], overlap=True), *steps(4)],
+     "times of 2 gradients, but its model has 3"),
+    ([metadata(0, "model", tensors=[[1, 2]], overlap=True), *steps(4)],
+     "rank00000.json, line 4: 'model': tensors=a list: expected a list, and in it name, shape")])
 def test_a_trace_that_does_not_tell_is_refused(tmp_path, events, problem):
     written(tmp_path, *events)
     with pytest.raises(ConfigError, match=problem):

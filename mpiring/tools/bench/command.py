@@ -4,8 +4,7 @@ import argparse
 from functools import partial
 from typing import NoReturn
 
-from ..plot import DRAWINGS, draw
-from ..results import read_json
+from ..results import draw_json
 from . import allreduce, latency, overlap, reducers, steps
 
 _DESCRIPTION = """\
@@ -52,5 +51,5 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    draw(options.plot, *read_json(options.results), DRAWINGS)
+    draw_json(options.results, options.plot)
     return 0

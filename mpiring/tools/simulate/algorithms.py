@@ -29,8 +29,8 @@ from .cluster import Cluster, Symmetry
 
 DTYPE = np.dtype(np.float32)
 # With bursts, a call depends on earlier calls, which have emptied the token bucket. As in a
-# benchmark, calls are repeated until they have sent this many bursts.
-_BURSTS = 8
+# benchmark, calls are repeated until they have sent this many bursts, at most this often.
+_BURSTS, _CALLS = 8, 1000
 
 
 class SimulatedTime(NamedTuple):
@@ -43,6 +43,10 @@ class SimulatedTime(NamedTuple):
 
     seconds: float
     how: str
+
+    def percent_of(self, limit_s: float) -> float:
+        """Return a limit of the time as a percentage of it; NaN if nothing takes time."""
+        return 100 * limit_s / self.seconds if self.seconds else math.nan
 
 
 class SimulatedTransport:
@@ -227,11 +231,13 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     symmetry = symmetry_of(name, cluster, nbytes) if fold else None
     n = math.ceil(nbytes / DTYPE.itemsize)
     simulation = Simulation(cluster, symmetry, in_python=name != "native")
-    network, last = simulation.network, False
-    while not last:
+    network = simulation.network
+    for _ in range(_CALLS):
         last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
         began_s = network.time_s = network.time_s + cluster.pause_s
         simulation.run(lambda call: schedule(call, call.vector(n)))
+        if last:
+            break
     return SimulatedTime(network.time_s - began_s, simulation.how)
 
 

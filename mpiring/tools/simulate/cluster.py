@@ -4,10 +4,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ...errors import ConfigError
 from ...simulated.network import SimulatedNetwork, SymmetricNetwork
 from ...simulated.prices import Computing, Link
 
 Symmetry = Callable[[int, int], int]
+# Larger clusters and arrays would be simulated for hours: 1,000 ranks and 1 GB take seconds each.
+MAX_RANKS, MAX_BYTES = 1 << 17, 64 << 30
+
+
+def refuse_large(nbytes: int) -> None:
+    """Raise ConfigError if the simulation of an array would take hours."""
+    if not 0 < nbytes <= MAX_BYTES:
+        raise ConfigError(f"an array of {nbytes} bytes: expected 1 to {MAX_BYTES}, which can be "
+                          f"simulated within an hour")
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,9 @@ class Cluster:
             copies within a node.
         barrier_s: Seconds of a barrier in a node's shared memory.
         cores: Number of cores that all ranks share, as in a lab; 0 if each rank has its own core.
+
+    Raises:
+        ConfigError: It has so many ranks that its simulation would take hours.
     """
 
     nodes: int = 1
@@ -45,6 +58,11 @@ class Cluster:
     node_bandwidth: float = 10e9
     barrier_s: float = 3e-6
     cores: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(f"{self.nodes} nodes with {self.ranks_per_node} ranks each: expected "
+                              f"at most {MAX_RANKS} ranks, which can be simulated within an hour")
 
     @property
     def ranks(self) -> int:

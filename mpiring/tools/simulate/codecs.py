@@ -63,7 +63,8 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
         if nbytes < _SAMPLE_BYTES:
             rows, *row = tensor.shape or (1,)
             row_bytes = max(1, dtype.itemsize * math.prod(row))
-            shape = min(rows, max(1, _SAMPLE_BYTES // row_bytes)), *row
+            shape = ((min(rows, _SAMPLE_BYTES // row_bytes), *row) if row_bytes <= _SAMPLE_BYTES
+                     else (_SAMPLE_BYTES // dtype.itemsize,))
             yield (cut := replace(tensor, shape=shape, dtype=dtype))
             nbytes += dtype.itemsize * cut.size
 

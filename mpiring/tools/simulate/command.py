@@ -7,12 +7,13 @@ from ... import __version__
 from ...errors import ConfigError
 from .. import table
 from ..arguments import checked
+from ..entries import Kind, listed, number, text, whole
 from ..results import check_files, declare_files, read_json, write_files
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import step_command
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
-from .cluster import Cluster
+from .cluster import MAX_BYTES, MAX_RANKS, Cluster, refuse_large
 from .options import caveat_of, cluster_of, declare_cluster, environment_of
 
 _DESCRIPTION = """\
@@ -44,6 +45,12 @@ _AGAINST = [
 # Algorithms by their names in `bench allreduce`.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
+# What is read of a benchmark's environment and of its rows.
+_HOST = Kind(lambda x: isinstance(x, dict) and text().fits(x.get("host")), "a rank's host")
+_ABOUT = {"ranks": whole(1, MAX_RANKS), "nodes": whole(1, MAX_RANKS),
+          "cores": whole(1, MAX_RANKS), "placement": listed(_HOST)}
+_MEASURED = {"contender": text(), "bytes": whole(1, MAX_BYTES),
+             "median_us": number(1e-3, nan=True)}
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +109,9 @@ def _size_text(nbytes: int) -> str:
 
 def _scaling(options: argparse.Namespace, costs: Cluster) -> list[Row]:
     names, rows = ALGORITHMS + SHARDED * options.sharded, []
-    for nodes in options.nodes:
-        cluster = costs.of(nodes, costs.ranks_per_node)
+    refuse_large(options.size)
+    # A cluster that is too large is refused before others are simulated.
+    for cluster in [costs.of(nodes, costs.ranks_per_node) for nodes in options.nodes]:
         predictions = {name: prediction for name in names
                        if (prediction := predict(name, cluster, options.size)) is not None}
         seconds: dict[str, float] = {
@@ -111,9 +119,9 @@ def _scaling(options: argparse.Namespace, costs: Cluster) -> list[Row]:
         choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
         for name, prediction in predictions.items():
             rows.append({
-                "nodes": nodes, "ranks": cluster.ranks, "bytes": options.size,
+                "nodes": cluster.nodes, "ranks": cluster.ranks, "bytes": options.size,
                 "algorithm": name, "ms": prediction.seconds * 1e3, "limit_ms": limit_s * 1e3,
-                "efficiency_percent": 100 * limit_s / prediction.seconds,
+                "efficiency_percent": prediction.percent_of(limit_s),
                 "how": prediction.how, "selected": name == choice,
                 "choice": "auto" if name == choice else ""})
     return rows
@@ -127,9 +135,9 @@ def _cores(about: Environment) -> int:
 
 def _against(path: str, costs: Cluster) -> list[Row]:
     """Return a prediction for each median that a benchmark has measured."""
-    benchmark, about, measured = read_json(path)
-    if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
-        raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
+    _, about, measured = read_json(path, {"allreduce": (_ABOUT, _MEASURED)})
+    if about["ranks"] % about["nodes"]:
+        raise ConfigError(f"{path}: allreduce of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equal numbers on all nodes")
     cluster = replace(costs, nodes=about["nodes"], cores=_cores(about),
                       ranks_per_node=about["ranks"] // about["nodes"])

@@ -10,14 +10,15 @@ from ...buckets.bucket import TensorSpec
 from ...errors import ConfigError
 from ...memory.arrays import COMPLEX, FLOATING, dtype_named
 from ..traces import Event, JobTrace, RankTrace, open_job
+from .cluster import refuse_large
 
 # Number of steps to skip. Immediately before the first recorded step, memory was touched for the
 # first time, and buckets were rebuilt.
 _WARM_UP = 1
 # A step that computes this many times as long as the median includes other work, like validation.
 _LONG = 2.0
-# Categories of events; names of phases, and of the model's metadata.
-_KINDS = ("step", "ready", "wait", "forward", "optimizer", "model")
+# Categories of spans, and names of phases and of descriptions.
+_SPANS, _PHASES, _MODEL = ("step", "ready", "wait"), ("forward", "optimizer"), "model"
 
 _Events = dict[str, list[Event]]
 
@@ -95,33 +96,38 @@ def read_profile(folder: str, job: str | None) -> Profile:
     steps: list[StepCompute] = []
     for rank in trace.ranks:
         recorded = _read(rank)
-        for described in (event["args"] for event in recorded["model"]):
+        for described in (event["args"] for event in recorded[_MODEL]):
             if model is not None and described["tensors"] != model["tensors"]:
                 raise ConfigError(f"{rank.path}: several models were trained, or parameters were "
                                   f"frozen, while it was written; record a job that trains one")
             model = described
-        steps += _steps(recorded)
+        steps += (step for step in _steps(recorded) if step.compute_s > 0)
     if model is None or not steps:
         raise ConfigError(
             f"{folder}: job {trace.name} does not say when gradients became ready: it takes three "
             f"steps or more of a DataParallel of this version, with gradients in host memory")
+    tensors = _tensors(model, trace)
+    if other := [step for step in steps if len(step.ready_s) != len(tensors)]:
+        raise ConfigError(f"{folder}: job {trace.name} has a step with times of "
+                          f"{len(other[0].ready_s)} gradients, but its model has {len(tensors)}; "
+                          f"record the job again")
     limit = _LONG * median(step.compute_s for step in steps)
     usual = [step for step in steps if step.compute_s <= limit]
-    return Profile(_tensors(model, trace), usual, median(step.step_s for step in usual),
+    return Profile(tensors, usual, median(step.step_s for step in usual),
                    trace.ranks[0].size, len({rank.node for rank in trace.ranks}),
-                   bool(model["overlap"]),
-                   f"{trace.caption.partition(', clocks')[0]}, {len(usual)} steps")
+                   model["overlap"], f"{trace.caption.partition(', clocks')[0]}, {len(usual)} steps")
 
 
 def _read(rank: RankTrace) -> _Events:
     """Return the events of a rank that are needed here."""
-    recorded: _Events = {kind: [] for kind in _KINDS}
+    recorded: _Events = {kind: [] for kind in (*_SPANS, *_PHASES, _MODEL)}
     for event in rank.events():
-        # Metadata, such as that of the model, has no category.
-        category = event.get("cat", event["name"])
-        kind = event["name"] if category == "phase" else category
-        if kind in recorded:
-            recorded[kind].append(event)
+        # Descriptions, such as that of the model, have no category.
+        category, name = event.get("cat"), event["name"]
+        if category in _SPANS:
+            recorded[category].append(event)
+        elif category == "phase" and name in _PHASES or category is None and name == _MODEL:
+            recorded[name].append(event)
     return recorded
 
 
@@ -166,8 +172,10 @@ def _tensors(model: Mapping[str, Any], trace: JobTrace) -> list[TensorSpec]:
     # NumPy alone lacks bfloat16; only lengths matter here.
     names = {"bfloat16": "float16"}
     try:
-        return [TensorSpec(name, tuple(shape), dtype_named(
+        tensors = [TensorSpec(name, tuple(shape), dtype_named(
                     names.get(dtype, dtype), (*FLOATING, *COMPLEX)))
                 for name, shape, dtype in model["tensors"]]
-    except (ConfigError, TypeError, ValueError) as exc:
+        refuse_large(sum(tensor.size * tensor.dtype.itemsize for tensor in tensors))
+    except ConfigError as exc:
         raise ConfigError(f"job {trace.name}: its model cannot be read: {exc}") from exc
+    return tensors

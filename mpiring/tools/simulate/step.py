@@ -22,8 +22,9 @@ from .algorithms import SimulatedOperation, Simulation, VectorBuild
 from .cluster import Cluster
 from .profile import Profile, StepCompute
 
-# Time that a rank computes before it tests its messages.
-_SLICE_S = 1e-3
+# Time that a rank computes before it tests its messages; more in steps that compute longer than
+# this number of slices.
+_SLICE_S, _SLICES = 1e-3, 10_000
 # Number of simulated steps; fewer with many ranks, because the slowest of many ranks varies less.
 _STEPS, _STEPS_OF_MANY, _MANY_RANKS = 5, 2, 1024
 _SEED = 0
@@ -206,12 +207,13 @@ def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
 
 
 def _computed(network: SimulatedNetwork, rank: int, computes: Sequence[Compute]) -> Schedule[None]:
+    slice_s = max(_SLICE_S, sum(compute.seconds for compute in computes) / _SLICES)
     for compute in computes:
         yield compute.after
         left_s = compute.seconds
         while left_s > 0:
-            network.work(rank, min(left_s, _SLICE_S), on_own_core=True)
-            left_s -= _SLICE_S
+            network.work(rank, min(left_s, slice_s), on_own_core=True)
+            left_s -= slice_s
             yield (network.worked(rank),)
         if compute.then is not None:
             compute.then.is_set = True

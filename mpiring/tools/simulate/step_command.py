@@ -105,9 +105,9 @@ def run(options: argparse.Namespace) -> int:
 def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
     """Yield a prediction for each number of nodes and each strategy."""
     compared = strategies(profile) if options.compare else [DATA_PARALLEL]
-    for nodes in options.nodes:
-        workload = Workload(profile, cluster.of(nodes, cluster.ranks_per_node),
-                            options.bucket_bytes)
+    # A cluster that is too large is refused before others are simulated.
+    for costs in [cluster.of(nodes, cluster.ranks_per_node) for nodes in options.nodes]:
+        nodes, workload = costs.nodes, Workload(profile, costs, options.bucket_bytes)
         for strategy in compared:
             predicted = strategy.predict(workload)
             if predicted is not None:
@@ -179,4 +179,4 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[1].set_ylabel("compute alone / step (%)")
 
 
-DRAWINGS = {"predicted steps": Drawing(_curves)}
+DRAWINGS = {"predicted steps": Drawing(_curves, {})}

@@ -138,9 +138,9 @@ def activity_of(trace: RankTrace) -> Activity:
     """Read the activity of a rank from its trace."""
     activity = Activity(trace.rank)
     operations: dict[Key, TracedOperation] = {}
-    for event in trace.events():
-        category, args = event.get("cat"), event.get("args", {})
-        span = event.get("ts", 0.0), event.get("ts", 0.0) + event.get("dur", 0.0)
+    for event in trace.spans():
+        category, args = event["cat"], event["args"]
+        span = event["ts"], event["ts"] + event["dur"]
         if category == "step":
             activity.steps.append(Step(args["step"], *span, args.get("tokens", math.nan)))
         elif category in ("ready", "data"):
@@ -157,6 +157,8 @@ def activity_of(trace: RankTrace) -> Activity:
     spans = [*(each[:2] for each in activity.operations), *(wait[:2] for wait in activity.waits)]
     if not activity.steps and spans:
         activity.steps = [Step(0, min(spans)[0], max(ended for _, ended in spans))]
+    activity.steps = sorted((step for step in activity.steps if step.length > 0),
+                            key=lambda step: step.began)
     return activity
 
 
@@ -168,8 +170,8 @@ def last_calls(job: JobTrace) -> dict[Key, LastCall]:
     """Return the last call of each operation."""
     calls: dict[Key, LastCall] = {}
     for trace in job.ranks:
-        for event in trace.events():
-            if event.get("cat") == "operation":
+        for event in trace.spans():
+            if event["cat"] == "operation":
                 key = _key(event["args"])
                 called = float(event["ts"]) - float(event["args"]["queued_us"])
                 if key not in calls or called > calls[key].at:

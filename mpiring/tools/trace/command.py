@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def merge(options: argparse.Namespace) -> int:
     job = open_job(options.folder, options.job)
     job.warn()
     path = options.output or str(Path(options.folder) / f"merged-{job.name}.json")
+    # A trace that is damaged must not replace an earlier file by a part of a new one.
+    for rank in job.ranks:
+        deque(rank.events(), maxlen=0)
     count = 0
     # Another user may have created a link with the default name.
     with opened(path, None if options.output else regular) as file:
