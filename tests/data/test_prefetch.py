@@ -285,7 +285,8 @@ def test_waits_for_batches_are_recorded():
 
     used = [time.monotonic() for _ in Prefetched(loader(), None, 1, comm)]
     assert len(waits) == 4, "also for the end"
-    assert waits[0][1] - waits[0][0] >= 0.04
+    # A busy machine may let the thread begin before the wait does, but not each time.
+    assert max(ended - began for began, ended in waits) >= 0.04
     assert all(began <= ended <= at for (began, ended), at in zip(waits, used))
     with pytest.raises(ConfigError, match="Communicator"):
         prefetch([], "cpu", comm=comm)

@@ -97,7 +97,7 @@ def test_few_calls_compile_nothing(want):
 @pytest.mark.any_mpi
 def test_sums_are_compiled_while_a_program_runs(tmp_path):
     installed("numba")
-    ended = launch(2, PROGRAMS / "unprepared.py", timeout_s=200,
+    ended = launch(2, PROGRAMS / "unprepared.py", timeout_s=500,
                    MPIRING_TUNING_FOLDER=str(tmp_path))
     assert ended.status == 0, ended.output
     assert ended.output.count(": compiled") == 2

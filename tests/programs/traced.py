@@ -24,12 +24,14 @@ def loader():
     for step in range(12):
         asked.wait()
         asked.clear()
-        time.sleep(0.02 * last)
+        # Twice as long as this rank has computed, so that it waits for its data on any machine.
+        time.sleep(last * max(0.02, 2 * (time.monotonic() - began_s)))
         yield step
 
 
 batches = iter(prefetch(loader(), "cpu", depth=1, comm=comm))
 for step in range(12):
+    began_s = time.monotonic()
     dp.weigh(15 + 5 * last)
     for name in ("w3", "w2", "w1", "w0"):
         time.sleep(0.005)

@@ -8,8 +8,10 @@ import numpy as np
 
 import mpiring
 from mpiring.engine import background
+from mpiring.transport.layout import COUNTER_SEQUENCE
 
-LIMIT_S = 120
+# Calls after which a process compiles.
+ENOUGH = 2 * background._OPERATIONS
 # With the lowest priority, beside other tests, the process that compiles would take minutes.
 assert "os.nice(19)" in background._PROGRAM
 background._PROGRAM = background._PROGRAM.replace("os.nice(19)", "os.nice(0)")
@@ -17,7 +19,6 @@ background._PROGRAM = background._PROGRAM.replace("os.nice(19)", "os.nice(0)")
 comm = mpiring.init()
 arrays = [comm.empty(1 << 18, np.float32), np.empty(1 << 18, np.float32), np.empty(8, np.float32)]
 answer = np.empty(1, np.int8)
-began = time.monotonic()
 
 
 def are_compiled():
@@ -35,9 +36,10 @@ while True:
     comm.allreduce(answer, op="min")
     if answer[0]:
         break
-    assert time.monotonic() - began < LIMIT_S, f"not compiled after {LIMIT_S} s"
-    # Leave some of the processors to the process that compiles.
-    time.sleep(0.005)
+    # Then, leave the processors to it. Only the test's limit ends this: on a busy machine, it may
+    # get a tenth of a core.
+    calls = comm._fast_calls.group.sharing.counter.words[COUNTER_SEQUENCE]
+    time.sleep(0.005 if calls < ENOUGH else 0.5)
 comm.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 children = [task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir()]

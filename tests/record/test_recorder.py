@@ -82,11 +82,12 @@ def test_a_line_tells_how_far_an_operation_came():
     now = time.monotonic()
     states = [flown(1, called_s=now - 7), flown(2, called_s=now - 9, started_s=now - 8),
               flown(3, called_s=now - 9, started_s=now - 8.99, ended_s=now - 8.5, exposed_s=0.25)]
-    queued, stuck, done = (flight.line(now, time.time() - now) for flight in states)
+    clock_s = time.time() - now
+    queued, stuck, done = (flight.line(now, clock_s) for flight in states)
     assert "#1 reduce a mean bucket 3 (w, b), 4,096 bytes, ring: queued for 7.0 s" in queued
     assert "NOT COMPLETE after 8.0 s" in stuck
     assert done.endswith("queued 10.0, took 490.0, waited for 250.0 ms")
-    assert done[:12] == time.strftime("%H:%M:%S", time.localtime(time.time() - 9)) + done[8:12]
+    assert done[:12] == time.strftime("%H:%M:%S", time.localtime(clock_s + now - 9)) + done[8:12]
     many = flown(4, Call("reduce", "x" * 5000))
     assert len(many.line(now, 0.0)) < 250
 

@@ -19,7 +19,7 @@ from mpiring.tools.simulate.codecs import REDUCERS, measured
 from mpiring.tools.simulate.profile import Profile, StepCompute, read_profile
 from mpiring.tools.simulate.step import Workload, predict_step, slowest
 from mpiring.tools.simulate.step_command import verdict
-from mpiring.tools.simulate.strategies import averaged, sharded, strategies
+from mpiring.tools.simulate.strategies import _compressed, averaged, sharded, strategies
 
 TENSORS = [["first", [1000, 500], "float32"], ["last", [500], "float32"]]
 SPECS = metadata(0, "model", tensors=TENSORS, overlap=True)
@@ -210,9 +210,11 @@ def test_compression_pays_where_the_wire_is_slow():
     profile = profile_of(compute(), tensors=[["a", [1000, 1000], "float32"]] * 2)
     slow, alone = (Workload(profile, replace(CLUSTER, nodes=nodes, bandwidth=5e7,
                                              ranks_per_node=2)) for nodes in (2, 1))
-    dense, cast = (named()[name].predict(slow).seconds
-                   for name in ("DataParallel", 'reducer=Cast("bfloat16")'))
-    assert dense - cast == pytest.approx(0.5 * 8e6 / 5e7, rel=0.3)
+    # A busy machine may take any time to encode.
+    codec = replace(measured(profile_of(compute()))[0], encode_s=0.0, decode_s=0.0)
+    cast = _compressed(codec, slow).seconds
+    dense = named()["DataParallel"].predict(slow).seconds
+    assert dense - cast == pytest.approx(0.5 * 8e6 / 5e7, rel=0.1)
     assert named()["reducer=Int8()"].predict(alone) is None
 
 

@@ -184,7 +184,8 @@ def test_ranks_that_are_late_in_turn_are_not_named():
 @pytest.mark.any_mpi
 def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
     needed("matplotlib")
-    ended = run(2, TRACED, "close", MPIRING_TRACE=str(tmp_path))
+    # The first job that compiles may wait for that on a busy machine, which is no part of this.
+    ended = run(2, TRACED, "close", MPIRING_TRACE=str(tmp_path), MPIRING_STALL_WARNING_S="0")
     assert ended.status == 0 and not ended.output, ended.output
     assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
     events = [event for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]
