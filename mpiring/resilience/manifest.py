@@ -24,6 +24,8 @@ Entry = dict[str, Any]
 REPLICATED, SHARDED = "replicated", "sharded"
 # Enough for 3 million ranges: a thousand tensors on each of 3,000 ranks.
 _MAX_BYTES, _LEVELS = 128 << 20, 5
+# Longest file of any file system.
+_MOST_BYTES = 1 << 63
 _FILE = re.compile(
     r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.(xxh3-)?[0-9a-f]{32}\.safetensors")
 _RANGE = re.compile(r"\d{1,18}:\d{1,18}")
@@ -109,14 +111,19 @@ def _malformed(manifest: Mapping[str, Any]) -> str:
     def is_number(x: Any, least: int, end: float = math.inf) -> bool:
         return type(x) is int and least <= x < end
 
-    size, seed = manifest.get("size"), manifest.get("seed")
+    size: Any = manifest.get("size")
+    seed = manifest.get("seed")
     files, slices = manifest.get("files"), manifest.get("slices")
-    if not is_number(manifest.get("step"), 0) or not isinstance(size, int) or size < 1:
+    if not is_number(manifest.get("step"), 0) or not is_number(size, 1):
         return "step or size is no number"
+    if not isinstance(manifest.get("written"), str) or not isinstance(
+            manifest.get("versions"), dict):
+        return "it does not say when, or by which versions, it was written"
     if seed is not None and type(seed) is not int:
         return "seed is no number"
     if not isinstance(files, dict) or not all(
-            _FILE.fullmatch(name) and is_number(nbytes, 0) for name, nbytes in files.items()):
+            _FILE.fullmatch(name) and is_number(nbytes, 0, _MOST_BYTES)
+            for name, nbytes in files.items()):
         return "files are not names and lengths"
     if not any(name.startswith(f"{REPLICATED}.") for name in files):
         return "it has no replicated state"

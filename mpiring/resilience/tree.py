@@ -342,7 +342,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         if name == "float":
             return float(value)
         if name == "tuple":
-            return tuple(build(item) for item in value)
+            return tuple([build(item) for item in value])
         if name in _DICTS:
             items = _DICTS[name]()
             items.update({key: build(item) for key, item in value})

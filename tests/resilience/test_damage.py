@@ -55,6 +55,10 @@ def elsewhere(manifest):
     manifest["files"]["../" + name] = manifest["files"].pop(name)
 
 
+def huge(manifest):
+    manifest["files"] = dict.fromkeys(manifest["files"], 10**400)
+
+
 CONTENT = "does not have the content that was written"
 NOT_OURS = "manifest.json is not as mpiring writes it: "
 NO_FILES, NO_SLICES = "files are not names and lengths", "'m' in slices has no shape and ranks"
@@ -72,6 +76,10 @@ MANIFESTS = [
     (without("step"), f"{NOT_OURS}step or size is no number"),
     (with_value("size", "2"), f"{NOT_OURS}step or size is no number"),
     (with_value("size", 0), f"{NOT_OURS}step or size is no number"),
+    (without("written"), f"{NOT_OURS}it does not say when"),
+    (with_value("versions", 3), f"{NOT_OURS}it does not say when"),
+    (with_value("size", True), f"{NOT_OURS}step or size is no number"),
+    (changed(huge), NOT_OURS + NO_FILES),
     (with_value("seed", [1]), f"{NOT_OURS}seed is no number"),
     (without("files"), NOT_OURS + NO_FILES),
     (with_value("files", [3]), NOT_OURS + NO_FILES),
@@ -164,7 +172,7 @@ FORGED = [
     *((("replicated", "rank-00001")[number % 2], harm, TREE) for number, harm in enumerate([
         with_tree(""), with_tree("[" * 10**4 + "]" * 10**4), with_tree("{}"),
         with_tree('{"dict": 3}'), with_tree('{"dict": [[[], 3]]}'), with_tree('{"float": []}'),
-        with_tree('{"evil": "x"}'),
+        with_tree('{"evil": "x"}'), with_tree('{"tuple": [{}]}'),
         with_tree('{"array": "y", "dtype": "float64", "shape": [100]}'),
         with_tree('{"array": [], "dtype": "float64", "shape": [100]}'),
         with_leaf(shape=[99]), with_leaf(shape=[-1, -100]), with_leaf(shape="x"),
