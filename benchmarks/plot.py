@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpiring.text import count
-from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars
+from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, label_log, name_bars
 from mpiring.tools.entries import listed, number, text
 from mpiring.tools.plot import STEPS, Drawing, model_title, step_bars
 from mpiring.tools.results import draw_json
@@ -70,6 +70,7 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
     reached = [row[key][-1] for row in trained if row[key][-1]]
     if reached and max(reached) > _LINEAR_RANGE * min(reached):
         panel.set_xscale("log")
+        label_log(panel.xaxis)
 
 
 def _loader_title(row: Row, rows: Sequence[Row]) -> str:

@@ -4,10 +4,15 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..arguments import MAX_INT32
 from ..errors import ConfigError
 from .units import parse_count
 
 T = TypeVar("T")
+# Largest number of ranks of a job that a command starts on this machine.
+MAX_STARTED = 4096
+# Largest number of seconds, steps or the like: about 30 years.
+_MOST = 1e9
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -34,11 +39,19 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     return listed(parsed)
 
 
-def positive(text: str, least: int = 1) -> int:
-    """Parse a whole number that is at least `least`."""
-    if not text.isdecimal() or int(text) < least:
-        raise ArgumentTypeError(f"{text!r}: expected {least} or more")
-    return int(text)
+def positive(text: str, least: int = 1, most: int = MAX_INT32) -> int:
+    """Parse a whole number that is at least `least` and at most `most`."""
+    digits = text if text.isdecimal() else "-1"
+    if len(digits) > len(str(MAX_INT32)) or int(digits) > most:
+        raise ArgumentTypeError(f"{text!r:.80}: expected at most {most}")
+    if int(digits) < least:
+        raise ArgumentTypeError(f"{text!r:.80}: expected {least} or more")
+    return int(digits)
+
+
+def ranks(text: str) -> int:
+    """Parse the number of ranks of a job that starts on this machine."""
+    return positive(text, most=MAX_STARTED)
 
 
 def not_negative(text: str) -> int:
@@ -46,15 +59,20 @@ def not_negative(text: str) -> int:
     return positive(text, 0)
 
 
-def above_zero(text: str) -> float:
-    """Parse a number above 0."""
+def above_zero(text: str, most: float = _MOST) -> float:
+    """Parse a number above 0 that is at most `most`."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"{text!r}: expected a number above 0")
+    if not 0 < value <= most:
+        raise ArgumentTypeError(f"{text!r:.80}: expected a number above 0, at most {most:g}")
     return value
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 that is at most 1."""
+    return above_zero(text, 1.0)
 
 
 counts = listed(checked(parse_count))

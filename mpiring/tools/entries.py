@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 LARGEST = 10**15
 
 
-class Kind(NamedTuple):
+class Field(NamedTuple):
     """The values that a field may have.
 
     Attributes:
@@ -21,45 +21,45 @@ class Kind(NamedTuple):
     optional: bool = False
 
 
-def number(least: float = -LARGEST, *, nan: bool = False, optional: bool = False) -> Kind:
-    """Return the kind of real numbers from `least` to LARGEST; with `nan`, also of NaN."""
+def number(least: float = -LARGEST, *, nan: bool = False, optional: bool = False) -> Field:
+    """Return a field of real numbers from `least` to LARGEST; with `nan`, also of NaN."""
     def fits(x: Any) -> bool:
         return type(x) in (int, float) and (least <= x <= LARGEST or nan and x != x)
-    return Kind(fits, f"a number from {least:g} to {LARGEST:g}", optional)
+    return Field(fits, f"a number from {least:g} to {LARGEST:g}", optional)
 
 
-def whole(least: int = -LARGEST, most: int = LARGEST, *, optional: bool = False) -> Kind:
-    """Return the kind of whole numbers in a range."""
-    return Kind(lambda x: type(x) is int and least <= x <= most,
-                f"a whole number from {least} to {most}", optional)
+def whole(least: int = -LARGEST, most: int = LARGEST, *, optional: bool = False) -> Field:
+    """Return a field of whole numbers in a range."""
+    return Field(lambda x: type(x) is int and least <= x <= most,
+                 f"a whole number from {least} to {most}", optional)
 
 
-def text(*, optional: bool = False) -> Kind:
-    """Return the kind of strings that can be printed and drawn: without half of a character."""
+def text(*, optional: bool = False) -> Field:
+    """Return a field of strings that can be drawn: without half of a character."""
     def fits(x: Any) -> bool:
         return isinstance(x, str) and (x.isascii() or x == x.encode(errors="replace").decode())
-    return Kind(fits, "text", optional)
+    return Field(fits, "text", optional)
 
 
-def listed(kind: Kind, *, optional: bool = False) -> Kind:
-    """Return the kind of lists whose items are of one kind."""
-    return Kind(lambda x: isinstance(x, list) and all(map(kind.fits, x)),
-                f"a list, and in it {kind.expected} each time", optional)
+def listed(item: Field, *, optional: bool = False) -> Field:
+    """Return a field of lists whose items have the values of one field."""
+    return Field(lambda x: isinstance(x, list) and all(map(item.fits, x)),
+                 f"a list, and in it {item.expected} each time", optional)
 
 
-OBJECT = Kind(lambda x: isinstance(x, dict), "an object")
-FLAG = Kind(lambda x: isinstance(x, bool), "true or false")
+OBJECT = Field(lambda x: isinstance(x, dict), "an object")
+FLAG = Field(lambda x: isinstance(x, bool), "true or false")
 
 
-def problem_of(entry: Any, kinds: Mapping[str, Kind]) -> str:
+def problem_of(entry: Any, fields: Mapping[str, Field]) -> str:
     """Return what is wrong with the fields of an entry, or ""; other fields are ignored."""
     if not isinstance(entry, dict):
         return f"it is a {type(entry).__name__}: expected an object"
-    for name, kind in kinds.items():
-        if name in entry and not kind.fits(entry[name]):
-            return f"{name}={_shown(entry[name])}: expected {kind.expected}"
-        if name not in entry and not kind.optional:
-            return f"{name} is missing: expected {kind.expected}"
+    for name, field in fields.items():
+        if name in entry and not field.fits(entry[name]):
+            return f"{name}={_shown(entry[name])}: expected {field.expected}"
+        if name not in entry and not field.optional:
+            return f"{name} is missing: expected {field.expected}"
     return ""
 
 

@@ -42,7 +42,10 @@ class Output:
         Raises:
             OutputError: The disk is full, or the reader has closed the pipe.
         """
-        return _unless_lost(lambda: self._stream.write(text))
+        # A name of a file may have bytes that are not in the encoding.
+        encoding = self._stream.encoding or "utf-8"
+        encoded = text.encode(encoding, "backslashreplace").decode(encoding)
+        return _unless_lost(lambda: self._stream.write(encoded))
 
     def flush(self) -> None:
         """Flush the stream.
@@ -90,25 +93,34 @@ def _status(parse: Callable[[], Namespace]) -> int:
         # In one write: ranks that print it at once would mix up their lines.
         sys.stderr.write(f"mpiring: {error}\n")
         return 2
+    except MemoryError as error:
+        sys.stderr.write(f"mpiring: there is not enough memory: {error or 'use smaller sizes'}\n")
+        _end_job(2)
+        return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _end(reason: OSError) -> None:
-    """Print why standard output failed, and end the job if there are other ranks."""
+    """Print why standard output failed, and end the job."""
     if reason.errno != errno.EPIPE:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mpiring: standard output: {reason.strerror}\n")
             sys.stderr.flush()
     # When the process ends, Python would try again to write the rest of the buffer.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _end_job(1)
+
+
+def _end_job(status: int) -> None:
+    """End the job if there are other ranks, which would wait for this one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
-        # Other ranks would wait for this one. Give the launcher time to forward the message.
+        # Give the launcher time to forward the message.
         time.sleep(_FORWARD_S)
-        mpi.COMM_WORLD.Abort(1)
+        mpi.COMM_WORLD.Abort(status)
         # MPICH's MPI_Abort may return.
-        os._exit(1)
+        os._exit(status)
 
 
 def _act(options: Namespace) -> int:
@@ -157,7 +169,8 @@ def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Ite
     if not isinstance(path, str | os.PathLike):
         yield path
         return
-    with writing(path), open(path, "w", newline="", opener=opener) as file:
+    with writing(path), open(path, "w", newline="", opener=opener, encoding="utf-8",
+                             errors="backslashreplace") as file:
         yield file
 
 

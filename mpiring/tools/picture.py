@@ -13,6 +13,7 @@ from .output import writing
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Pictures are transparent, and each color is visible on white pages and on dark pages. The color of
 # text has the same contrast with both, 4.3, which is the maximum. The first four colors are by
@@ -31,6 +32,8 @@ _MAX_NAMED = 8
 _LONGEST_OF_THREE = 24
 _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
           "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+          # Names may have any characters.
+          "text.parse_math": False,
           "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
           "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
           "svg.fonttype": "none", "svg.hashsalt": "mpiring",
@@ -133,6 +136,13 @@ def name_bars(axes: "Axes", names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+
+
+def label_log(axis: "Axis") -> None:
+    """Label a logarithmic axis with numbers; by default, matplotlib writes formulas."""
+    from matplotlib.ticker import LogFormatter
+    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axis.set_minor_formatter(LogFormatter())
 
 
 def curve_style(number: int) -> dict[str, Any]:

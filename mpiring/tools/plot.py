@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..text import ranks_on_nodes
-from .entries import FLAG, Kind, number, text, whole
-from .picture import COLORS, GRAY, INCHES, INK, curve_style, name_bars, picture
+from .entries import FLAG, Field, number, text, whole
+from .picture import COLORS, GRAY, INCHES, INK, curve_style, label_log, name_bars, picture
 from .table import Environment, Row
 from .units import size_text
 
@@ -17,12 +17,13 @@ _MAX_LABELS = 4
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
-# Kinds of values that are drawn: at most LARGEST, and above 0 if an axis is logarithmic.
+# Values that are drawn, which are above 0 if an axis is logarithmic.
 _ABOVE_0 = 1e-9
 _ABOUT = {"ranks": whole(1), "nodes": whole(1), "cpu": text(), "mpi_library": text()}
 _SIZES = {"contender": text(), "thread_level": text(), "bytes": whole(1),
-          "buffer": Kind(lambda x: isinstance(x, str) and x in _MEMORY, "empty or private"),
+          "buffer": Field(lambda x: isinstance(x, str) and x in _MEMORY, "empty or private"),
           "median_us": number(_ABOVE_0, nan=True)}
+CLUSTER = {"cluster": text()}
 STEPS = {"contender": text(), "median_ms": number(0), "efficiency_percent": number(0, nan=True),
          "hidden_percent": number(nan=True, optional=True), "model": text(optional=True),
          "parameters": number(0)}
@@ -40,10 +41,10 @@ class Drawing(NamedTuple):
     """
 
     draw: "Callable[[Sequence[Axes], Sequence[Row]], None]"
-    fields: Mapping[str, Kind]
+    fields: Mapping[str, Field]
     columns: int = 2
     title: Callable[[Row, Sequence[Row]], str] = lambda row, rows: ""
-    about: Mapping[str, Kind] = _ABOUT
+    about: Mapping[str, Field] = _ABOUT
 
     def panels(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
         """Return the rows of each line, by its title."""
@@ -72,7 +73,7 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
     if not rows or drawing is None:
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = drawing.panels(rows)
-    caption = about.get("cluster") or " · ".join([
+    caption = about["cluster"] if "cluster" in drawing.about else " · ".join([
         ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
         about["mpi_library"]])
     with picture(path, [INCHES[1]] * len(panels), drawing.columns, caption) as grid:
@@ -207,7 +208,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
                  label="byte limit")
     axes[0].set_yscale("log")
-    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    label_log(axes[0].yaxis)
     axes[0].set_ylabel("time of an allreduce (ms)")
     axes[1].set_ylabel("byte limit / time (%)")
 
@@ -258,4 +259,4 @@ DRAWINGS = {
     "simulate": Drawing(_scaling, {
         "nodes": whole(1), "algorithm": text(), "selected": FLAG, "ms": number(_ABOVE_0),
         "limit_ms": number(0), "efficiency_percent": number(0, nan=True)},
-        about={"cluster": text()})}
+        about=CLUSTER)}

@@ -17,7 +17,7 @@ from .. import __version__
 from ..errors import ConfigError
 from ..files import parsed, read
 from ..launch.environment import lab_options, relevant_variables
-from .entries import OBJECT, Kind, listed, problem_of, text
+from .entries import OBJECT, Field, listed, problem_of, text
 from .output import Target, opened, refuse_unwritable
 from .picture import refuse_undrawable
 from .plot import DRAWINGS, Drawing, draw
@@ -31,8 +31,8 @@ _MAX_BYTES, _LEVELS = 1 << 28, 8
 # Linux scheduling policies by number.
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
 
-# Kinds of the fields of an environment and of a row.
-Fields = tuple[Mapping[str, Kind], Mapping[str, Kind]]
+# Fields of an environment, and of a row.
+Fields = tuple[Mapping[str, Field], Mapping[str, Field]]
 
 
 def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
@@ -178,9 +178,9 @@ def _input() -> str:
     return "" if sys.stdin is None else sys.stdin.read(_MAX_BYTES)
 
 
-def _refuse(path: str, place: str, entry: Any, kinds: Mapping[str, Kind]) -> None:
-    """Raise ConfigError if an entry of a file lacks a field or has one of another kind."""
-    if problem := problem_of(entry, kinds):
+def _refuse(path: str, place: str, entry: Any, fields: Mapping[str, Field]) -> None:
+    """Raise ConfigError if an entry of a file lacks a field, or a field has another value."""
+    if problem := problem_of(entry, fields):
         raise ConfigError(f"{path}: no file that --json has written, or it was edited: {place}"
                           f"{problem}")
 

@@ -116,7 +116,7 @@ def _text(row: Row, column: Column) -> str:
 
 def significant(value: float, digits: int) -> str:
     """Return a number with `digits` significant digits, but all digits before the point."""
-    exponent = math.floor(math.log10(abs(value))) if value else 0
+    exponent = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 

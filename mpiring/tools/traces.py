@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..files import regular
 from ..record.trace_file import MAX_BYTES
 from ..text import ranks_on_nodes
-from .entries import FLAG, OBJECT, Kind, listed, number, problem_of, text, whole
+from .entries import FLAG, OBJECT, Field, listed, number, problem_of, text, whole
 
 Event = dict[str, Any]
 
@@ -39,22 +39,22 @@ def _is_tensor(x: Any) -> bool:
 
 
 # Fields of each event, by "ph". Only spans of time have a category and times.
-_EVENTS: Mapping[str, Mapping[str, Kind]] = {
+_EVENTS: Mapping[str, Mapping[str, Field]] = {
     "M": {"name": text(), "args": OBJECT,
-          "cat": Kind(lambda _: False, "none with ph='M'", optional=True)},
+          "cat": Field(lambda _: False, "none with ph='M'", optional=True)},
     "X": {"name": text(), "args": OBJECT, "cat": text(), "tid": whole(), "ts": number(),
           "dur": number(0)}}
 _CLOCK = {"at_us": number(), "offset_us": number(), "error_us": number(0)}
 # Arguments of descriptions of the rank, by name, and of spans, by category.
-_DESCRIPTIONS: Mapping[str, Mapping[str, Kind]] = {
-    "mpiring": {"job": Kind(lambda x: text().fits(x) and x.isprintable() and "/" not in x,
-                            "a printable name without /"),
+_DESCRIPTIONS: Mapping[str, Mapping[str, Field]] = {
+    "mpiring": {"job": Field(lambda x: text().fits(x) and x.isprintable() and "/" not in x,
+                             "a printable name without /"),
                 "rank": whole(0, MAX_INT32), "size": whole(1, MAX_INT32),
                 "node": whole(0, MAX_INT32)},
     "clock at start": _CLOCK, "clock at end": _CLOCK,
-    "model": {"tensors": listed(Kind(_is_tensor, "name, shape and dtype")), "overlap": FLAG}}
+    "model": {"tensors": listed(Field(_is_tensor, "name, shape and dtype")), "overlap": FLAG}}
 _OPERATION = {"group": text(), "sequence": whole()}
-_SPANS: Mapping[str, Mapping[str, Kind]] = {
+_SPANS: Mapping[str, Mapping[str, Field]] = {
     "step": {"step": whole(), "tokens": number(0, optional=True)},
     "ready": {"at_us": listed(number(0), optional=True)},
     "wait": _OPERATION,
@@ -223,7 +223,7 @@ def _opened(path: Path) -> tuple[RankTrace | None, str]:
         return None, ""
     last = [event for event in map(_parsed, _tail(path))
             if isinstance(event, dict) and event.get("name") == "clock at end"]
-    return RankTrace(path, *(rank[name] for name in _DESCRIPTIONS["mpiring"]),
+    return RankTrace(path, rank["job"], rank["rank"], rank["size"], rank["node"],
                      start=about.get("clock at start", _NO_CLOCK),
                      end=last[-1]["args"] if last and not _problem_of(last[-1]) else None), ""
 
@@ -242,11 +242,11 @@ def _events(path: Path) -> Iterator[tuple[int, Any]]:
     may have left a part of a line.
     """
     with _reading(path) as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             event = _parsed(line)
             is_torn = event is None and not line.endswith(b"\n")
             if not is_torn and line.strip() not in (b"", b"[", b"]"):
-                yield number, event
+                yield line_number, event
 
 
 @contextlib.contextmanager

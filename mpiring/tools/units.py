@@ -15,6 +15,8 @@ _RATES = {f"{prefix}{unit}": factor / bits for prefix, factor in _COUNTS.items()
           for unit, bits in (("bit", 8), ("b/s", 1))}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RANGE_FACTOR = 4
+# Larger sizes, rates (in bytes per second), counts, and times (in seconds) are typing errors.
+_MOST_BYTES, _MOST_PER_S, _MOST, _MOST_S = 1 << 50, 10**15, 10**12, 10**6
 
 
 def _value(text: str, units: Mapping[str, float]) -> float | None:
@@ -25,17 +27,19 @@ def _value(text: str, units: Mapping[str, float]) -> float | None:
     return float(match[1]) * units[match[2].lower()]
 
 
-def parse_size(text: str, least: int = 1) -> int:
+def parse_size(text: str, least: int = 1, most: int = _MOST_BYTES) -> int:
     """Return a number of bytes: 65,536 for "64K" and "64KiB", 64,000 for "64KB".
 
     Raises:
-        ConfigError: It is not a size, or is less than `least`.
+        ConfigError: It is not a size, is less than `least`, or more than `most`.
     """
     nbytes = _value(text, _SIZES)
     if nbytes is None:
         raise ConfigError(f"size {text!r}: expected a number of bytes, as 8, 64K, 1MiB or 20MB")
     if nbytes < least:
         raise ConfigError(f"size {text!r}: expected {least} byte or more")
+    if nbytes > most:
+        raise ConfigError(f"size {text!r:.80}: expected at most {size_text(most)}")
     return int(nbytes)
 
 
@@ -67,12 +71,14 @@ def parse_rate(text: str) -> float:
     """Return bytes per second: 125,000,000 for "1gbit", 5,000,000,000 for "5GB/s".
 
     Raises:
-        ConfigError: It is not a rate.
+        ConfigError: It is not a rate, or less than 1 B/s or more than 1 PB/s.
     """
     rate = _value(text, _RATES)
     if not rate:
         raise ConfigError(f"rate {text!r}: expected a number with kbit, mbit or gbit, as 1gbit, "
                           f"or with bytes, as 5GB/s")
+    if not 1 <= rate <= _MOST_PER_S:
+        raise ConfigError(f"rate {text!r:.80}: expected 1 B/s to 1000000 GB/s")
     return rate
 
 
@@ -80,23 +86,27 @@ def parse_count(text: str) -> int:
     """Return a count: 13,000,000 for "13M".
 
     Raises:
-        ConfigError: It is not a number above 0.
+        ConfigError: It is not a number from 1 to 1000G.
     """
-    count = int(_value(text, _COUNTS) or 0)
+    count = _value(text, _COUNTS) or 0
     if count < 1:
         raise ConfigError(f"number {text!r}: expected one above 0, as 13M")
-    return count
+    if count > _MOST:
+        raise ConfigError(f"number {text!r:.80}: expected at most {_MOST}")
+    return int(count)
 
 
 def parse_time(text: str) -> float:
     """Return seconds: 0.000002 for "2us".
 
     Raises:
-        ConfigError: It is not a time.
+        ConfigError: It is not a time, or more than a million seconds.
     """
     seconds = _value(text, _TIMES)
     if seconds is None:
         raise ConfigError(f"time {text!r}: expected a number with ns, us, ms or s, as 2us")
+    if seconds > _MOST_S:
+        raise ConfigError(f"time {text!r:.80}: expected at most {_MOST_S} s")
     return seconds
 
 

@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant("tools/simulate/profile.py", "return max(0.0, at - began - waited) / 1e6",
            "return max(0.0, at - began) / 1e6", STEP),
     Mutant("tools/simulate/step.py", "tuple(np.max([", "tuple(np.min([", STEP),
-    Mutant("tools/simulate/step.py", "min(left_s, _SLICE_S), on_own_core=True",
+    Mutant("tools/simulate/step.py", "min(left_s, slice_s), on_own_core=True",
            "min(left_s, _SLICE_S)", STEP),
     Mutant("tools/simulate/strategies.py", "flag = flag if workload.overlaps else last",
            "flag = flag", STEP),

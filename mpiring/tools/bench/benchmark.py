@@ -16,7 +16,7 @@ from ...errors import ConfigError, MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
-from ..arguments import above_zero, checked, counts, names, positive
+from ..arguments import checked, counts, names, not_negative, positive, ranks, share
 from ..output import OutputError
 from ..plot import DRAWINGS, Drawing
 from ..results import check_files, declare_files, write_files
@@ -36,7 +36,7 @@ BEAT = "case done"
 def declare_jobs(parser: ArgumentParser) -> None:
     """Declare the result files, and the number of ranks of the jobs to start."""
     declare_files(parser, "results and environment")
-    parser.add_argument("--ranks", type=positive, metavar="N",
+    parser.add_argument("--ranks", type=ranks, metavar="N",
                         help="number of ranks of jobs that start without a launcher (default: 2)")
     parser.add_argument("--part", help=SUPPRESS)
 
@@ -51,7 +51,7 @@ def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
     """
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N",
                         help=f"number of rounds, each in a random order (default: {rounds})")
-    parser.add_argument("--seed", type=int, default=1, metavar="N",
+    parser.add_argument("--seed", type=not_negative, default=1, metavar="N",
                         help="seed of the random orders (default: 1)")
     parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
                         help=f"thread levels of MPI to measure, without a launcher (default: "
@@ -71,7 +71,7 @@ def declare_link(parser: _ActionsContainer) -> None:
     """Declare the rate of a node's network link."""
     parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
                         help="data rate of each node's network link, as 1gbit, for the limit")
-    parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
+    parser.add_argument("--goodput", type=share, default=1448 / 1514, metavar="SHARE",
                         help="share of the link's bits that are data, 0 to 1 (default: 0.956, "
                              "TCP on Ethernet)")
 

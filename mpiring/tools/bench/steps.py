@@ -46,7 +46,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--calls", type=positive, default=3, metavar="N",
                         help="number of steps per round (default: 3)")
     numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
-    numpy.add_argument("--width", type=positive, default=1024, metavar="N",
+    numpy.add_argument("--width", type=partial(positive, most=1 << 20), default=1024, metavar="N",
                        help="number of units of each layer (default: 1024)")
     numpy.add_argument("--layers", type=positive, default=3, metavar="N",
                        help="number of layers (default: 3)")

@@ -12,6 +12,7 @@ from ...resilience.tree import Stored
 from ...sharding.sliced import Sliced
 from ...text import count
 from .. import table
+from ..arguments import not_negative
 from ..table import Column
 from .contents import Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files
 
@@ -45,7 +46,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         return command
 
     def add_step(command: argparse.ArgumentParser, default: str) -> None:
-        command.add_argument("--step", type=int, metavar="N",
+        command.add_argument("--step", type=not_negative, metavar="N",
                              help=f"training step of the checkpoint; default: {default}")
 
     folder = "folder of checkpoints"

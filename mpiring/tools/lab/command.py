@@ -4,6 +4,7 @@ import argparse
 from contextlib import nullcontext
 
 from ...errors import ConfigError
+from ..arguments import positive, ranks
 from . import lab
 
 
@@ -16,11 +17,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run", help="run a command on the hosts of the lab that is up, or of a temporary lab")
     for command in (up, run):
-        command.add_argument("--hosts", type=int, metavar="N", help=(
+        command.add_argument("--hosts", type=positive, metavar="N", help=(
             "number of hosts (default: 2, or all hosts of the lab that is up)"))
         command.add_argument("--rate", help=(
             "data rate of each link in each direction, such as 100mbit or 1gbit (default: 1gbit)"))
-    run.add_argument("--ranks-per-host", type=int, default=1, metavar="N",
+    run.add_argument("--ranks-per-host", type=ranks, default=1, metavar="N",
                      help="number of ranks on each host (default: 1)")
     run.add_argument("--placement", default="block", choices=lab.PLACEMENTS,
                      help="order in which ranks are assigned to hosts (default: block)")

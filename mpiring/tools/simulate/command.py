@@ -7,7 +7,7 @@ from ... import __version__
 from ...errors import ConfigError
 from .. import table
 from ..arguments import checked
-from ..entries import Kind, listed, number, text, whole
+from ..entries import Field, listed, number, text, whole
 from ..results import check_files, declare_files, read_json, write_files
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
@@ -45,8 +45,8 @@ _AGAINST = [
 # Algorithms by their names in `bench allreduce`.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
-# What is read of a benchmark's environment and of its rows.
-_HOST = Kind(lambda x: isinstance(x, dict) and text().fits(x.get("host")), "a rank's host")
+# Fields of a benchmark's environment and of its rows that --against reads.
+_HOST = Field(lambda x: isinstance(x, dict) and text().fits(x.get("host")), "a rank's host")
 _ABOUT = {"ranks": whole(1, MAX_RANKS), "nodes": whole(1, MAX_RANKS),
           "cores": whole(1, MAX_RANKS), "placement": listed(_HOST)}
 _MEASURED = {"contender": text(), "bytes": whole(1, MAX_BYTES),
@@ -153,4 +153,6 @@ def _against(path: str, costs: Cluster) -> list[Row]:
                 "bytes": row["bytes"], "size": size_text(row["bytes"]),
                 "contender": row["contender"], "ms": predicted.seconds * 1e3,
                 "measured_ms": median_ms, "ratio": predicted.seconds * 1e3 / median_ms})
+    if not rows:
+        raise ConfigError(f"{path}: no row has the time of an algorithm that can be predicted")
     return rows

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from ... import __version__
-from ..arguments import above_zero, checked, listed, not_negative, positive
+from ..arguments import checked, listed, positive, share
 from ..results import command, now
 from ..table import Environment
 from ..units import parse_rate, parse_size, parse_time
-from .cluster import Cluster
+from .cluster import MAX_RANKS, Cluster
 
 # Options by group: the field of Cluster that each sets, its parser, and its help text.
 _OPTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[str], Any], str]]] = {
@@ -18,9 +18,9 @@ _OPTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[str], Any], str]]] = {
         ("--latency", "latency_s", parse_time, "time of a message between nodes (default: 2us)"),
         ("--bandwidth", "bandwidth", parse_rate,
          "rate of a node's interface, each way, such as 100gbit or 5GB/s (default: 100gbit)"),
-        ("--goodput", "goodput", above_zero,
+        ("--goodput", "goodput", share,
          "share of the bandwidth that is data, 0 to 1 (default: 0.97, for TCP on Ethernet 0.956)"),
-        ("--burst", "burst_bytes", partial(parse_size, least=0),
+        ("--burst", "burst_bytes", partial(parse_size, least=0, most=1 << 30),
          "bytes that pass at once after a pause if only the mean rate is limited, such as 128KiB "
          "in the lab (default: 0)")),
     "for each rank, while all ranks compute": (
@@ -40,10 +40,10 @@ _OPTIONS: Mapping[str, Sequence[tuple[str, str, Callable[[str], Any], str]]] = {
          "rate of copies within a node (default: 10GB/s)"),
         ("--barrier", "barrier_s", parse_time,
          "time of a barrier in a node's memory (default: 3us)"),
-        ("--cores", "cores", not_negative,
+        ("--cores", "cores", partial(positive, least=0, most=MAX_RANKS),
          "number of cores that all nodes share, as in a lab (default: 0, one core per rank)"))}
 _METAVARS: dict[Callable[[str], Any], str] = {
-    parse_time: "TIME", parse_rate: "RATE", above_zero: "SHARE", not_negative: "N"}
+    parse_time: "TIME", parse_rate: "RATE", share: "SHARE"}
 
 
 def declare_cluster(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def declare_cluster(parser: argparse.ArgumentParser) -> None:
         for option, field, parse, text in prices:
             group.add_argument(option, dest=field, type=checked(parse), help=text,
                                default=getattr(Cluster, field),
-                               metavar=_METAVARS.get(parse, "SIZE"))
+                               metavar=_METAVARS.get(parse, "N" if field == "cores" else "SIZE"))
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

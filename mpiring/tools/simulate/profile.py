@@ -114,8 +114,8 @@ def read_profile(folder: str, job: str | None) -> Profile:
     limit = _LONG * median(step.compute_s for step in steps)
     usual = [step for step in steps if step.compute_s <= limit]
     return Profile(tensors, usual, median(step.step_s for step in usual),
-                   trace.ranks[0].size, len({rank.node for rank in trace.ranks}),
-                   model["overlap"], f"{trace.caption.partition(', clocks')[0]}, {len(usual)} steps")
+                   trace.ranks[0].size, len({rank.node for rank in trace.ranks}), model["overlap"],
+                   f"{trace.caption.partition(', clocks')[0]}, {len(usual)} steps")
 
 
 def _read(rank: RankTrace) -> _Events:
@@ -173,8 +173,8 @@ def _tensors(model: Mapping[str, Any], trace: JobTrace) -> list[TensorSpec]:
     names = {"bfloat16": "float16"}
     try:
         tensors = [TensorSpec(name, tuple(shape), dtype_named(
-                    names.get(dtype, dtype), (*FLOATING, *COMPLEX)))
-                for name, shape, dtype in model["tensors"]]
+                       names.get(dtype, dtype), (*FLOATING, *COMPLEX)))
+                   for name, shape, dtype in model["tensors"]]
         refuse_large(sum(tensor.size * tensor.dtype.itemsize for tensor in tensors))
     except ConfigError as exc:
         raise ConfigError(f"job {trace.name}: its model cannot be read: {exc}") from exc

@@ -10,7 +10,7 @@ from ...errors import ConfigError
 from ...text import ranks_on_nodes
 from .. import table
 from ..arguments import checked
-from ..plot import Drawing, over_nodes
+from ..plot import CLUSTER, Drawing, over_nodes
 from ..results import check_files, declare_files, write_files
 from ..table import Column, Row
 from ..units import parse_size, size_text
@@ -179,4 +179,4 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[1].set_ylabel("compute alone / step (%)")
 
 
-DRAWINGS = {"predicted steps": Drawing(_curves, {})}
+DRAWINGS = {"predicted steps": Drawing(_curves, {}, about=CLUSTER)}

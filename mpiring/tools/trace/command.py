@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...files import regular
 from ...record.trace_file import PROGRAM
+from ..arguments import not_negative
 from ..output import opened
 from . import report
 from ..traces import Event, RankTrace, open_job
@@ -46,7 +47,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     merging.set_defaults(action=merge)
     reporting.add_argument("--plot", metavar="FILE.png",
                            help="picture file of the report and one step (needs matplotlib)")
-    reporting.add_argument("--step", type=int, metavar="N",
+    reporting.add_argument("--step", type=not_negative, metavar="N",
                            help="number of the step to draw (default: a step of median length)")
     reporting.set_defaults(action=report.run)
 
