@@ -275,3 +275,11 @@ def test_too_little_memory_is_a_line(monkeypatch, capsys):
     assert main(["simulate"]) == 2
     assert capsys.readouterr().err == (
         "mpiring: there is not enough memory: Unable to allocate 8.00 TiB\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[1]", b'["x", 1, "1gbit"]', b"3"])
+def test_the_record_of_a_lab_may_be_damaged(tmp_path, monkeypatch, capsys, content):
+    path = tmp_path / "lab.json"
+    path.write_bytes(content)
+    monkeypatch.setattr("mpiring.tools.lab.lab._RECORD", path)
+    assert ends_well(capsys, path, "lab", "status")[0] == 2

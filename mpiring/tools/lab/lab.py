@@ -238,10 +238,23 @@ def up(hosts: int, rate: str) -> Lab:
     return lab
 
 
+def _recorded() -> Lab:
+    """Return the lab that `up` has recorded."""
+    try:
+        holder, hosts, rate = json.loads(_RECORD.read_text())
+        return Lab(int(holder), int(hosts), str(rate))
+    except (ValueError, TypeError) as exc:
+        raise ConfigError(f"{_RECORD} is not as `lab up` writes it; delete it") from exc
+
+
 def running_lab() -> Lab | None:
-    """Return the lab that `up` set up, if it is still running."""
+    """Return the lab that `up` set up, if it is still running.
+
+    Raises:
+        ConfigError: The record of the lab is damaged.
+    """
     with contextlib.suppress(FileNotFoundError):
-        lab = Lab(*json.loads(_RECORD.read_text()))
+        lab = _recorded()
         # Another process may have the same number now.
         with contextlib.suppress(FileNotFoundError):
             command = Path(f"/proc/{lab.holder}/cmdline").read_bytes()
