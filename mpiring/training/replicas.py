@@ -30,8 +30,8 @@ class Replicated:
         name: A unique name.
         read: Function that returns the bytes, or a copy of them: shape (n,), uint8.
         write: Function that replaces the bytes, given a vector of this shape and dtype.
-        floats: Function that returns bytes as float64; None if they are not floating numbers, or if
-            the program's own writes to them are not counted.
+        floats: Function that returns bytes as float64; None for items that may not differ by
+            rounding.
         precision: Relative distance between two adjacent numbers.
     """
 
@@ -56,8 +56,8 @@ class Replicas:
         by_optimizer: Whether an optimizer calls `begin_update`. Between its updates, the program
             may change parameters on purpose, also differently on each rank, as SAM does. If None,
             this is unknown, and comparisons are one step late.
-        written: Whether the program itself has written parameters since the last comparison. They
-            may then differ by rounding: a + b - b is not always a.
+        written: Whether the program itself has written parameters since the last comparison, so
+            that they may differ by rounding.
     """
 
     def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]], model: str,
@@ -100,8 +100,8 @@ class Replicas:
     def compare(self) -> None:
         """Compare the bits of all ranks; if they are equal, this costs a message of 16 bytes.
 
-        Items that only some ranks have are ignored. If `written`, and ranks differ by rounding, all
-        ranks get the items of rank 0.
+        Items that only some ranks have are ignored. If ranks differ by rounding, all ranks get the
+        items of rank 0.
 
         Raises:
             ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority to
@@ -127,9 +127,9 @@ class Replicas:
             return
         text = f"after {self._steps} steps, {_described(differences, hosts)}"
         different = [items[name] for name in sorted(set().union(*differences.values()))]
-        if any(writes) and self._differ_by_rounding(different, steps):
+        if self._differ_by_rounding(different, steps, written=any(writes)):
             self._copy_all(different)
-            text += ", by rounding, since the program itself has written them; copied from rank 0"
+            text += ", by rounding, as a + b - b differs from a; copied from rank 0"
         else:
             self._restore(items, differences, text)
             text += "; restored from those"
@@ -164,22 +164,31 @@ class Replicas:
             lambda collectives: collectives.allreduce(both, op="min")).wait()
         return bool(both[0] == ~both[1])
 
-    def _differ_by_rounding(self, items: Iterable[Replicated], steps: int) -> bool:
+    def _differ_by_rounding(self, items: Iterable[Replicated], steps: int, *,
+                            written: bool) -> bool:
         """Return whether ranks differ by at most one unit of the last place per step.
 
         The unit is that of the largest number, since a small one may be the difference of two
-        larger ones.
+        larger ones. A single number that nobody has written is more likely a flipped bit.
+
+        Args:
+            items: Items that differ.
+            steps: Number of steps since the last comparison.
+            written: Whether the program of any rank has written parameters.
         """
-        largest = units = 0.0
+        largest = 0.0
+        # Largest difference in units, and number of numbers that differ.
+        most = np.zeros(2)
         for item in items:
             if item.floats is None:
                 return False
             own, other = item.floats(item.read()), item.floats(self._read_from(item, 0))
             largest = max(largest, np.abs(other).max(initial=0))
-            units = np.maximum(units, np.abs(own - other).max(initial=0) / item.precision)
-        most = np.array([units])
+            distances = np.abs(own - other)
+            most[0] = np.maximum(most[0], distances.max(initial=0) / item.precision)
+            most[1] += np.count_nonzero(distances)
         self._comm.allreduce(most, op="max")
-        return bool(most[0] <= steps * largest)
+        return bool(most[0] <= steps * largest and (written or most[1] > 1))
 
     def _copy_all(self, items: Iterable[Replicated], root: int = 0) -> None:
         for item in items:
