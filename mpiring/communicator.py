@@ -613,7 +613,7 @@ class Communicator:
 
         Collective: no. Blocking: no.
         """
-        self.recorder.dump(last, file, folder)
+        self._group.engine.dump(last, file, folder)
 
     def start_trace(self, folder: str) -> None:
         """Start a trace of every rank; this ends a trace that is being written.

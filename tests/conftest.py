@@ -2,6 +2,7 @@
 
 import gc
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import slurm_cluster
 from launching import MACHINE_CODE, STARTS, default_signals, needed
 
+from mpiring.engine import engine
 from mpiring.jit import cache, copies, sums
 from mpiring.transport import compiled
 
@@ -101,6 +103,12 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             f"{STARTS.total()} jobs of {ranks} ranks were started: {sizes}; ranks that stay took "
             f"{jobs.spent['rank_s']:.0f} s of ranks to start and import")
+
+
+@pytest.fixture
+def own_engines(monkeypatch):
+    """Let a test find the engines that it makes, and no others of this process."""
+    monkeypatch.setattr(engine, "_engines", weakref.WeakValueDictionary())
 
 
 @pytest.fixture(scope="session")

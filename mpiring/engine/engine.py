@@ -5,15 +5,20 @@ takes a core from the computation. The engine's thread therefore sleeps between 
 operations rarely move. While a caller waits, the caller tests instead, without pause.
 """
 
+import itertools
+import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
 
+from ..arguments import path, whole_number
 from ..config import Config
 from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
 from ..launch import forks
+from ..launch.ending import JobEnder
 from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..transport import waiting
@@ -21,6 +26,10 @@ from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
 from .background import BackgroundCompiler
 from .handle import Action, Handle, Lane
+
+# The engines of this process by number, the oldest first.
+_engines: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class Pause:
@@ -53,21 +62,23 @@ class Engine:
     Args:
         config: Settings.
         threaded: If true, advance in the background; needs MPI_THREAD_MULTIPLE.
-        end_job: Function to call with an error of the background thread that no caller has raised.
+        end_job: Function to call with an error of the background thread that no caller has raised,
+            and with an uncaught exception; None to leave both to the program.
         recorder: Recorder of the operations; a new one by default.
         patience: Policy by which a caller waits for the other ranks of its node.
 
     Attributes:
-        recorder, threaded, patience: The arguments of the same name.
+        end_job, recorder, threaded, patience: The arguments of the same name.
         compiler: Compiler of sums that were not prepared.
         given_up: True after `give_up`; operations no longer advance.
         failure: First error of any operation; later results cannot be trusted.
+        failed_s: Time of the last failure, in `time.monotonic`; 0 for none.
         lock: Lock for stepping operations. It is reentrant, because a signal handler may raise
             between `acquire` and the following `try`. The main thread then still holds the lock.
     """
 
     def __init__(
-        self, config: Config, *, threaded: bool, end_job: Callable[[BaseException], None],
+        self, config: Config, *, threaded: bool, end_job: JobEnder | None,
         recorder: Recorder | None = None, patience: waiting.Patience = waiting.Patience(),
     ) -> None:
         self.recorder = recorder or Recorder()
@@ -76,9 +87,10 @@ class Engine:
         self.compiler = BackgroundCompiler()
         self.given_up = False
         self.failure: BaseException | None = None
+        self.failed_s = 0.0
         self.lock = threading.RLock()
+        self.end_job = end_job
         self._config = config
-        self._end_job = end_job
         self._lanes: list[Lane] = []
         self._gates: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self._blocking: list[Handle[Any]] = []
@@ -92,6 +104,12 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        _engines[next(_numbers)] = self
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a communicator is in use."""
+        return bool(self._lanes) and not self.given_up
 
     def join(self, check: Callable[[], object], max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
@@ -214,7 +232,7 @@ class Engine:
                 self._waiting.add(threading.get_ident())
                 self._no_waiters.clear()
             idle_steps = 0
-            while not handle.done:
+            while not handle.complete:
                 self.raise_failure()
                 moved = False
                 # Locks are not fair: while operations move, another thread may acquire this lock
@@ -225,8 +243,9 @@ class Engine:
                     finally:
                         self.lock.release()
                 self._call_actions()
+                moved |= advance_inline(self)
                 late = timeout_s is not None and time.monotonic() - began > timeout_s
-                if late and not handle.done:
+                if late and not handle.complete:
                     raise StallError(
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
                         f"in flight, and wait may be called again with a longer timeout")
@@ -248,8 +267,15 @@ class Engine:
     def advance(self) -> None:
         """Make progress once, without waiting, unless another thread is making progress."""
         forks.refuse_calls(self.recorder.rank)
-        if not self._try_locked(self._progress):
+        if not self._step():
             waiting.give_way()
+        advance_inline(self)
+
+    def _step(self) -> bool:
+        """Step every operation once, and call actions; return whether any operation moved."""
+        moved = self._try_locked(self._progress)
+        self._call_actions()
+        return moved
 
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
@@ -268,9 +294,9 @@ class Engine:
         for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
                 try:
-                    while lane.actions and (lane.actions[0][0].done or self.failure):
+                    while lane.actions and (lane.actions[0][0].complete or self.failure):
                         handle, action = lane.actions.popleft()
-                        action(None if handle.done else self.failure)
+                        action(None if handle.complete else self.failure)
                 finally:
                     lane.calling.release()
 
@@ -287,7 +313,7 @@ class Engine:
             self._failure_noticed = threading.current_thread() is not self._thread
 
     def _fail_with(self, error: BaseException) -> None:
-        self.failure = error
+        self.failure, self.failed_s = error, time.monotonic()
         for counter in tuple(self._gates):
             counter.close(GATE_FAILED)
 
@@ -376,7 +402,7 @@ class Engine:
         self.recorder.ended(handle.flight, now)
         handle.lane.record_end(now)
         # Set this last, because a caller that sees it may read the statistics.
-        handle.done = True
+        handle.complete = True
 
     def _loop(self) -> None:
         """Make progress until stopped or failed, or until all communicators are dropped."""
@@ -410,4 +436,67 @@ class Engine:
             if self._failure_noticed or self._stopping:
                 return
             time.sleep(0.01)
-        self._end_job(error)
+        if self.end_job is not None:
+            self.end_job(error)
+
+    def report(self, last: int, folder: str | None = None) -> str:
+        """Return lines about the last operations of this engine, then of all others of the process.
+
+        Args:
+            last: Number of operations of each engine.
+            folder: Folder in which to save the operations of this engine; see Recorder.save.
+        """
+        return "\n".join(filter(None, [
+            self.recorder.report(last, folder),
+            *(engine.recorder.report(last, where=" in other communicators")
+              for engine in _live() if engine is not self)]))
+
+    def dump(self, last: int, file: TextIO | None, folder: str | os.PathLike[str] | None) -> None:
+        """Print the result of `report` in one write; see Communicator.dump_flight."""
+        text = self.report(whole_number("last", last, 0),
+                           None if folder is None else path("folder", folder))
+        file = file or sys.stderr
+        file.write(f"mpiring: {text or 'there were no operations yet'}\n")
+        file.flush()
+
+
+def _live() -> list[Engine]:
+    """Return the engines with communicators in use: the last failed one first, then the oldest.
+
+    If there is none, return the newest engine.
+    """
+    engines = [*_existing()]
+    live = [engine for engine in engines if engine.is_live] or engines[-1:]
+    return sorted(live, key=lambda engine: -engine.failed_s)
+
+
+def _existing() -> Iterator[Engine]:
+    for ref in _engines.valuerefs():
+        if (engine := ref()) is not None:
+            yield engine
+
+
+def advance_inline(but: Engine | None = None) -> bool:
+    """Make progress in all engines that have no thread; return whether any operation moved.
+
+    A rank that waits for one operation must also advance the others. Otherwise two ranks that wait
+    for different operations would wait for each other.
+
+    Args:
+        but: Engine to leave out, because the caller advances it.
+    """
+    moved = False
+    for engine in _existing():
+        if not engine.threaded and engine.is_live and engine is not but:
+            moved |= engine._step()
+    return moved
+
+
+def report_all(last: int) -> str:
+    """Return lines about the last operations of all engines of this process."""
+    return next((engine.report(last) for engine in _live()), "")
+
+
+def ender() -> JobEnder | None:
+    """Return the function that ends the job of the engine that failed, or of the oldest engine."""
+    return next((engine.end_job for engine in _live() if engine.end_job is not None), None)

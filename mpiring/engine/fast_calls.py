@@ -348,9 +348,10 @@ class FastCalls:
 class FastHandle(Handle[T]):
     """Handle of a fast call that is published, so that no other rank waits for this rank.
 
-    `wait`, `test` and reading `done` run the rest of the call: wait for the other ranks, and
-    combine. If another operation of this rank might have to wait for the call, the engine runs the
-    rest (see `hand_over`). Until then, a thread must hold the counter's lock to run the call.
+    `wait` and `test` run the rest of the call: wait for the other ranks, and combine. If the other
+    ranks are late, or another operation of this rank might have to wait for the call, the engine
+    runs the rest (see `hand_over`). Until then, a thread must hold the counter's lock to run the
+    call.
 
     Args:
         calls: Fast calls of the group.
@@ -380,11 +381,6 @@ class FastHandle(Handle[T]):
             raise AttributeError(name)
         return getattr(self.hand_over(), name)
 
-    @property
-    def done(self) -> bool:  # type: ignore[override]
-        """Whether the operation is complete."""
-        return self.poll()
-
     def poll(self) -> bool:
         """Run the call as far as possible, unless the engine does; return whether it is done."""
         if not (self._is_done or self._handle or self._is_stopped):
@@ -392,7 +388,7 @@ class FastHandle(Handle[T]):
                 # A signal handler may call this during a run.
                 if not (self._is_done or self._handle or self._is_running):
                     self._run(POLL)
-        return self._is_done if self._handle is None else self._handle.done
+        return self._is_done if self._handle is None else self._handle.complete
 
     @property
     def _is_stopped(self) -> bool:
@@ -431,8 +427,8 @@ class FastHandle(Handle[T]):
                                 BY_SLICES if call.by_slices else BY_SLOTS * bool(call.op), began_s,
                                 began_s, exposed_s=self._waited_ns / 1e9)
                 handle = Handle(group.lane, flight, Task(_finish(group, call, self._x)))
-                handle.done, self._handle, self._x = self._is_done, handle, None
-                if not handle.done:
+                handle.complete, self._handle, self._x = self._is_done, handle, None
+                if not handle.complete:
                     # The engine records it, not the protocol.
                     call[CALL_BEGAN] = 0
                     group.adopt(handle)
@@ -441,10 +437,14 @@ class FastHandle(Handle[T]):
 
     def test(self) -> bool:
         """Make some progress; return whether the operation is complete. See Handle."""
-        if self._handle is not None:
-            return self._handle.test()
-        self._raise_if_stopped()
-        return self.poll()
+        if self._handle is None:
+            self._raise_if_stopped()
+            # A signal handler may call this during a run.
+            if (is_done := self.poll()) or self._is_running:
+                return is_done
+        # The engine also advances the operations for which other ranks may wait before they make
+        # this call, and reports a stall.
+        return self.hand_over().test()
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank. See Handle."""

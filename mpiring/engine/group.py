@@ -86,7 +86,7 @@ class Group:
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
         self._mailbox = Mailbox(self._transport)
-        self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.recorder,
+        self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
         self.lane = self.engine.join(self._watch.check)
         self.engine.guard(self._counter)
@@ -178,7 +178,7 @@ class Group:
                 if self.size > 1:
                     self._watch.enter(handle)
                 elif handle.step() and handle.task.done:
-                    handle.done = True
+                    handle.complete = True
                     return handle
                 # Even a single rank may have to wait for its GPU.
                 return self.engine.submit(handle)
@@ -367,7 +367,8 @@ class Group:
         Collective: yes, the first time. Blocking: yes.
         """
         if self._messages is None:
-            self.check_open()
+            # MPI's call cannot stall once every rank has arrived.
+            self.run(Call("messages"), lambda collectives: collectives.barrier())
             from ..transport.mpi import Mailbox, MpiTransport
             transport = MpiTransport(self._transport.comm)
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)

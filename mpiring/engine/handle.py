@@ -22,7 +22,7 @@ class Handle(Generic[T]):
         flight: Record of the operation's call and of the times of its steps.
         task: Schedule of the operation.
         lane: Lane of the operation's communicator.
-        done: True once the operation is complete and counted.
+        complete: True once the operation is complete and counted; reading it makes no progress.
         patience_s: Number of seconds for which the operation may stall while all ranks answer, if
             more than `stall_timeout_s`. It is the argument `patient`; True means a day.
     """
@@ -30,7 +30,7 @@ class Handle(Generic[T]):
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
                  patient: float | bool = False) -> None:
         self.flight = flight
-        self.done = False
+        self.complete = False
         self.patience_s = waiting.CLOSING_S if patient is True else patient
         self.lane = lane
         self.task = task
@@ -44,19 +44,24 @@ class Handle(Generic[T]):
         """Seconds since the operation last moved."""
         return time.monotonic() - self._moved_s
 
+    @property
+    def done(self) -> bool:
+        """Whether the operation is complete, after some progress; the result of `test`."""
+        return self.test()
+
     def test(self) -> bool:
-        """Make some progress; return whether the operation is complete.
+        """Make some progress in all operations; return whether this one is complete.
 
         Raises:
             MpiringError: The operation, or an earlier one, failed.
 
         Collective: no. Blocking: no.
         """
-        if not self.done:
+        if not self.complete:
             self.lane.engine.advance()
-        if not self.done:
+        if not self.complete:
             self.lane.engine.raise_failure()
-        return self.done
+        return self.complete
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank.
@@ -72,7 +77,7 @@ class Handle(Generic[T]):
 
         Collective: no. Blocking: yes.
         """
-        if not self.done:
+        if not self.complete:
             self.lane.engine.wait(self, timeout_s)
         return self.task.result  # type: ignore[return-value]
 
@@ -113,7 +118,7 @@ class Driver(Protocol):
     threaded: bool
 
     def advance(self) -> None:
-        """Make progress once."""
+        """Make progress once, in all operations."""
 
     def raise_failure(self) -> None:
         """Raise the first error of any operation, if there is one."""

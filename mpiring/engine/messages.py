@@ -52,7 +52,7 @@ class Message(Handle[T]):
 
         Collective: no. Blocking: yes.
         """
-        if self.done:
+        if self.complete:
             return super().wait()
         watch = self._messages.watch
         if timeout_s is None:
@@ -82,7 +82,7 @@ class Messages:
     def __init__(self, transport: "MpiTransport", mailbox: "Mailbox", engine: Engine,
                  config: Config) -> None:
         self.comm = transport.comm
-        self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.recorder)
+        self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.report)
         self.lane = engine.join(self.watch.check, math.inf)
         self._transport, self._mailbox = transport, mailbox
         self._engine = engine

@@ -27,7 +27,7 @@ from ..transport.base import Task
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
 from .background import may_compile
-from .engine import Engine
+from .engine import Engine, advance_inline, ender, report_all
 from .stalls import print_at_once
 
 if TYPE_CHECKING:
@@ -92,12 +92,14 @@ def open_group(
     named(config.algorithm)
     from ..transport.mpi import MpiTransport, abort
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
-    end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report,
+    end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, report_all,
                        in_full=config.full_tracebacks)
     # These settings must be equal on all ranks.
     settings = {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
-    if mpi_comm.size > 1 and config.abort_on_exception:
-        end_job_on_exceptions(end_job)
+    ends_job = mpi_comm.size > 1 and config.abort_on_exception
+    if ends_job:
+        # Until the engine exists, this group reports errors.
+        end_job_on_exceptions(lambda: ender() or end_job)
     agree = mpi_comm.size == 1 or await_all(mpi_comm, config, settings)
     transport = MpiTransport(mpi_comm)
     comm = transport.comm
@@ -109,18 +111,14 @@ def open_group(
     except MpiringError:
         transport.free()
         raise
-    if sharing.memory is not None:
-        end_job.first = _first_report(sharing.memory)
-    memories = [next(number for number, group in enumerate(sharing.memory_groups) if rank in group)
-                for rank in (0, comm.rank)]
-    end_job.turn = (memories[1] - memories[0]) % len(sharing.memory_groups)
+    _choose_reporter(end_job, comm.rank, sharing)
     name, trace = recorder.name(sharing.first_ranks), None
     sharing.counter.group, sharing.counter.ranks = name, sharing.first_ranks
     recorder.counters.add(sharing.counter)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
-                              end_job=end_job if config.abort_on_exception else _ignore,
+                              end_job=end_job if ends_job else None,
                               patience=sharing.patience)
     return transport, sharing, engine, end_job, name, trace
 
@@ -160,8 +158,19 @@ def await_all(comm: "MPI.Intracomm", config: Config, settings: dict[str, Any]) -
             # Only two ranks print it: rank 0 alone is not enough, because it may be missing.
             if comm.rank <= 1:
                 print_at_once(text)
-        time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
+        # Other ranks may wait for an operation of another group first.
+        if not advance_inline():
+            time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
     return bool(numbers[0] == -numbers[1])
+
+
+def _choose_reporter(end_job: JobEnder, rank: int, sharing: Sharing) -> None:
+    """Let one rank of the job report an error that several ranks raise."""
+    if sharing.memory is not None:
+        end_job.first = _first_report(sharing.memory)
+    memories = [next(number for number, group in enumerate(sharing.memory_groups) if each in group)
+                for each in (0, rank)]
+    end_job.turn = (memories[1] - memories[0]) % len(sharing.memory_groups)
 
 
 def _first_report(memory: NodeMemory) -> FirstReport:
@@ -230,7 +239,3 @@ def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
         _log.warning("MPI offers less than MPI_THREAD_MULTIPLE: operations advance only "
                      "inside mpiring's calls, so less communication is hidden")
     return config.progress != "inline" and multiple
-
-
-def _ignore(error: BaseException) -> None:
-    """Do nothing: the next call raises the background thread's error."""

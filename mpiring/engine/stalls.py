@@ -15,7 +15,6 @@ from ..config import Config
 from ..errors import StallError
 from ..record.counter import OperationCounter
 from ..record.flight import Flight
-from ..record.recorder import Recorder
 from ..transport import waiting
 from .handle import Handle
 
@@ -42,7 +41,8 @@ class StallWatch:
         rank, size: Number of this rank, and number of ranks.
         mailbox: Mailbox for questions and answers.
         config: Settings `stall_warning_s` and `stall_timeout_s`.
-        recorder: Recorder of this rank's last operations.
+        report: Function that saves this rank's last operations and returns a text about some of
+            them. Its argument is the number of operations.
         counter: Counter of its last fast calls in this communicator.
         warn: Function that is given the text of a report; by default, it prints to standard error.
 
@@ -52,11 +52,12 @@ class StallWatch:
             the user's array alive.
     """
 
-    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
-                 counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config,
+                 report: Callable[[int], str], counter: OperationCounter,
+                 warn: Callable[[str], None] | None = None) -> None:
         self._rank, self._size = rank, size
         self._mailbox = mailbox
-        self._recorder = recorder
+        self._last_operations = report
         self._counter = counter
         self.config = config
         self._warn = warn or print_at_once
@@ -70,12 +71,13 @@ class StallWatch:
         """Watch an operation."""
         with self._lock:
             # Complete operations would keep their results alive.
-            self._unfinished = [other for other in self._unfinished if not other.done] + [handle]
+            self._unfinished = [
+                other for other in self._unfinished if not other.complete] + [handle]
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return this rank's incomplete operations."""
         with self._lock:
-            self._unfinished = [handle for handle in self._unfinished if not handle.done]
+            self._unfinished = [handle for handle in self._unfinished if not handle.complete]
             return list(self._unfinished)
 
     def check(self) -> None:
@@ -160,7 +162,7 @@ class StallWatch:
         inquiry = self._inquiry
         if "ask" in message:
             text, waits = self._position(message["ask"])
-            _answer(self._mailbox, source, message, text, waits, self._recorder.report(_MAX_CALLS))
+            _answer(self._mailbox, source, message, text, waits, self._last_operations(_MAX_CALLS))
         elif inquiry and inquiry.handle.flight.sequence == message["answer"]:
             inquiry.answers[source], inquiry.last[source] = message["text"], message["last"]
             inquiry.heard_s[source] = time.monotonic()
@@ -193,7 +195,7 @@ class StallWatch:
         if timeout_s and patience_s > timeout_s:
             limit += f", but {patience_s:g} s while all ranks answer: others may still be at work"
         missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_MAX_RANKS - 1]
-        last = [self._recorder.report(_MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
+        last = [self._last_operations(_MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
             f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
             *(f"  {line}" for line in self._positions(inquiry)),
@@ -249,19 +251,19 @@ class MessageWatch:
     """Watches the messages for which callers wait, and asks the other ranks.
 
     Args:
-        rank, size, mailbox, config, recorder, warn: Arguments of StallWatch.
+        rank, size, mailbox, config, report, warn: Arguments of StallWatch.
 
     Attributes:
         config: Settings; may be replaced.
     """
 
-    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config, recorder: Recorder,
-                 warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config,
+                 report: Callable[[int], str], warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._mailbox = mailbox
         self.config = config
-        self._recorder = recorder
+        self._last_operations = report
         self._warn = warn or print_at_once
         # No lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
@@ -296,7 +298,7 @@ class MessageWatch:
                          for wait in tuple(self._waits.values())]
                 text = f"waits for {'; '.join(waits) or 'no message'}"
                 _answer(self._mailbox, source, message, text, bool(waits),
-                        self._recorder.report(_MAX_CALLS))
+                        self._last_operations(_MAX_CALLS))
             elif message["answer"] in self._waits:
                 self._waits[message["answer"]].answers[source] = "\n".join(
                     filter(None, [message["text"], message["last"]]))
@@ -319,7 +321,7 @@ class MessageWatch:
         missing = _NO_ANSWER if late else "has not answered yet"
         lines = [line for rank in wait.peers[:_MAX_RANKS]
                  for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]
-        return [f"  {line}" for line in lines + self._recorder.report(_MAX_CALLS).splitlines()]
+        return [f"  {line}" for line in lines + self._last_operations(_MAX_CALLS).splitlines()]
 
 
 @dataclass

@@ -93,7 +93,7 @@ class JobEnder:
         rank, size: Number of this rank and number of ranks, for messages.
         abort: Function that ends the job with an exit status, such as MPI_Abort.
         report: Function that saves the last operations of this rank and returns a text about some
-            of them. Its argument is the number of operations in the text.
+            of them. Its argument is the number of operations.
         in_full: If true, each rank prints its complete traceback.
 
     Attributes:
@@ -214,28 +214,32 @@ def _of_program(frames: traceback.StackSummary) -> traceback.StackSummary:
 class _Hook:
     """An excepthook that prints the traceback and ends the job."""
 
-    def __init__(self, ender: JobEnder) -> None:
-        self._ender = ender
+    def __init__(self, choose: Callable[[], JobEnder | None]) -> None:
+        self._choose = choose
         self._previous = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
-        if forks.in_fork:
-            # No rank waits for a fork, so the job continues.
+        # No rank waits for a fork, so the job continues.
+        ender = None if forks.in_fork else self._choose()
+        if ender is None:
             self._previous(kind, error, trace)
             return
         if self._previous is sys.__excepthook__:
-            self._ender(error)
+            ender(error)
         try:
             self._previous(kind, error, trace)
         finally:
-            self._ender.end(error)
+            ender.end(error)
 
 
-def end_job_on_exceptions(ender: JobEnder) -> None:
+def end_job_on_exceptions(choose: Callable[[], JobEnder | None]) -> None:
     """Make an uncaught exception of this process end the job.
 
     Otherwise MPI_Finalize would wait for the other ranks, which wait for this one.
+
+    Args:
+        choose: Function that returns the ender of the group that reports; None if no group does.
     """
     if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(ender)
+        sys.excepthook = _Hook(choose)

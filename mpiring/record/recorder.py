@@ -1,7 +1,5 @@
 """Records a rank's last operations: their calls, their times, and how long callers waited."""
 
-import os
-import sys
 import time
 import weakref
 import zlib
@@ -9,9 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
-from ..arguments import path, whole_number
 from ..files import replacing
 from ..text import ranges
 from .counter import OperationCounter
@@ -119,19 +115,17 @@ class Recorder:
         flights.sort(key=lambda flight: flight.called_s)
         return flights[max(0, len(flights) - last):]
 
-    def report(self, last: int, folder: str | None = None) -> str:
-        """Return lines about the `last` operations, after saving all; see `save`."""
-        more, lines = self.save(folder), self.lines(last)
-        head = f"the last operations of rank {self.rank}, by its clock{more}:"
-        return "\n".join([head, *(f"  {line}" for line in lines)]) if lines else ""
+    def report(self, last: int, folder: str | None = None, *, where: str = "") -> str:
+        """Return lines about the `last` operations, after saving all; see `save`.
 
-    def dump(self, last: int, file: TextIO | None, folder: str | os.PathLike[str] | None) -> None:
-        """Print the result of `report` in one write; see Communicator.dump_flight."""
-        text = self.report(whole_number("last", last, 0),
-                           None if folder is None else path("folder", folder))
-        file = file or sys.stderr
-        file.write(f"mpiring: {text or 'there were no operations yet'}\n")
-        file.flush()
+        Args:
+            last: Number of operations.
+            folder: Argument of `save`.
+            where: Text that distinguishes this record from others of the rank.
+        """
+        more, lines = self.save(folder), self.lines(last)
+        head = f"the last operations of rank {self.rank}{where}, by its clock{more}:"
+        return "\n".join([head, *(f"  {line}" for line in lines)]) if lines else ""
 
     def save(self, folder: str | None = None) -> str:
         """Save the last operations in a file for PyTorch's `fr_trace`; see flight_file.

@@ -131,7 +131,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective: no. Blocking: no.
         """
-        self._group.recorder.dump(last, file, folder)
+        self._group.engine.dump(last, file, folder)
 
     def shutdown(self) -> None:
         """Wait for all operations and for all members, then close the group.

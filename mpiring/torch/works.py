@@ -52,9 +52,9 @@ class _All:
         self._works = works
 
     @property
-    def done(self) -> bool:
+    def complete(self) -> bool:
         """Whether all are complete."""
-        return all(work.handle.done for work in self._works)
+        return all(work.handle.complete for work in self._works)
 
     def test(self) -> bool:
         """Return whether all are complete, after some progress."""
@@ -192,17 +192,17 @@ class Work(dist.Work):
         try:
             return self.handle.test()
         except Exception as error:
-            if not self.handle.done:
+            if not self.handle.complete:
                 self._failure = self._failure or error
             return True
 
     def is_success(self) -> bool:
         """Return whether the operation is complete."""
-        return self.handle.done
+        return self.is_completed() and self.handle.complete
 
     def exception(self) -> BaseException | None:
         """Return the error that ended the operation or the last wait; None if there was none."""
-        return None if self.handle.done else self._failure or self._error
+        return None if self.handle.complete else self._failure or self._error
 
     def synchronize(self) -> None:
         """Wait for the operation."""

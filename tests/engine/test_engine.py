@@ -16,6 +16,8 @@ from mpiring.record.flight import Flight
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task, run_together
 
+pytestmark = pytest.mark.usefixtures("own_engines")
+
 
 class Flag:
     """A request that is complete when the test says so."""
@@ -91,7 +93,7 @@ def test_the_thread_advances_what_nobody_waits_for(background):
     handle = background.submit(waits_for(*flags, result="sum", log=log))
     assert not handle.test()
     flags[0].complete = flags[1].complete = True
-    until(lambda: handle.done)
+    until(lambda: handle.complete)
     assert log == ["mpiring", "mpiring"]
     assert handle.wait() == "sum"
     assert background.lane.operations == 1
@@ -106,17 +108,17 @@ def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monke
     # That of another communicator does not rest: once it is done, the thread was there.
     other = background.submit(waits_for(flags[1]), lane)
     flags[0].complete = flags[1].complete = True
-    until(lambda: other.done)
-    assert not resting.done
+    until(lambda: other.complete)
+    assert not resting.complete
     resting.wait()
     after = background.submit(waits_for(flags[2], log=log))
     flags[2].complete = True
-    until(lambda: after.done)
+    until(lambda: after.complete)
     # Nothing rests for long.
     monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 0.01)
     background.lane.pause()
     flags[3].complete, last = True, background.submit(waits_for(flags[3], log=log))
-    until(lambda: last.done)
+    until(lambda: last.complete)
     assert log == [threading.current_thread().name, "mpiring", "mpiring"]
 
 
@@ -187,7 +189,7 @@ def test_inline_progress_is_made_by_calls_only(inline):
     handle = inline.submit(waits_for(flag))
     flag.complete = True
     time.sleep(0.05)
-    assert not handle.done
+    assert not handle.complete
     assert handle.test() and handle.done
 
 
@@ -200,7 +202,7 @@ def test_operations_start_in_order_and_few_at_a_time():
     flags[1].complete = flags[3].complete = True
     setup.engine.advance()
     setup.engine.advance()
-    assert [handle.done for handle in handles] == [False, True, False, False]
+    assert [handle.complete for handle in handles] == [False, True, False, False]
     assert flags[2].looks and not flags[3].looks
     flags[0].complete = flags[2].complete = True
     assert handles[3].wait() is None
@@ -262,7 +264,7 @@ def test_an_error_is_raised_where_somebody_waits(inline):
     for attempt in (handle.wait, handle.test, later.wait, lambda: inline.submit(waits_for())):
         with pytest.raises(TransportError, match="earlier operation failed: .*broken schedule"):
             attempt()
-    assert not handle.done, "a failed operation must never look complete"
+    assert not handle.complete, "a failed operation must never look complete"
 
 
 def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
@@ -350,7 +352,7 @@ def test_an_action_may_wait_for_another_operation_in_the_background():
     flags[0].complete = True
     threading.Timer(0.05, lambda: setattr(flags[1], "complete", True)).start()
     until(lambda: called)
-    assert called == [None] and second.done
+    assert called == [None] and second.complete
 
 
 @pytest.mark.parametrize("waiter", [True, False])
@@ -473,4 +475,4 @@ def test_a_lane_may_take_any_number():
     for flag, handle in reversed(list(zip(flags, handles))):
         flag.complete = True
         assert handle.test()
-        assert handle.done
+        assert handle.complete

@@ -7,6 +7,8 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.engine import opening
 
+pytestmark = pytest.mark.usefixtures("own_engines")
+
 
 class Comm:
     """What is asked of an MPI communicator; the other rank comes after some seconds."""

@@ -16,6 +16,8 @@ from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.engine.stalls import MessageWatch, StallWatch
 
+pytestmark = pytest.mark.usefixtures("own_engines")
+
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
@@ -63,7 +65,7 @@ class Ranks:
         self.engine = Engine(config, threaded=False, end_job=print)
         self.recorders = [Recorder(rank) for rank in range(size)]
         self.watches = [
-            StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
+            StallWatch(rank, size, Post(self, rank), config, self.recorders[rank].report,
                        OperationCounter(), self.reports[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False, threaded=False):
@@ -71,7 +73,7 @@ class Ranks:
         self.recorders[rank].add(flight)
         lane = SimpleNamespace(engine=SimpleNamespace(threaded=threaded))
         handle = Handle(lane, flight, Task(stuck()), patient=patient)
-        handle.done, flight.started_s = done, time.monotonic()
+        handle.complete, flight.started_s = done, time.monotonic()
         self.watches[rank].last = flight
         self.watches[rank].enter(handle)
         return handle
@@ -221,7 +223,7 @@ def test_zero_waits_for_ever_without_a_word():
 def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
     ranks = Ranks(3, stall_warning_s=2, stall_timeout_s=0)
     config = Config(stall_warning_s=2)
-    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), config, ranks.recorders[rank],
+    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), config, ranks.recorders[rank].report,
                                   ranks.reports[rank].append) for rank in range(3)]
 
     def message(rank, kind):

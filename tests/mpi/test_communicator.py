@@ -256,7 +256,7 @@ def test_a_handle_advances_without_waiting(comm):
     threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     deadline = time.monotonic() + 60
     # With a thread, no call of mpiring's is needed at all.
-    while not (handle.done if threaded else handle.test()):
+    while not (handle.complete if threaded else handle.test()):
         np.sort(np.arange(1000.0))
         assert time.monotonic() < deadline
     comm.barrier()

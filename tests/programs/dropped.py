@@ -57,7 +57,7 @@ def operations_outlive_their_communicators(comm):
     handles = [comm.split(0).iallreduce(x.copy()), mpiring.init().iallreduce(x.copy())]
     mpiring.init().messages()
     # Nobody waits: the threads complete them, and then go.
-    until(lambda: all(handle.done for handle in handles))
+    until(lambda: all(handle.complete for handle in handles))
     until(lambda: threads() == 1)
     for handle in handles:
         assert (handle.wait() == comm.size).all()

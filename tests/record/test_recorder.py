@@ -24,6 +24,8 @@ from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.transport.layout import COUNTER_SEQUENCE, GATE_CLOSED
 
+pytestmark = pytest.mark.usefixtures("own_engines")
+
 
 class Alone:
     """An MPI communicator of one rank."""
@@ -60,6 +62,10 @@ def trace(tmp_path):
     opened = TraceFile(Alone(), str(tmp_path / "new" / "folder"), 0)
     yield opened
     opened.close(together=True)
+
+
+def dumped(recorder, *how):
+    Engine(Config(), threaded=False, end_job=None, recorder=recorder).dump(*how)
 
 
 def events_of(folder):
@@ -116,12 +122,12 @@ def test_communicators_have_names_of_their_own():
 
 def test_a_dump_is_one_write_and_names_its_file(tmp_path, trace):
     recorder, file = Recorder(), io.StringIO()
-    recorder.dump(4, file, None)
+    dumped(recorder, 4, file, None)
     assert file.getvalue() == "mpiring: there were no operations yet\n"
     now = time.monotonic()
     recorder.trace = trace
     recorder.add(flown(0, started_s=now))
-    recorder.dump(4, file, None)
+    dumped(recorder, 4, file, None)
     (path,) = tmp_path.rglob("flight-*-rank00000")
     assert f"(more in {path}):\n  " in file.getvalue()
     assert pickle.loads(path.read_bytes())["entries"] == [], "the group has no counter"
@@ -206,7 +212,7 @@ def test_a_dump_is_not_written_through_a_link(tmp_path):
     (tmp_path / "victim").write_text("precious")
     dump = tmp_path / "flight-rank00000"
     dump.symlink_to(tmp_path / "victim")
-    Recorder().dump(1, io.StringIO(), tmp_path)
+    dumped(Recorder(), 1, io.StringIO(), tmp_path)
     assert (tmp_path / "victim").read_text() == "precious"
     assert not dump.is_symlink() and pickle.loads(dump.read_bytes())["version"] == "2.10"
 
@@ -223,7 +229,7 @@ def test_a_dump_has_the_open_groups_and_numbers_their_operations(tmp_path):
     for sequence, group in [(48, ""), (8, "ranks 0-1"), (2, "ranks 0,2"), (49, "")]:
         recorder.add(flown(sequence, group=group, called_s=(now := now + 1), started_s=now))
     recorder.add(flown(7, group="messages of rank 0"))
-    recorder.dump(1, io.StringIO(), tmp_path)
+    dumped(recorder, 1, io.StringIO(), tmp_path)
     dump = pickle.loads((tmp_path / "flight-rank00000").read_bytes())
     assert [(entry["record_id"], *entry["process_group"]) for entry in dump["entries"]] == [
         (50, "0", "default_pg"), (51, "ranks 0,2", "undefined"), (52, "0", "default_pg")]

@@ -18,13 +18,13 @@ def _torch():
 class Handle:
     """An operation that fails when it is looked at, as the engine's do."""
 
-    done = False
+    complete = False
     error = None
 
     def test(self):
-        if self.error is not None and not self.done:
+        if self.error is not None and not self.complete:
             raise self.error
-        return self.done
+        return self.complete
 
     def wait(self, timeout_s=None):
         if not self.test():
@@ -60,7 +60,7 @@ def test_a_wait_that_timed_out_is_no_end(handle, work):
     with pytest.raises(StallError):
         work.wait()
     assert not work.is_completed() and isinstance(work.exception(), StallError)
-    handle.done = True
+    handle.complete = True
     assert work.is_completed() and work.is_success() and work.exception() is None and work.wait()
 
 
