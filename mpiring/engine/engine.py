@@ -100,6 +100,7 @@ class Engine:
         self._no_waiters.set()
         self._failure_noticed = False
         self._failed: Task[Any] | None = None
+        self._is_stepping = False
         self._next_check_s = 0.0
         self._wake = threading.Event()
         self._stopping = False
@@ -273,7 +274,8 @@ class Engine:
 
     def _step(self) -> bool:
         """Step every operation once, and call actions; return whether any operation moved."""
-        moved = self._try_locked(self._progress)
+        # A signal handler may call this during a step.
+        moved = not self._is_stepping and self._try_locked(self._progress)
         self._call_actions()
         return moved
 
@@ -344,6 +346,7 @@ class Engine:
         if self.failure is not None:
             return False
         moved, lanes = False, self._lanes if lanes is None else lanes
+        self._is_stepping = True
         try:
             for lane in lanes:
                 moved |= self._admit(lane)
@@ -362,6 +365,8 @@ class Engine:
         except BaseException as error:
             self.fail(error)
             raise
+        finally:
+            self._is_stepping = False
         return moved
 
     def _forget_dropped(self) -> None:
