@@ -592,6 +592,18 @@ class Communicator:
         """
         self._group.poke()
 
+    def work_inline(self, work: Callable[[], object]) -> None:
+        """Call `work` while this rank waits or polls, if operations have no background thread.
+
+        It is for `mpiring.horovod`, which otherwise has a thread for such work.
+
+        Args:
+            work: Function that must return if a caller of this thread is already at this work.
+
+        Collective: no. Blocking: no.
+        """
+        self._group.lane.work = work
+
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
                     folder: str | os.PathLike[str] | None = None) -> None:
         """Print this rank's last operations, including incomplete ones.

@@ -488,12 +488,14 @@ def advance_inline(but: Engine | None = None) -> bool:
     for different operations would wait for each other.
 
     Args:
-        but: Engine to leave out, because the caller advances it.
+        but: Engine whose operations the caller advances.
     """
     moved = False
     for engine in _existing():
-        if not engine.threaded and engine.is_live and engine is not but:
-            moved |= engine._step()
+        if not engine.threaded and engine.is_live:
+            moved |= engine is not but and engine._step()
+            for lane in tuple(engine._lanes):
+                lane.work()
     return moved
 
 

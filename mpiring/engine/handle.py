@@ -145,6 +145,7 @@ class Lane:
         active: Background operations in flight.
         actions: Actions to call when operations are complete, in this order.
         calling: Lock held by the thread that calls actions.
+        work: Function to call while callers wait or poll, if the engine has no thread.
         dropped: If true, no operation will be submitted any more, and the engine removes the lane
             once nothing is in flight.
         operations: Number of completed operations.
@@ -163,6 +164,7 @@ class Lane:
     active: list[Handle[Any]] = field(default_factory=list)
     actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
     calling: threading.Lock = field(default_factory=threading.Lock)
+    work: Callable[[], object] = int
     dropped: bool = False
     operations: int = 0
     in_flight: int = 0

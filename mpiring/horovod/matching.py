@@ -8,6 +8,7 @@ submission. Otherwise ranks gather their lists of names. The operations that all
 submitted start in the order of the lowest rank; the other operations join the next batch.
 """
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -61,7 +62,7 @@ class Matcher:
         self._open_bytes = 0
         self._batches: deque[list[NamedRequest]] = deque()
         self._remaining: list[NamedRequest] = []
-        self._lock, self._progress_lock = threading.Lock(), threading.RLock()
+        self._lock, self._progress_lock = threading.Lock(), threading.Lock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
         # The batch that ranks compare now, its digest, and the allreduce of the digest.
@@ -76,6 +77,8 @@ class Matcher:
         self.marks_rounds = False
         if comm.size > 1 and comm.threaded:
             threading.Thread(target=self._loop, name="mpiring horovod", daemon=True).start()
+        elif comm.size > 1:
+            comm.work_inline(self._work_inline)
 
     def submit(self, request: NamedRequest) -> NamedRequest:
         """Submit an operation, which starts once all ranks have submitted its name; return at once.
@@ -168,6 +171,15 @@ class Matcher:
             self._work.clear()
             if self._open or self._batches:
                 self._work.set()
+
+    def _work_inline(self) -> None:
+        """Advance operations while the program waits for something else, without a thread."""
+        if not self._closed:
+            if time.monotonic() - self._last_s > _QUIET_S:
+                self._end_open_batch()
+            # The program gets the error when it waits.
+            with contextlib.suppress(MpiringError):
+                self._try_to_advance()
 
     def _advance(self, *, blocking: bool) -> bool:
         """Compare the next batch, and start its common operations; return whether a batch ended.
