@@ -37,6 +37,8 @@ from .works import DONE, Work, coalesced, in_callback
 Tensors = Sequence[Tensor]
 # Tag of internal messages, below all tags of users.
 _TAG = -1
+# Pause between two checks whether all members of a new group have arrived.
+_PAUSE_S = 1e-3
 
 
 def register() -> None:
@@ -455,6 +457,7 @@ def open_group(options: Any, default: Group | None) -> Group:
     Raises:
         ConfigError: Rank and size differ from MPI's.
         LaunchError: The group has several ranks, but this process is alone in MPI.
+        StallError: A member has not called in time.
 
     Collective: yes, among the members. Blocking: yes.
     """
@@ -468,7 +471,16 @@ def open_group(options: Any, default: Group | None) -> Group:
     store = options.store
     if store.add("arrived", 1) == len(ranks):
         store.set("all here", "yes")
-    store.wait(["all here"], options.timeout)
+    limit_s, began_s = options.timeout.total_seconds(), time.monotonic()
+    while not store.check(["all here"]):
+        # Members may wait for an operation of the default group first.
+        default.poke()
+        time.sleep(_PAUSE_S)
+        if time.monotonic() - began_s > limit_s:
+            raise StallError(
+                f"rank {default.rank}: Timed out after {limit_s:g} s in new_group: "
+                f"{store.add('arrived', 0)} of the ranks {list(ranks)} have called it; all of "
+                f"them must, in the same order")
     tag = zlib.crc32(str(options.group_id).encode())
     return default.subgroup(ranks, tag, _settings(default.config, options.timeout))
 

@@ -2,6 +2,7 @@
 
 import time
 
+import contract
 import numpy as np
 import pytest
 from launching import SOON_S
@@ -9,6 +10,7 @@ from mpi4py import MPI
 
 import mpiring
 import mpiring.horovod as hvd
+from mpiring import StallError
 from mpiring.asynchronous import ParameterServer
 from mpiring.optim import SGD
 from mpiring.operations.agreement import Call
@@ -160,7 +162,9 @@ WAITS = {
 CASES = [pytest.param(begin, meanwhile, id=f"{name}, {verb} {other}")
          for name, begin in BEGUN.items()
          for verb, table in (("polls", POLLS), ("waits for", WAITS))
-         for other, meanwhile in table.items()]
+         for other, meanwhile in table.items()
+         if contract.full or name in ("a long operation", "a named operation")
+         or other in ("a fast call", "a barrier")]
 
 
 @pytest.mark.parametrize(("begin", "meanwhile"), CASES)
@@ -170,3 +174,16 @@ def test_two_ranks_that_wait_for_different_operations(world, begin, meanwhile, t
     finish = begin(world)
     for step in (meanwhile, lambda _: finish())[::1 if world.comm.rank == 0 else -1]:
         step(world)
+
+
+@pytest.mark.parametrize("progress", ["thread", "inline"])
+def test_a_poll_for_a_rank_that_never_comes(breakable, progress):
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        progress = "inline"
+    comm = breakable(progress=progress, stall_warning_s=0, stall_timeout_s=0.5)
+    short(comm).wait()
+    comm.barrier()
+    if comm.rank == 0 < comm.size - 1:
+        handle = short(comm)
+        with pytest.raises(StallError, match=r"Timed out after \d+ s in #\d+ allreduce max"):
+            until(handle.test)

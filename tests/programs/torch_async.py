@@ -137,6 +137,37 @@ def every_collective_in_many_rounds():
         assert outputs["all_to_all"].equal(columns)
 
 
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "another operation does not advance"
+        time.sleep(1e-4)
+
+
+def a_message_around():
+    received = dist.irecv(torch.empty(3), (RANK - 1) % SIZE, tag=3)
+    dist.send(torch.ones(3), (RANK + 1) % SIZE, tag=3)
+    until(received.is_completed)
+
+
+def what_is_begun_advances():
+    """Rank 0 waits for the second operation first, and all others for the first one."""
+    def begun():
+        return dist.all_reduce(torch.ones(3), async_op=True)
+
+    with mpiring.init() as other:
+        for meanwhile in (
+                lambda: until(begun().is_completed), lambda: until(begun().is_success),
+                lambda: begun().get_future().then(lambda future: None).wait(),
+                lambda: dist.destroy_process_group(dist.new_group(backend="mpiring")),
+                dist.barrier, a_message_around, dist.group.WORLD.monitored_barrier,
+                lambda: dist.all_gather_object([None] * SIZE, "text"), other.barrier,
+                lambda: until(other.iallreduce(torch.ones(9)).test)):
+            long = dist.all_reduce(torch.ones(1_000_000), async_op=True)
+            for step in (meanwhile, long.wait)[::1 if RANK == 0 else -1]:
+                step()
+
+
 def barriers_that_name_the_missing():
     group = dist.group.WORLD
     group.monitored_barrier(timedelta(seconds=10))
@@ -200,7 +231,7 @@ if sys.argv[1] != "cuda":
 dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=20))
 for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain, collectives_in_callbacks,
              messages_in_any_number, every_collective_in_many_rounds, coalesced_futures,
-             a_barrier_with_a_timeout, timeouts_that_change, waits_that_end,
+             what_is_begun_advances, a_barrier_with_a_timeout, timeouts_that_change, waits_that_end,
              barriers_that_name_the_missing):
     dist.barrier()
     test()
