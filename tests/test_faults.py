@@ -1,12 +1,16 @@
 """Breaks jobs in every way, and checks that each ends soon, and says why."""
 
+import itertools
 import os
+import pickle
 import re
 import signal
 import time
+from pathlib import Path
 
+import contract
 import pytest
-from launching import PROGRAMS, SOON_S, finish, launch, start
+from launching import PROGRAMS, SOON_S, finish, installed, launch, start
 
 pytestmark = pytest.mark.launch
 
@@ -98,6 +102,38 @@ def test_a_rank_that_is_ended_amid_short_calls(fault, text, compiled, machine_co
     # The others may be ended before their lines come through.
     assert f"rank 1 is ready{', compiled' * compiled}\n" in output, output
     assert text in output, output
+
+
+# Each way to open a group, and each way to fail; with --full all of both.
+WAYS = ("init", "again", "part", "back end", "new group", "horovod", "process set", "beside")
+FAULTS = ("exception", "mismatch", "stall", "exit", "thread", "killed", "terminated")
+# Under Open MPI also.
+ANY_GROUP = [("back end", "mismatch"), ("again", "stall"), ("horovod", "exception")]
+REPORTED = [*ANY_GROUP, *(pytest.param(*case, marks=pytest.mark.any_mpi) for case in (
+    itertools.product(WAYS, FAULTS) if contract.full else [
+        ("back end", "stall"), ("new group", "exception"), ("part", "exit"), ("init", "thread"),
+        ("process set", "mismatch"), ("beside", "mismatch"), ("again", "killed"),
+        ("back end", "terminated")]) if case not in ANY_GROUP)]
+REPORT = re.compile(r"^( *)the last operations of rank (\d), by its clock \(more in (\S+)\):\n"
+                    r"((?:\1  .*\n)+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("way", "fault"), REPORTED)
+def test_the_report_is_of_the_group_that_fails(tmp_path, way, fault):
+    """Whichever group this process has opened before; so is the record."""
+    if way in ("back end", "new group"):
+        installed("torch")
+    ranks = 3 if way == "process set" else 2
+    output = broken(ranks, PROGRAMS / "reported.py", way, fault, MPIRING_TRACE=str(tmp_path))
+    reports = REPORT.findall(output)
+    assert reports or fault in ("killed", "terminated"), output
+    if fault == "stall":
+        assert {rank for _, rank, _, _ in reports} == {"0", "1"}, output
+    # The third rank waits elsewhere.
+    for rank, file, text in [report[1:] for report in reports if report[1] != "2"]:
+        assert "float32 (77,)" in text, output
+        entries = pickle.loads(Path(file).read_bytes())["entries"]
+        assert any("float32 (77,)" in entry["input_dtypes"][0] for entry in entries), output
 
 
 @pytest.mark.parametrize("to", ["mpiexec", "all"])

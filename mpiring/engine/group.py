@@ -505,6 +505,8 @@ class Group:
         if self._cannot_close:
             return
         self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
+        # If closing fails, the record of a dropped group is saved.
+        self._counter.open(GATE_CLOSED)
         try:
             self.close()
         except BaseException as error:
