@@ -510,7 +510,8 @@ class Group:
         try:
             self.close()
         except BaseException as error:
-            self._end_job(error)
+            # One rank reports, also if other ranks get the error from the program.
+            (self.engine.end_job or self._end_job)(error)
 
     @property
     def _cannot_close(self) -> bool:

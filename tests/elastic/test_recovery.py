@@ -41,6 +41,13 @@ def test_the_others_go_on(survives, tmp_path, place, fates, sizes, variables):
         assert f"{left} of {before} ranks resume from step " in ended.output, ended.output
 
 
+def test_a_failure_after_a_recovery_is_told_by_the_new_communicator(survives):
+    ended = launch(3, PROGRAMS / "reported.py", "recovered", "exception", options=SURVIVES)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    _, *reports = ended.output.split("the last operations of rank ")
+    assert len(reports) == 1 and "float32 (77,)" in reports[0], ended.output
+
+
 @pytest.mark.parametrize(("place", "variables"), [
     ("commit", {}), ("allreduce ring", {"MPIRING_SHARED_MEMORY": "0"})])
 def test_new_ranks_replace_dead_ones(survives, tmp_path, place, variables):
