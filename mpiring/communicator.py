@@ -608,6 +608,9 @@ class Communicator:
                     folder: str | os.PathLike[str] | None = None) -> None:
         """Print this rank's last operations, including incomplete ones.
 
+        The operations in this communicator and in those split from it come first, then those in the
+        other open communicators.
+
         The last thousand are also written to `folder`, or to the folder of the setting `trace`, in
         the format of PyTorch's flight recorder. The command `python -m
         torch.distributed.flight_recorder.fr_trace FOLDER` compares the files of all ranks. A signal

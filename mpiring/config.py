@@ -46,7 +46,8 @@ class Config:
         machine_code: If true, use code that numba compiles, if numba is installed. Otherwise NumPy
             computes bitwise identical results, which takes longer.
         progress: Method by which nonblocking operations advance: "thread" in the background,
-            "inline" only inside mpiring calls. "auto" is "thread" if MPI supports threads.
+            "inline" only inside mpiring calls that wait or poll. "auto" is "thread" if MPI
+            supports threads.
         operations_in_flight: Number of nonblocking operations that advance at a time; later ones
             queue.
         rounds: Fast calls, which run short operations on a node in the caller's thread. "auto"

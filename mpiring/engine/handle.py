@@ -22,6 +22,7 @@ class Handle(Generic[T]):
         flight: Record of the operation's call and of the times of its steps.
         task: Schedule of the operation.
         lane: Lane of the operation's communicator.
+        done: The result of `test`.
         complete: True once the operation is complete and counted; reading it makes no progress.
         patience_s: Number of seconds for which the operation may stall while all ranks answer, if
             more than `stall_timeout_s`. It is the argument `patient`; True means a day.
@@ -46,7 +47,7 @@ class Handle(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the operation is complete, after some progress; the result of `test`."""
+        """Whether the operation is complete, after some progress."""
         return self.test()
 
     def test(self) -> bool:

@@ -173,7 +173,7 @@ class Matcher:
                 self._work.set()
 
     def _work_inline(self) -> None:
-        """Advance operations while the program waits for something else, without a thread."""
+        """Advance operations inside other waits of the program, without a thread."""
         if not self._closed:
             if time.monotonic() - self._last_s > _QUIET_S:
                 self._end_open_batch()
