@@ -35,8 +35,8 @@ def test_data_loaders_with_forked_workers():
 FAULTS = {
     "shape": ["all_reduce ['sum'] of float32 (999,)", "all_reduce ['sum'] of float32 (1000,)"],
     "message": ["receiving 16 bytes from rank 1: it sent 12"],
-    "missing call": ["StallError: rank 0: Timed out after 2 s in #2 all_reduce",
-                     "rank 1 has NOT CALLED it; its last call was #1 all_reduce",
+    "missing call": ["StallError: rank 0: Timed out after 2 s in #3 all_reduce",
+                     "rank 1 has NOT CALLED it; its last call was #2 all_reduce",
                      "TransportError: an earlier operation failed"],
     "missing bucket": ["StallError", "all_reduce ['sum'] of float32 (110,)", "rank 1 has NOT"],
     "exception": ["rank 1 of 2", "ValueError: a bug in the user's code"],
