@@ -25,6 +25,7 @@ from ..launch.start import mpi_world, refusal
 from ..memory.arrays import Array, chunks_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
+from ..transport import waiting
 from ..transport.base import NO_BYTES, Schedule
 from . import sparse
 from .tensors import DEVICE_TYPES
@@ -37,7 +38,7 @@ from .works import DONE, Work, coalesced, in_callback
 Tensors = Sequence[Tensor]
 # Tag of internal messages, below all tags of users.
 _TAG = -1
-# Pause between two checks whether all members of a new group have arrived.
+# First pause between two checks whether all members of a new group have arrived.
 _PAUSE_S = 1e-3
 
 
@@ -475,8 +476,10 @@ def open_group(options: Any, default: Group | None) -> Group:
     while not store.check(["all here"]):
         # Members may wait for an operation of the default group first.
         default.poke()
-        time.sleep(_PAUSE_S)
-        if time.monotonic() - began_s > limit_s:
+        waited_s = time.monotonic() - began_s
+        # All members ask the same store: those that wait for long ask less often.
+        time.sleep(min(_PAUSE_S + waited_s / 10, waiting.IDLE_CHECK_S))
+        if waited_s > limit_s:
             raise StallError(
                 f"rank {default.rank}: Timed out after {limit_s:g} s in new_group: "
                 f"{store.add('arrived', 0)} of the ranks {list(ranks)} have called it; all of "

@@ -36,6 +36,10 @@ elif fault == "missing bucket":
     if rank != 1:
         loss.backward()
     time.sleep(60)
+elif fault == "missing member":
+    if rank != 1:
+        dist.new_group(backend="mpiring", timeout=timedelta(seconds=2))
+    time.sleep(60)
 elif fault == "exception":
     if rank == 1:
         raise ValueError("a bug in the user's code")

@@ -39,6 +39,8 @@ FAULTS = {
                      "rank 1 has NOT CALLED it; its last call was #2 all_reduce",
                      "TransportError: an earlier operation failed"],
     "missing bucket": ["StallError", "all_reduce ['sum'] of float32 (110,)", "rank 1 has NOT"],
+    "missing member": ["StallError: rank 0: Timed out after 2 s in new_group: 1 of the ranks "
+                       "[0, 1] have called it"],
     "exception": ["rank 1 of 2", "ValueError: a bug in the user's code"],
 }
 
