@@ -15,7 +15,7 @@ from ..memory.tensors import GPU_TYPES
 from ..resilience.consolidated import load_as
 from ..resilience.train_state import Framework
 from ..resilience.tree import Bytes
-from .tensors import tensor_of
+from .tensors import tensor_of, tensor_of_bytes
 
 
 class Tensors:
@@ -36,14 +36,11 @@ class Tensors:
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements of `x`, in C order, to `out`."""
-        if out.size:
-            torch.from_numpy(out).view(x.dtype).view(x.shape).copy_(x.detach())
+        tensor_of_bytes(out, x.dtype, x.shape).copy_(x.detach())
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
         """Return a tensor of these elements."""
-        if not data.size:
-            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        return torch.from_numpy(data).view(getattr(torch, dtype)).view(shape)
+        return tensor_of_bytes(data, getattr(torch, dtype), shape)
 
 
 class Checkpoints(resilience.Checkpoints):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from ..communicator import Communicator
@@ -13,7 +14,8 @@ from ..errors import BufferMismatchError, ConfigError
 from ..memory.tensors import numpy_dtype
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
-from .tensors import DEVICE_TYPES, described
+from ..text import first_few
+from .tensors import described, refuse_uncopied
 from .states import copy_from
 
 
@@ -79,11 +81,18 @@ class Buffers:
         """
         # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor do
         # the updates by BatchNorm itself.
-        buffers = [x.data for x in self.module.buffers()] if self.copied else []
+        buffers = {name: x.data for name, x in self.module.named_buffers()} if self.copied else {}
         if buffers and self.model:
             # Copies are not compared by model.
             self.comm.run(Call("buffers", self.model), lambda collectives: collectives.barrier())
-        copy_from(self.root, buffers, self.comm)
+        try:
+            copy_from(self.root, buffers.values(), self.comm)
+        except BufferMismatchError as error:
+            shapes = [f"{name} {described(x)}" for name, x in buffers.items()]
+            raise BufferMismatchError(
+                f"{error}; copied were the buffers {first_few(shapes, 8)} of rank "
+                f"{self.comm.rank}: give them the same shapes on every rank, or pass "
+                f"broadcast_buffers=False") from error
 
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
@@ -96,19 +105,13 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
                           f"{type(module).__name__}; pass module.module")
     refuse_several_devices(dict(module.named_parameters()), comm)
     for name, p in module.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
-                f"module before it is wrapped")
-        if hasattr(p, "to_local"):
-            raise ConfigError(
-                f"rank {comm.rank}: parameter {name} is a {type(p).__name__}, of which each rank "
-                f"has a part; train it with torch.distributed.fsdp.fully_shard over the back end "
-                f"'mpiring', or give DataParallel a module of plain tensors")
-        if p.device.type not in DEVICE_TYPES:
-            raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
-                              f"CPU or a GPU: wrap module.cpu(), or module.to(device_for(comm))")
+        refuse_uncopied(f"rank {comm.rank}: parameter {name}", p)
+        if p.requires_grad and p.layout is not torch.strided:
+            raise ConfigError(f"rank {comm.rank}: parameter {name} is a {p.layout} tensor; expected "
+                              f"a dense one: train its values, and build it in forward")
         numpy_dtype(p.dtype)
+    for name, x in module.named_buffers():
+        refuse_uncopied(f"rank {comm.rank}: buffer {name}", x)
 
 
 def broadcast_model(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:

@@ -85,6 +85,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def indices_of(sparse: torch.Tensor) -> torch.Tensor:
+    """Return the indices of a COO tensor, which need not be coalesced."""
+    return sparse._indices()
+
+
 def values_of(sparse: torch.Tensor) -> torch.Tensor:
     """Return the values of a COO tensor, which need not be coalesced."""
     return sparse._values()

@@ -1,6 +1,7 @@
 """Sums sparse tensors over ranks by gathering their nonzero elements, in host memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -9,13 +10,14 @@ from torch.nn import Parameter
 
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..memory.arrays import Array, is_finite
+from ..memory.arrays import is_finite
 from ..memory.tensors import array_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.averager import Averager
 from ..transport.base import Schedule
 from .private import values_of
+from .tensors import tensor_of_bytes
 from .vectors import TensorBuffers, Op, quotient
 
 
@@ -37,12 +39,16 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
     indices, values = addend.indices().T.contiguous(), addend.values()
     buffers = TensorBuffers(staged=True)
     raw_indices, raw_values = buffers.raw(indices), buffers.raw(values)
+    # Either may have rows without bytes.
+    row_bytes = sum(x.itemsize * math.prod(x.shape[1:]) for x in (indices, values))
 
     def schedule(collectives: Collectives) -> Schedule[None]:
-        all_indices = yield from collectives.allgather_bytes(raw_indices)
-        all_values = yield from collectives.allgather_bytes(raw_values)
+        all_indices = np.concatenate((yield from collectives.allgather_bytes(raw_indices)))
+        all_values = np.concatenate((yield from collectives.allgather_bytes(raw_values)))
+        rows = (all_indices.size + all_values.size) // max(1, row_bytes)
         total = torch.sparse_coo_tensor(
-            _joined(all_indices, indices).T, _joined(all_values, values), addend.shape,
+            tensor_of_bytes(all_indices, indices.dtype, (rows, *indices.shape[1:])).T,
+            tensor_of_bytes(all_values, values.dtype, (rows, *values.shape[1:])), addend.shape,
             check_invariants=False).coalesce()
         # Not detached, because a copy into a detached sparse tensor does not change `tensor`.
         yield from buffers.copied_back(
@@ -50,12 +56,6 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
               total / collectives.size if op.name == "mean" else total)])
 
     return schedule
-
-
-def _joined(gathered: Sequence[Array], like: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks as one tensor with the dtype and row shape of `like`."""
-    raw = torch.from_numpy(np.concatenate(gathered))
-    return raw.view(like.dtype).reshape(-1, *like.shape[1:])
 
 
 def sparse_parameters(module: nn.Module) -> set[Parameter]:

@@ -1,9 +1,10 @@
 """Copies state from one rank to all, and lists the state that should be equal on all ranks."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -11,13 +12,18 @@ from torch.optim import Optimizer
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
+from ..memory.arrays import cut
 from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
 from ..training.replicas import Replicated, replicated_in
 from ..world import or_world
-from .tensors import DEVICE_TYPES
+from .tensors import (
+    DEVICE_TYPES, described, is_stored, parts_of, refuse_uncopied, tensor_of_bytes, viewed_as,
+)
 from .vectors import TensorBuffers
 
+# Layouts of tensors with version counters.
+_COUNTED = torch.strided, torch.sparse_coo
 # Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
 
@@ -27,30 +33,44 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator | N
     """Copy tensors of rank `root` to all ranks, in place.
 
     Args:
-        tensors: Dense tensors of any dtype, on the CPU or GPUs. All ranks pass the same shapes and
-            dtypes, in the same order, on the same kinds of devices.
+        tensors: Dense or sparse tensors of any dtype, on the CPU or GPUs. All ranks pass the same
+            shapes and dtypes, in the same order, on the same kinds of devices. Sparse tensors have
+            the same numbers of elements on all ranks.
         comm: Communicator whose ranks get the tensors; by default, all ranks.
         root: Rank to copy from.
 
     Raises:
-        ConfigError: An argument is not a tensor; raised on all ranks.
+        ConfigError: An argument is not such a tensor; raised on all ranks.
         BufferMismatchError: Tensors or `root` differ between ranks; raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
-    comm = or_world(comm)
     tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    broadcast_named([(f"tensor {i}", x) for i, x in enumerate(tensors)], or_world(comm), root)
+
+
+def broadcast_named(pairs: Sequence[tuple[str, torch.Tensor]], comm: Communicator,
+                    root: int) -> None:
+    """Copy tensors of one rank to all ranks; see `broadcast_parameters`.
+
+    Args:
+        pairs: Names and tensors.
+        comm: The ranks.
+        root: Rank to copy from.
+
+    Collective: yes. Blocking: yes.
+    """
     with same_on_all(comm, "broadcast_parameters", error=BufferMismatchError,
                      remedy="pass the same tensors, in the same order, on every rank") as same:
         same["root"] = whole_number("root", root, 0, comm.size - 1)
-        for tensor in tensors:
+        for name, tensor in pairs:
             if not isinstance(tensor, torch.Tensor):
                 raise ConfigError(
                     f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a "
                     f"list of them, as model.state_dict().values()")
-        same["tensors"] = [f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
-                           for tensor in tensors]
-    copy_from(root, tensors, comm)
+            refuse_uncopied(f"rank {comm.rank}: {name}", tensor)
+        same["tensors"] = [described(tensor) for _, tensor in pairs]
+    copy_from(root, [tensor for _, tensor in pairs], comm)
 
 
 def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
@@ -61,12 +81,12 @@ def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) ->
     tensors = list(tensors)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
+        by_device.setdefault(tensor.device, []).extend(parts_of(tensor))
     for on_one_device in by_device.values():
         for fused in _fused(on_one_device):
             _broadcast(fused, comm, root)
     # Ranks may write in different ways; this makes the version counters agree on all ranks.
-    torch.autograd.graph.increment_version(tensors)
+    torch.autograd.graph.increment_version([x for x in tensors if x.layout in _COUNTED])
 
 
 def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -84,7 +104,8 @@ def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
     """Copy tensors as one vector of bytes; a single contiguous tensor is sent directly."""
     with torch.no_grad():
-        parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        parts = [viewed_as(tensor.resolve_conj().resolve_neg().contiguous(), torch.uint8)
+                 for tensor in tensors]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         comm.broadcast(flat, root=root)
         if comm.rank == root:
@@ -94,7 +115,7 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> No
             if new.data_ptr() != part.data_ptr():
                 part.copy_(new)
             if part.data_ptr() != tensor.data_ptr():
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+                tensor.copy_(viewed_as(part, tensor.dtype).view(tensor.shape))
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
@@ -123,14 +144,22 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
                           for group in optimizer.param_groups]
     # Tensors are sent in host memory; load_state_dict copies them to the parameters' devices.
     state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
-    # Tensors are sent separately, because a pickled tensor would be in memory three times.
-    outline = comm.broadcast_object(
-        _changed(state, functools.partial(torch.empty_like, device="meta")), root=root)
+    # Dense tensors are sent separately, because a pickled tensor would be in memory three times.
+    outline = comm.broadcast_object(_changed(state, functools.partial(_empty, "meta")), root=root)
     if comm.rank != root:
-        state = _changed(outline, functools.partial(torch.empty_like, device="cpu"))
-    copy_from(root, (x for _, x in leaves(state) if isinstance(x, torch.Tensor)), comm)
+        state = _changed(outline, functools.partial(_empty, "cpu"))
+    copy_from(root, (x for _, x in leaves(state) if _is_dense(x)), comm)
     if comm.rank != root:
         optimizer.load_state_dict(state)
+
+
+def _is_dense(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and is_stored(x)
+
+
+def _empty(device: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor with undefined elements on another device; other tensors unchanged."""
+    return torch.empty_like(x, device=device) if _is_dense(x) else x
 
 
 def _changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -154,12 +183,11 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
 
     def leaf(name: str, x: Any) -> Replicated | None:
         if (not isinstance(x, torch.Tensor) or id(x) in seen
-                or x.device.type not in DEVICE_TYPES or x.layout is not torch.strided):
+                or x.device.type not in DEVICE_TYPES or not is_stored(x)):
             return None
         seen.add(id(x))
-        read = functools.partial(TensorBuffers(staged=True).raw, x)
-        write = functools.partial(_write, x)
-        if not x.is_floating_point():
+        read, write = functools.partial(_read, x), functools.partial(_write, x)
+        if x.layout is not torch.strided or not x.is_floating_point():
             return Replicated(name, read, write)
         return Replicated(name, read, write, functools.partial(_floats, x.dtype),
                           torch.finfo(x.dtype).eps)
@@ -186,9 +214,17 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
 
 
 def _floats(dtype: torch.dtype, raw: Any) -> Any:
-    return torch.from_numpy(raw).view(dtype).double().numpy()
+    return viewed_as(torch.from_numpy(raw), dtype).double().numpy()
+
+
+def _read(tensor: torch.Tensor) -> Any:
+    raws = [TensorBuffers(staged=True).raw(part) for part in parts_of(tensor)]
+    return raws[0] if len(raws) == 1 else np.concatenate(raws)
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:
     # Writes to `data`, because NodeWeights would attribute other writes to the user.
-    tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
+    parts = parts_of(tensor.data)
+    bounds = np.cumsum([0, *(part.nbytes for part in parts)]).tolist()
+    for part, data in zip(parts, cut(raw, bounds)):
+        part.copy_(tensor_of_bytes(data, part.dtype, part.shape))

@@ -1,22 +1,25 @@
 """Views memory as PyTorch tensors, finds tensors in pytrees, and finds the GPUs of tensors."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
+from ..errors import ConfigError
 from ..gpu import accelerator, arrays
 from ..gpu.device import Device, Event
 from ..gpus import assign_gpu
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES, numpy_dtype
 from ..world import or_world
+from . import private
 
 DEVICE_TYPES = ("cpu", *GPU_TYPES)
 
@@ -26,6 +29,18 @@ def tensor_of(array: NDArray[Any]) -> torch.Tensor:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def viewed_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a vector of another dtype."""
+    # For `view`, the last stride has to be 1. PyTorch considers a single element contiguous with
+    # any stride, and empty arrays of NumPy have the stride 0.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
+
+
+def tensor_of_bytes(raw: NDArray[Any], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor whose memory is a vector of bytes."""
+    return viewed_as(torch.from_numpy(raw), dtype).view(tuple(shape))
 
 
 def shared_with(x: Any) -> torch.Tensor:
@@ -64,10 +79,70 @@ def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return flat.view(p.shape)
 
 
+# Functions that return the dense tensors in which a sparse tensor is stored.
+_COLUMNS_OF_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
+_ROWS_OF_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values
+_PARTS = {
+    torch.sparse_coo: (private.indices_of, private.values_of),
+    torch.sparse_csr: _COLUMNS_OF_ROWS, torch.sparse_bsr: _COLUMNS_OF_ROWS,
+    torch.sparse_csc: _ROWS_OF_COLUMNS, torch.sparse_bsc: _ROWS_OF_COLUMNS}
+
+
+def is_stored(x: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are stored in dense tensors; see `parts_of`."""
+    return not x.is_quantized and not x.is_nested and (
+        x.layout is torch.strided or x.layout in _PARTS)
+
+
+def refuse_uncopied(label: str, x: torch.Tensor) -> None:
+    """Raise ConfigError if a tensor cannot be copied to other ranks.
+
+    Args:
+        label: Rank and name of the tensor, for the message.
+        x: The tensor.
+    """
+    if nn.parameter.is_lazy(x):
+        raise ConfigError(f"{label} has no shape yet; run one batch through the module before it "
+                          f"is wrapped")
+    if hasattr(x, "to_local"):
+        raise ConfigError(f"{label} is a {type(x).__name__}, of which each rank has a part; train "
+                          f"it with torch.distributed.fsdp.fully_shard over the back end "
+                          f"'mpiring', or give DataParallel a module of plain tensors")
+    if x.device.type not in DEVICE_TYPES:
+        raise ConfigError(f"{label} is on {x.device}; expected the CPU or a GPU: wrap "
+                          f"module.cpu(), or module.to(device_for(comm))")
+    if not is_stored(x):
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
+        raise ConfigError(f"{label} is a {kind} tensor, which cannot be copied to other ranks; "
+                          f"expected a dense or sparse one: keep this one as a plain attribute of "
+                          f"the module, equal on all ranks, or register the tensors it consists of")
+
+
+def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return dense tensors in the memory of a tensor, in which each element is stored once.
+
+    Args:
+        x: Tensor that `refuse_uncopied` accepts. Sparse tensors have several parts. `expand`
+            stores several elements of a dense tensor as one.
+    """
+    x = x.detach()
+    if x.layout is not torch.strided:
+        return [part(x) for part in _PARTS[x.layout]]
+    for dimension, step in enumerate(x.stride()):
+        if step == 0 and x.shape[dimension]:
+            x = x.narrow(dimension, 0, 1)
+    return [x]
+
+
 def described(x: torch.Tensor) -> str:
-    """Return a string with the dtype, the shape and, on a GPU, the type of device."""
+    """Return a string with the dtype, the shape and, on a GPU, the type of device.
+
+    It also has the layout and the shapes of the parts, if the tensor is stored in other shapes.
+    """
     where = f" on {x.device.type}" * arrays.is_gpu_tensor(x)
-    return f"{x.dtype} {tuple(x.shape)}{where}"
+    shapes = [tuple(part.shape) for part in parts_of(x)]
+    stored = "" if shapes == [tuple(x.shape)] else f" in memory as {x.layout} {shapes}"
+    return f"{x.dtype} {tuple(x.shape)}{where}{stored}"
 
 
 def spec_of(name: str, x: torch.Tensor) -> TensorSpec:

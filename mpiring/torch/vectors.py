@@ -16,7 +16,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
 from ..memory.tensors import array_of
 from ..transport.base import T, Schedule
-from .tensors import DEVICE_TYPES
+from .tensors import DEVICE_TYPES, viewed_as
 
 _Kind = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -122,7 +122,7 @@ class TensorBuffers:
         x = self._contiguous(tensor, written)
         if x.dtype is torch.complex32:
             # NumPy lacks this dtype; a sum can add real and imaginary parts separately.
-            x = _viewed_as(x, torch.float16)
+            x = viewed_as(x, torch.float16)
         if factor is not None:
             x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
         if divisor is not None:
@@ -131,7 +131,7 @@ class TensorBuffers:
 
     def raw(self, tensor: torch.Tensor, *, written: bool = False) -> Array:
         """Return a tensor's bytes, as `numbers` does, for any dtype."""
-        return self._vector(_viewed_as(self._contiguous(tensor, written), torch.uint8))
+        return self._vector(viewed_as(self._contiguous(tensor, written), torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.device.type not in DEVICE_TYPES:
@@ -196,12 +196,6 @@ class TensorBuffers:
                 tensor.copy_(copy)
         if self.stream is not None:
             yield (self.stream.mark(),)
-
-
-def _viewed_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as a vector of another dtype."""
-    # PyTorch considers a single element contiguous with any stride, but `view` does not.
-    return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

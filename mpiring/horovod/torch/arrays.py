@@ -10,7 +10,7 @@ from ...gpu.arrays import OPENERS, is_gpu_tensor
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
 from ...torch.private import copy_all
-from ...torch.tensors import tensor_of
+from ...torch.tensors import tensor_of, tensor_of_bytes
 from ...torch.vectors import TensorBuffers
 from ..arrays import scale
 
@@ -75,7 +75,7 @@ class TensorArrays:
 
     def from_bytes(self, raw: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Return bytes as a tensor, with the dtype and device of `like`."""
-        return torch.from_numpy(raw).view(like.dtype).reshape(tuple(shape)).to(like.device)
+        return tensor_of_bytes(raw, like.dtype, shape).to(like.device)
 
     def splits(self, given: Any) -> list[int]:
         """Return the number of rows for each rank as a list."""

@@ -21,8 +21,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Collective: yes. Blocking: yes.
     """
-    states.broadcast_parameters([x for _, x in named(params, torch.Tensor)],
-                                global_process_set.comm, root=root_rank)
+    states.broadcast_named(named(params, torch.Tensor), global_process_set.comm, root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
