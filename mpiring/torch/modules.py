@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,6 +49,29 @@ class Wrapper(nn.Module):
             args, kwargs: Arguments of `torch.nn.Module.state_dict`.
         """
         return self.module.state_dict(*args, **kwargs)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this wrapper and the modules in it, with the names of the bare module.
+
+        `named_parameters` and `named_buffers` use these names.
+
+        Args:
+            memo, prefix, remove_duplicate: Arguments of `torch.nn.Module.named_modules`.
+        """
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return the attribute with each child of the bare module, as DCP expects.
+
+        torch.distributed.checkpoint omits these attributes from the names of its state.
+        """
+        return dict.fromkeys(["", *(name for name, _ in self.module.named_children())], "module")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigError(

@@ -85,6 +85,11 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another tensor."""
+    return tensor._is_view()
+
+
 def indices_of(sparse: torch.Tensor) -> torch.Tensor:
     """Return the indices of a COO tensor, which need not be coalesced."""
     return sparse._indices()

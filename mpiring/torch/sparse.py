@@ -16,7 +16,7 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .private import values_of
+from .private import is_view, values_of
 from .tensors import tensor_of_bytes
 from .vectors import TensorBuffers, Op, quotient
 
@@ -29,11 +29,17 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         op: Reduction "sum" or "mean".
 
     Raises:
-        ConfigError: The tensor is not a COO tensor, or the op is neither a sum nor a mean.
+        ConfigError: The tensor is not a COO tensor or is a view, or the op is neither a sum nor a
+            mean.
     """
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
                           f"torch.sparse_coo")
+    if is_view(tensor):
+        # A copy into a view does not change the tensor that the user holds.
+        raise ConfigError(f"a sparse tensor that is a view of another tensor, as PyTorch makes of "
+                          f"complex tensors, cannot take a result; pass torch.view_as_real(x) in a "
+                          f"tensor of its own: y = torch.view_as_real(x).clone()")
     addend = tensor.detach() if op.factor is None else tensor.detach() * op.factor
     addend = addend.coalesce()
     indices, values = addend.indices().T.contiguous(), addend.values()
