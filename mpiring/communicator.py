@@ -26,7 +26,7 @@ from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
 from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
-from .memory.tensors import is_tensor
+from .memory.tensors import is_tensor, note_write
 from .names import (
     COMMUNICATOR, INIT, OP_ALIASES, AlgorithmName, OpName, explaining)
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
@@ -169,7 +169,8 @@ class Communicator:
             x: NumPy array, PyTorch tensor, CuPy array, or object with
                 `__cuda_array_interface__`, of any shape; contiguous and writeable. The dtype is
                 bool, integer, floating (including bfloat16 of ml_dtypes) or complex. The arrays of
-                all ranks are in host memory, or all are on GPUs.
+                all ranks are in host memory, or all are on GPUs. As with PyTorch's operations in
+                place, a leaf tensor may require a gradient only in `torch.no_grad()`.
             op: Operation: "sum", "prod", "mean", "max", "min", "band", "bor" or "bxor". The mean of
                 floating or complex numbers is also called "avg" or "average". The ops "max" and
                 "min" propagate NaN, do not support complex numbers, and are "or" and "and" of bool.
@@ -202,6 +203,7 @@ class Communicator:
     def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
              notes: bool = True) -> Any:
         """Run a collective, and note it, so that its repetition may be a fast call."""
+        note_write(x)
         array = x
         if notes and kind != "reduce_scatter" and is_tensor(x):
             # Calls on tensors in host memory are fast as soon as equal ones on arrays would be.
@@ -237,6 +239,7 @@ class Communicator:
         if type(op) is str and op in OP_ALIASES:
             return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
+        note_write(x)
         handle = self.submit(call, lambda collectives: returning(x, build(collectives)))
         if may_be_fast:
             self._fast_calls.note("allreduce", call, x, op)
@@ -391,7 +394,7 @@ class Communicator:
         call = replace(call, detail=f"{call.detail}, persistent operation {number}")
         if type(vector) is not np.ndarray:
             # On a GPU, the operation starts after the work that is queued at that time.
-            return Persistent(self._group, call, lambda: prepare().build, result, self,
+            return Persistent(self._group, call, lambda: _noted(x, prepare().build), result, self,
                               vector=None, kind=kind, op_or_root=op_or_root)
         return Persistent(
             self._group, call,
@@ -740,6 +743,12 @@ def _stable_view(x: Any) -> Any:
     return x.view() if isinstance(x, np.ndarray) else x
 
 
+def _noted(x: Any, build: Build[Any]) -> Build[Any]:
+    """Return `build`, which is about to write to an array."""
+    note_write(x)
+    return build
+
+
 def _checked_build(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
     """Return a function that returns `build`, or refuses a tensor that has moved in memory.
 
@@ -754,6 +763,6 @@ def _checked_build(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[A
         if x.data_ptr() != address or x.numel() != n:
             raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
                               f"other memory; create a new operation for it")
-        return build
+        return _noted(x, build)
 
     return checked

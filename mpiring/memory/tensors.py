@@ -65,6 +65,25 @@ def array_of(tensor: "torch.Tensor") -> Array:
     return array.view(dtype)
 
 
+def note_write(x: object) -> None:
+    """Tell PyTorch that an operation writes to a tensor; do nothing for other arrays.
+
+    Raises:
+        ConfigError: PyTorch would refuse to change the tensor in place.
+    """
+    if not is_tensor(x):
+        return
+    torch = sys.modules["torch"]
+    base = x if x._base is None else x._base
+    if x.requires_grad and base.is_leaf and torch.is_grad_enabled():
+        raise ConfigError(
+            f"a leaf tensor of shape {tuple(x.shape)} that requires a gradient, or a view of one, "
+            f"cannot be changed in place while gradients are recorded; pass x.detach(), or call "
+            f"this in torch.no_grad()")
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)
+
+
 def refuse_gaps(tensor: "torch.Tensor") -> None:
     """Raise ConfigError unless a tensor is strided and contiguous."""
     if tensor.layout is not sys.modules["torch"].strided:

@@ -130,8 +130,9 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     for name, p in module.named_parameters():
         refuse_uncopied(f"rank {comm.rank}: parameter {name}", p)
         if p.requires_grad and p.layout is not torch.strided:
-            raise ConfigError(f"rank {comm.rank}: parameter {name} is a {p.layout} tensor; expected "
-                              f"a dense one: train its values, and build it in forward")
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} is a {p.layout} tensor; expected a dense one: "
+                f"train its values, and build it in forward")
         numpy_dtype(p.dtype)
     for name, x in module.named_buffers():
         refuse_uncopied(f"rank {comm.rank}: buffer {name}", x)

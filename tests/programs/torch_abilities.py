@@ -1203,8 +1203,8 @@ def models_meet_rarely_as_those_of_arrays_do():
 @ability
 def the_face_takes_tensors():
     total = p * (p + 1) / 2
-    for requires_grad in (False, True):
-        x = torch.full((5, 3), r + 1.0, device=WHERE, requires_grad=requires_grad)
+    for x in (torch.full((5, 3), r + 1.0, device=WHERE), torch.full(
+            (5, 3), r + 1.0, device=WHERE, requires_grad=True).clone()):
         assert comm.allreduce(x) is x and (x == total).all()
     x = torch.full((5, 3), r + 1, dtype=torch.bfloat16, device=WHERE)
     assert comm.iallreduce(x).wait() is x and (x == total).all()
@@ -1220,6 +1220,42 @@ def the_face_takes_tensors():
                          (torch.ones(3, device=WHERE).to_sparse(), "expected a dense one")):
         if wrong.layout is torch.strided or not ON_GPU:
             fails(lambda wrong=wrong: comm.allreduce(wrong), mpiring.ConfigError, words)
+
+
+def writing(x):
+    """Return all calls of a communicator that write to a tensor."""
+    started = comm.persistent_allreduce(x)
+
+    def start():
+        started.start()
+        return started.wait()
+
+    return (comm.allreduce, lambda x: comm.iallreduce(x).wait(), comm.reduce_scatter,
+            comm.allgather, comm.broadcast, lambda _: start(),
+            *(lambda _, call=make(x): call() for make in (
+                comm.persistent_allreduce, comm.persistent_reduce_scatter,
+                comm.persistent_allgather, comm.persistent_broadcast)))
+
+
+@ability
+def what_autograd_needs_is_not_changed_in_place():
+    """As by PyTorch's own operations."""
+    leaf = torch.ones(4, device=WHERE, requires_grad=True)
+    for x in (leaf, leaf.view(2, 2)):
+        for call in writing(x):
+            fails(lambda call=call, x=x: call(x), mpiring.ConfigError, "leaf", "torch.no_grad()")
+    assert (leaf == 1).all()
+    with torch.no_grad():
+        for call in writing(leaf):
+            call(leaf)
+    weight = torch.ones(4, device=WHERE, requires_grad=True)
+    x = torch.ones(4, device=WHERE)
+    for call in writing(x):
+        product = (weight * x).sum()
+        call(x)
+        fails(product.backward, RuntimeError, "modified by an inplace operation")
+    with torch.inference_mode():
+        comm.allreduce(torch.ones(4, device=WHERE))
 
 
 for function in ABILITIES:

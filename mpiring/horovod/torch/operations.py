@@ -8,6 +8,7 @@ import torch
 from ..operations import Operations
 from ..ops import Average
 from ..process_sets import ProcessSet
+from ..requests import NamedRequest
 from ..world import global_process_set
 from .arrays import TensorArrays
 
@@ -33,6 +34,15 @@ class TensorOperations(Operations):
 
     def __init__(self) -> None:
         super().__init__(TensorArrays())
+
+    def _submit(self, kind: str, tensors: Tensors, *arguments: Any, in_place: bool = False,
+                **named: Any) -> NamedRequest:
+        tensors = list(tensors)
+        request = super()._submit(kind, tensors, *arguments, in_place=in_place, **named)
+        if in_place:
+            # Unlike comm.allreduce, Horovod writes to parameters while gradients are recorded.
+            torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+        return request
 
     def _differentiable(self, run: Callable[[Tensors], Tensors],
                         backward: Callable[[Tensors], Tensors], tensors: Tensors) -> Tensors:
