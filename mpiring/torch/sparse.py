@@ -38,8 +38,8 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
     if is_view(tensor):
         # A copy into a view does not change the tensor that the user holds.
         raise ConfigError("a sparse tensor that is a view of another tensor, as PyTorch makes of "
-                          "complex tensors, cannot take a result; pass y = x.clone(), or of complex "
-                          "numbers y = torch.view_as_real(x).clone()")
+                          "complex tensors, cannot take a result; pass y = x.clone(), or for "
+                          "complex numbers y = torch.view_as_real(x).clone()")
     addend = tensor.detach() if op.factor is None else tensor.detach() * op.factor
     addend = addend.coalesce()
     indices, values = addend.indices().T.contiguous(), addend.values()

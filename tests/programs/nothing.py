@@ -18,16 +18,24 @@ import mpiring.horovod as arrays_of_horovod
 import mpiring.horovod.torch as hvd
 import mpiring.numpy as of_arrays
 import mpiring.torch as of_tensors
-from mpiring import asynchronous, optim, reducers, resilience
-from mpiring.torch.states import broadcast_optimizer_state, broadcast_parameters
+from mpiring import optim, reducers, resilience
+from mpiring.asynchronous import PairAveraging
+from mpiring.torch import (
+    AsyncDataParallel, DiLoCo, LocalSGD, broadcast_optimizer_state, broadcast_parameters)
 
 warnings.filterwarnings("ignore", "(?s).*(Sparse|zero-element)")
 warnings.simplefilter("ignore", FutureWarning)
-import os; DTYPES = os.environ["DT"].split() if "DT" in os.environ else ("bool", "uint8", "uint64", "int8", "int32", "int64", "float16", "bfloat16", "float32",
+DTYPES = ("bool", "uint8", "uint64", "int8", "int32", "int64", "float16", "bfloat16", "float32",
           "float64", "complex64", "complex128")
 SHAPES = ((0,), (0, 3), (2, 0), (3, 0, 2))
 comm = mpiring.init(config=mpiring.Config(tuning=False, tuning_folder=""))
 r, p = comm.rank, comm.size
+
+
+def shapes_for(dtype):
+    """Return two of the shapes; each shape is tried with half of the dtypes."""
+    number = DTYPES.index(dtype)
+    return SHAPES[number % 4], SHAPES[(number + 1) % 4]
 
 
 def array(shape, dtype, value=1):
@@ -67,7 +75,7 @@ def started(persistent):
 
 def collectives_of_the_communicator(make, dtype):
     op = "max" if dtype == "bool" else "sum"
-    for shape in SHAPES:
+    for shape in shapes_for(dtype):
         x = make(shape, dtype)
         for _ in range(2):
             for result in (
@@ -94,7 +102,7 @@ def named_operations(make, dtype):
     face = hvd if make is tensor else arrays_of_horovod
     op = hvd.Max if dtype == "bool" else hvd.Sum
     if not dtype.startswith("complex"):
-        for shape in SHAPES:
+        for shape in shapes_for(dtype):
             x = make(shape, dtype)
             ops = (op, hvd.Min) if dtype == "bool" else (op, hvd.Average, hvd.Min, hvd.Product)
             for each in ops:
@@ -109,7 +117,7 @@ def named_operations(make, dtype):
         # The last rank gets no rows.
         is_like(face.reducescatter(make((p - 1, 2), dtype), op=op), make, dtype,
                 (int(r < p - 1), 2), 1 if dtype == "bool" else p)
-    for shape in SHAPES:
+    for shape in shapes_for(dtype):
         x = make(shape, dtype)
         is_like(face.broadcast(x, 0), make, dtype, shape)
         assert face.broadcast_(x, p - 1) is x
@@ -185,7 +193,7 @@ def sparse_sums(dtype):
 
 def collectives_of_the_back_end(dtype):
     dtypes = dict(dtype=getattr(torch, dtype))
-    for shape in SHAPES:
+    for shape in shapes_for(dtype):
         x = tensor(shape, dtype)
         dist.all_reduce(x)
         dist.reduce(x, p - 1)
@@ -239,19 +247,21 @@ REDUCERS = [None, reducers.Cast(), reducers.Int8(), reducers.PowerSGD(rank=1),
             reducers.TopK(1.0), reducers.OneBit(), reducers.Adasum()]
 
 
-def training(folder):
+def training():
     apart = mpiring.init(config=mpiring.Config(shared_memory=False, tuning=False))
     for reducer in REDUCERS:
         model = of_tensors.DataParallel(WithNothing(), apart, reducer=reducer)
         model(torch.ones(0 if r else 2, 3)).backward()
         if not isinstance(reducer, reducers.Adasum):
-            assert (model.layer.bias.grad == 2 / p).all(), (reducer, model.layer.bias.grad)
+            torch.testing.assert_close(model.layer.bias.grad, torch.full((2,), 2 / p), rtol=0.01,
+                                       atol=0)
         assert model.none.weight.grad.shape == (0, 2)
         model.compare_replicas()
         broadcast_parameters(model.state_dict().values(), comm)
-    sharded = of_tensors.Sharded(torch.optim.AdamW, model.parameters(), model)
+    sharded = of_tensors.Sharded(torch.optim.AdamW, model, lr=0.1)
     model(torch.ones(2, 3)).backward()
     sharded.step()
+    apart.close()
     state = torch.optim.Adam([nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(()))])
     for q in state.param_groups[0]["params"]:
         q.grad = torch.ones_like(q)
@@ -260,18 +270,43 @@ def training(folder):
     broadcast_optimizer_state(state, comm)
     assert len(state.state) == 2
     broadcast_parameters([], comm)
-    apart.close()
+    local = WithNothing()
+    for outer in (LocalSGD(local, comm, every=1), DiLoCo(local, comm, every=1)):
+        local.layer.weight.data += r
+        outer.step()
+        outer.synchronize()
+    model = AsyncDataParallel(WithNothing(), comm, optimizer=optim.SGD)
+    model(torch.ones(2, 3)).backward()
+    model.step()
+    model.close()
+
+
+def training_of_arrays():
+    arrays = {"none": array((0, 3), "float32"), "some": array((2,), "float32")}
+    for sharded in (False, True):
+        model = of_arrays.DataParallel(arrays, comm)
+        optimizer = optim.AdamW(model, lr=0.1, sharded=sharded)
+        for name, grad in model.grads.items():
+            grad[...] = r
+            model.ready(name)
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+    with PairAveraging(arrays, comm) as averaging:
+        averaging.step()
 
 
 def saved(folder, make):
     kind = of_tensors.Checkpoints if make is tensor else resilience.Checkpoints
     state = {dtype: [make(shape, dtype) for shape in (*SHAPES, ())] for dtype in DTYPES}
-    checkpoints = kind(os.path.join(folder, make.__name__), comm)
-    checkpoints.save(1, state)
-    loaded = checkpoints.load()
+    with kind(os.path.join(folder, make.__name__), comm) as checkpoints:
+        checkpoints.save(1, replicated=state, own=state)
+        checkpoints.wait()
+        loaded = checkpoints.load()
     for dtype in DTYPES:
-        for x, shape in zip(loaded.state[dtype], (*SHAPES, ()), strict=True):
-            is_like(x, make, dtype, shape)
+        for each in loaded.replicated[dtype], loaded.own[dtype]:
+            for x, shape in zip(each, (*SHAPES, ()), strict=True):
+                is_like(x, make, dtype, shape)
 
 
 def main(folder):
@@ -284,7 +319,8 @@ def main(folder):
         collectives_of_the_back_end(dtype)
         sparse_sums(dtype)
     operations_have_gradients()
-    training(folder)
+    training()
+    training_of_arrays()
     for make in (array, tensor):
         saved(folder, make)
     hvd.shutdown()

@@ -28,6 +28,7 @@ from mpiring.numpy import DiLoCo as LocalOfArrays
 from mpiring.torch import (
     DataParallel, DiLoCo, DistributedSampler, Sharded, broadcast_optimizer_state,
     broadcast_parameters, share_cores)
+from mpiring.torch.tensors import parts_of
 
 if CUDA:
     torch.set_default_device(WHERE)
@@ -1220,6 +1221,122 @@ def the_face_takes_tensors():
                          (torch.ones(3, device=WHERE).to_sparse(), "expected a dense one")):
         if wrong.layout is torch.strided or not ON_GPU:
             fails(lambda wrong=wrong: comm.allreduce(wrong), mpiring.ConfigError, words)
+
+
+class WithBuffers(nn.Module):
+    """A module with tensors as buffers; each rank begins with other elements."""
+
+    def __init__(self, **buffers):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        for name, x in buffers.items():
+            self.register_buffer(name, x)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def odd_tensors():
+    """Return tensors of all layouts, with this rank's number in them."""
+    full = torch.full((4, 4), r + 1.0, device=WHERE)
+    wide, base = torch.full((4, 6), r + 1.0, device=WHERE), torch.full((5,), r + 1.0, device=WHERE)
+    odd = {"expanded": wide[:, :1].expand(4, 3), "number": base[0].expand(2, 2),
+           "transposed": wide.T, "strided": wide[:, ::2], "single": base[::5], "alias": base[1:],
+           "empty": wide[:0], "none": wide[:, :0], "truth": base > 1, "bits": base.bfloat16(),
+           "conjugate": (base + 1j).conj(), "permuted": wide.reshape(2, 4, 3).permute(2, 0, 1)}
+    if not ON_GPU:
+        odd |= {"coo": full.to_sparse(), "sums": torch.sparse_coo_tensor(
+            torch.zeros((1, 2), dtype=torch.int64), base[:2], (3,), check_invariants=False),
+            "csr": full.to_sparse_csr(), "csc": full.to_sparse_csc(),
+            "bsr": full.to_sparse_bsr((2, 2)), "bsc": full.to_sparse_bsc((2, 2))}
+    return odd
+
+
+def dense(x):
+    return x if x.layout is torch.strided else x.to_dense()
+
+
+@ability
+def odd_buffers_are_copied():
+    warnings.filterwarnings("ignore", "(?s).*Sparse")
+    model = DataParallel(WithBuffers(**odd_tensors()), comm)
+    right = comm.broadcast_object({name: dense(x).cpu() for name, x in odd_tensors().items()})
+    for spoil in (False, True):
+        if spoil:
+            for x in model.buffers():
+                for part in parts_of(x):
+                    if part.is_floating_point():
+                        part.add_(r)
+            model(torch.ones(3, 2, device=WHERE)).sum().backward()
+        for name, x in model.named_buffers():
+            torch.testing.assert_close(dense(x).cpu(), right[name], rtol=0, atol=0)
+    mine = odd_tensors()
+    broadcast_parameters(mine.values(), comm)
+    for name, x in mine.items():
+        torch.testing.assert_close(dense(x).cpu(), right[name], rtol=0, atol=0)
+
+
+@ability
+def buffers_that_cannot_be_copied_are_named():
+    if ON_GPU:
+        return
+    warnings.filterwarnings("ignore", "(?s).*(nested|quantize)")
+    for x, words in (
+            (torch.empty(3, device="meta"), "is on meta"),
+            (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "a quantized tensor"),
+            (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
+            (torch.ones(3).to_mkldnn(), "torch._mkldnn"),
+            (nn.UninitializedBuffer(), "no shape yet")):
+        for make in (DataParallel, lambda module, comm: DiLoCo(module, comm, every=2)):
+            fails(lambda x=x, make=make: make(WithBuffers(odd=x), comm), mpiring.ConfigError,
+                  f"rank {r}: buffer odd ", words)
+        # Only one rank has it, but all raise.
+        fails(lambda x=x: broadcast_parameters([torch.ones(3), x if r == p - 1 else torch.ones(3)],
+                                               comm), mpiring.ConfigError,
+              f"rank {p - 1}: tensor 1 ", words)
+    module = WithBuffers()
+    module.sparse = nn.Parameter(torch.eye(3).to_sparse())
+    fails(lambda: DataParallel(module, comm), mpiring.ConfigError, "parameter sparse", "dense")
+    module.sparse.requires_grad_(False)
+    DataParallel(module, comm)
+    if p > 1:
+        nonzero = torch.diag(torch.arange(3.0) > r % 2).float().to_sparse()
+        fails(lambda: DataParallel(WithBuffers(odd=nonzero), comm), mpiring.BufferMismatchError,
+              "odd torch.float32 (3, 3) in memory as torch.sparse_coo [(2, ")
+
+
+@ability
+def a_sparse_state_is_copied_and_compared():
+    if ON_GPU:
+        return
+    with comparing("stop") as own:
+        model = DataParallel(nn.Embedding(5, 2, sparse=True), own)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([r, 2])).sum().backward()
+            optimizer.step()
+        momentum = optimizer.state[model.module.weight]["momentum_buffer"]
+        assert momentum.layout is torch.sparse_coo
+        model.compare_replicas()
+        right = momentum.to_dense()
+        if r == p - 1 > 0:
+            momentum._values().add_(1)
+        if p > 1:
+            fails(model.compare_replicas, mpiring.ReplicaError,
+                  "SGD['weight']['momentum_buffer']")
+        other = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for each in (optimizer, optimizer if r == 0 else other):
+            broadcast_optimizer_state(each, own)
+            copied = each.state[model.module.weight]["momentum_buffer"]
+            assert copied.layout is torch.sparse_coo and torch.equal(copied.to_dense(), right)
+    if p > 2:
+        with comparing("restore") as own:
+            model, x = DataParallel(net(), own), torch.full((4, 1), 1 + (r == 1)).expand(4, 3)
+            model.watch(x=x)
+            with warnings_of_mpiring() as texts:
+                model.compare_replicas()
+            assert len(texts) == (r == 0) and (x == 1).all()
 
 
 def writing(x):

@@ -26,6 +26,13 @@ def test_a_program(ranks, command, tmp_path):
     assert ended.output.count("all is well") == ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_with_nothing_in_them(ranks, tmp_path):
+    ended = run(ranks, PROGRAMS / "nothing.py", tmp_path, MPIRING_TUNING_FOLDER="")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == ranks
+
+
 def test_data_loaders_with_forked_workers():
     ended = launch(2, PROGRAMS / "torch_forks.py")
     assert ended.status == 0, ended.output
