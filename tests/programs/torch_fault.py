@@ -40,6 +40,13 @@ elif fault == "missing member":
     if rank != 1:
         dist.new_group(backend="mpiring", timeout=timedelta(seconds=2))
     time.sleep(60)
+elif fault == "buffer":
+    comm = mpiring.init(config=mpiring.Config(tuning=False, tuning_folder=""))
+    model = torch.nn.Linear(3, 1)
+    model.register_buffer("cache", torch.ones(3))
+    model = mpiring.torch.DataParallel(model, comm)
+    model.module.cache = torch.ones(3 + rank)
+    model(torch.ones(2, 3)).sum().backward()
 elif fault == "exception":
     if rank == 1:
         raise ValueError("a bug in the user's code")

@@ -2,6 +2,7 @@
 
 import logging.handlers
 import os
+import pickle
 import sys
 import warnings
 from datetime import timedelta
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -109,6 +112,80 @@ def save_amid_collectives(state, **where):
     future.result()
 
 
+class Named(nn.Module):
+    """A module with names that wrappers have as well, and with parameters at its root."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.module, self.order, self.norm = nn.Linear(7, 4), nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("temporary", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        return self.norm(self.order(self.module(x))) * self.scale
+
+
+def states_of_wrappers_have_plain_names():
+    """A state of a DataParallel fits a plain model, DDP and FSDP2, and the other way around."""
+    comm = mpiring.init()
+    kinds = {"plain": lambda model: model, "inner": lambda model: nn.Sequential(
+        mpiring.torch.DataParallel(model, comm)), "ddp": nn.parallel.DistributedDataParallel,
+        "ours": lambda model: mpiring.torch.DataParallel(model, comm)}
+
+    def trained(kind, steps):
+        model = kinds[kind](Named())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(steps):
+            model(batch(0, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def state_of(*two, **options):
+        options = StateDictOptions(**options)
+        weights, state = get_state_dict(*two, options=options)
+        return {"weights": weights, "optimizer": state}, options
+
+    for settings in ({}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}):
+        for source, target in (("ours", "plain"), ("ours", "ddp"), ("plain", "ours"),
+                               ("ddp", "ours"), ("inner", "inner")):
+            state, options = state_of(*trained(source, 3), **settings)
+            right = pickle.dumps(state)
+            other = trained(target, 1)
+            set_state_dict(*other, model_state_dict=state["weights"],
+                           optim_state_dict=state["optimizer"], options=options)
+            again, _ = state_of(*other, **settings)
+            same(again, pickle.loads(right))
+    folder = os.path.join(FOLDER, "wrapped")
+    state, _ = state_of(*trained("ours", 3))
+    checkpoint.save(state, checkpoint_id=folder)
+    kinds["sharded"] = fully_shard
+    for target in ("plain", "sharded", "ours"):
+        other = trained(target, 1)
+        loaded, options = state_of(*other)
+        checkpoint.load(loaded, checkpoint_id=folder)
+        set_state_dict(*other, model_state_dict=loaded["weights"],
+                       optim_state_dict=loaded["optimizer"], options=options)
+        same(state_of(*other, full_state_dict=True)[0], state)
+    comm.close()
+
+
+def same(mine, theirs):
+    """Check that two states have the same keys and elements."""
+    if isinstance(theirs, dict):
+        assert set(mine) == set(theirs), (mine, theirs)
+        for key in theirs:
+            same(mine[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        for one, other in zip(mine, theirs, strict=True):
+            same(one, other)
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(mine, theirs)
+    else:
+        assert mine == theirs, (mine, theirs)
+
+
 def distributed_tensors(mesh):
     size = dist.get_world_size()
     whole = torch.arange(4.0 * size * 3).reshape(4 * size, 3)
@@ -184,6 +261,7 @@ assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == str(dist.ge
 subgroups()
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 sharded_training(mesh)
+states_of_wrappers_have_plain_names()
 distributed_tensors(mesh)
 dist.destroy_process_group()
 again_by_environment()
