@@ -111,6 +111,20 @@ def gradients_come_back():
     assert y.grad.tolist() == (SIZE * np.repeat(np.arange(1.0, SIZE + 1), 2)).tolist()
 
 
+def operations_in_place_are_noticed():
+    """Leaves can be changed, but not what a backward pass needs."""
+    weight = torch.ones(3, requires_grad=True)
+    for n in (3, 3_000_000):
+        x = torch.ones(n)
+        for call in (hvd.allreduce_, lambda x: hvd.broadcast_(x, 0),
+                     lambda x: hvd.grouped_allreduce_([x])):
+            product = (weight[0] * x).sum()
+            call(x)
+            refused(RuntimeError, ["modified by an inplace operation"], product.backward)
+    assert hvd.broadcast_(weight, 0) is weight
+    hvd.broadcast_parameters([weight], 0)
+
+
 def gradients_have_gradients():
     x = torch.full((2 * SIZE,), RANK + 2.0, requires_grad=True)
     for call, weight in ((lambda x: hvd.allreduce(x, op=hvd.Sum), SIZE), (hvd.alltoall, 1)):
@@ -153,6 +167,8 @@ def wrong_use_is_refused():
     refused(ValueError, ["sparse", "sparse_allreduce_async"],
             lambda: hvd.allreduce(torch.eye(2).to_sparse()))
     refused(ValueError, ["invalid params"], lambda: hvd.broadcast_parameters(3, 0))
+    refused(ConfigError, [f"rank {RANK}: odd is on meta"],
+            lambda: hvd.broadcast_parameters({"odd": torch.ones(2, device="meta")}, 0))
     refused(ValueError, ["duplicate process set", "global_process_set"],
             lambda: hvd.add_process_set(range(SIZE)))
     refused(ValueError, ["0 to"], lambda: hvd.add_process_set([0, 99]))
@@ -249,7 +265,7 @@ if sys.argv[1] == "silent":
     hvd.allreduce(torch.ones(3), name="wanted")
 for case in (another_order_on_each_rank, kinds_and_dtypes_mix, one_length_changes,
              operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
-             gradients_have_gradients,
+             gradients_have_gradients, operations_in_place_are_noticed,
              wrong_use_is_refused, batches_are_normalized_together, only_rank_1_has_state,
              a_scheduler_stays_that_of_its_optimizer):
     case()

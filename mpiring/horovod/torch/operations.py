@@ -35,11 +35,10 @@ class TensorOperations(Operations):
     def __init__(self) -> None:
         super().__init__(TensorArrays())
 
-    def _submit(self, kind: str, tensors: Tensors, *arguments: Any, in_place: bool = False,
-                **named: Any) -> NamedRequest:
+    def _submit(self, kind: str, tensors: Tensors, *arguments: Any, **named: Any) -> NamedRequest:
         tensors = list(tensors)
-        request = super()._submit(kind, tensors, *arguments, in_place=in_place, **named)
-        if in_place:
+        request = super()._submit(kind, tensors, *arguments, **named)
+        if request.in_place:
             # Unlike comm.allreduce, Horovod writes to parameters while gradients are recorded.
             torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
         return request
