@@ -142,8 +142,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer,
         same["optimizer"] = type(optimizer).__qualname__
         same["groups"] = [[str(tuple(p.shape)) for p in group["params"]]
                           for group in optimizer.param_groups]
-    # Tensors are sent in host memory; load_state_dict copies them to the parameters' devices.
-    state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
+        # Tensors are sent in host memory; load_state_dict copies them to the parameters' devices.
+        state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
     # Dense tensors are sent separately, because a pickled tensor would be in memory three times.
     outline = comm.broadcast_object(_changed(state, functools.partial(_empty, "meta")), root=root)
     if comm.rank != root:
