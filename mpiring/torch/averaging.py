@@ -26,6 +26,7 @@ from .tensors import (
     gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, spec_of, tensors_in,
 )
 from .threads import fill_only_node
+from .withheld import WithheldGradient, substitutes
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,8 @@ class Averaging:
         self.comm, self._settings, self._completed = comm, settings, completed
         # For each dense parameter, whether this rank has a gradient; later, whether any rank has.
         self._has_gradient = np.empty(0, bool)
-        # Substitutes for gradients in flight: a scalar NaN, and a view of it in the right shape.
-        self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Substitutes for gradients in flight.
+        self._withheld: dict[str, WithheldGradient] = {}
         self._pass: Callable[[], BackwardPass | None] = _no_pass
         # Versions of the parameters after the last update.
         self._latest_versions: Sequence[int] = ()
@@ -163,7 +164,7 @@ class Averaging:
         for name in self.dense:
             self._move(name)
         self._owner: GradientOwner | None = None
-        self.placeholders: dict[str, torch.Tensor] = {}
+        self.placeholders: dict[str, WithheldGradient] = {}
         self._hooks = contextlib.ExitStack()
         self._attach()
         weakref.finalize(self, self._hooks.close).atexit = False
@@ -200,7 +201,7 @@ class Averaging:
                 f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
         self.gradients.scatter()
         self._owner = owner
-        self.placeholders = {name: placeholder(p) for name, p in self.dense.items()}
+        self.placeholders = substitutes(self.dense, _scattered)
 
     def close(self) -> None:
         """Detach from the parameters; their gradients remain unchanged."""
@@ -262,17 +263,16 @@ class Averaging:
             self.comm.allreduce(self._has_gradient, op="max")
             unreached = {name for name, has in zip(self.dense, self._has_gradient) if not has}
         withheld, self._withheld = self._withheld, {}
-        # If the user has replaced a substitute, the gradient is not needed any more.
-        blanks = {name: blank for name, (blank, gradient) in withheld.items()
-                  if self.dense[name].grad is gradient}
-        # One call for all, since each read from a GPU takes long.
-        untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
-        for name, is_untouched in zip(blanks, untouched, strict=True):
-            if not is_untouched:
-                self._views[name].zero_()
         for name, p in self.dense.items():
-            if name in blanks or name not in withheld and name not in unreached:
-                p.grad = None if name in unreached else self._views[name]
+            if name in withheld:
+                if p.grad is not withheld[name]:
+                    # The user has replaced the gradient, which is not needed any more.
+                    continue
+                if withheld[name].is_zeroed:
+                    self._views[name].zero_()
+            elif name in unreached:
+                continue
+            p.grad = None if name in unreached else self._views[name]
 
     def _reached_output(self, leaves: list[Any], forward: ForwardPass, _: object) -> None:
         """Record that a pass has reached an output; only backward passes are steps.
@@ -392,14 +392,10 @@ class Averaging:
                 f"backward(), not in a hook (with Sharded, no rank needs memory for all state)")
 
     def _withhold(self) -> None:
-        """Replace gradients in flight by NaNs that cannot be written to.
-
-        Scaling and clipping cannot change them, and gradients that the user drops stay dropped.
-        """
-        for name, p in self.dense.items():
-            blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
-            self._withheld[name] = blank, blank.expand(p.shape)
-            p.grad = self._withheld[name][1]
+        """Withhold the gradients in flight; gradients that the user drops stay dropped."""
+        self._withheld = substitutes(self.dense, _in_flight, droppable=True)
+        for name, x in self._withheld.items():
+            self.dense[name].grad = x
 
     def _contribute(self, unreached: Sequence[str]) -> None:
         """Contribute accumulated gradients, or zeros, for parameters that backward did not reach.
@@ -433,29 +429,6 @@ class Averaging:
             p.grad = self._views[name]
 
 
-class ScatteredGradient(torch.Tensor):
-    """Gradient of a parameter whose mean is in slices, one per rank; see `Sharded`.
-
-    Shape, dtype and device can be read. Any other use raises GradientError, because clipping or
-    scaling a plain tensor would have no effect, and its norm would be wrong.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise GradientError for functions that would read elements."""
-        if getattr(func, "__name__", "") in _HARMLESS:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise _refusal(func)
-
-    def __repr__(self, **_: Any) -> str:
-        return f"ScatteredGradient({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
-
-
-# PyTorch calls `__get__` to read attributes of tensors.
-_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
-             "is_complex", "__hash__"}
-
-
 class SliceGradient(torch.Tensor):
     """Gradient of one of this rank's slices, in `param_groups` of a Sharded optimizer.
 
@@ -466,8 +439,9 @@ class SliceGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise GradientError for norms; other results are plain tensors."""
-        if getattr(func, "__name__", "") in _NORMS:
-            raise _refusal(func)
+        name = getattr(func, "__name__", "")
+        if name in _NORMS:
+            raise _scattered(name)
         with without_subclasses():
             return func(*args, **(kwargs or {}))
 
@@ -475,15 +449,15 @@ class SliceGradient(torch.Tensor):
 _NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm"}
 
 
-def _refusal(func: Any) -> GradientError:
+def _scattered(function: str) -> GradientError:
     return GradientError(
-        f"{getattr(func, '__name__', func)} of a gradient that is in slices, one per rank "
+        f"{function} of a gradient that is in slices, one per rank "
         f"(Sharded): clip with optimizer.clip_grad_norm_(...), in Lightning by "
         f"configure_gradient_clipping; log optimizer.grad_norm(); unscale with "
         f"GradScaler.unscale_(optimizer)")
 
 
-def placeholder(p: torch.Tensor) -> torch.Tensor:
-    """Return a substitute for the gradient of `p` that needs memory for one element only."""
-    nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
-    return nan.expand(p.shape).as_subclass(ScatteredGradient)
+def _in_flight(function: str) -> GradientError:
+    return GradientError(
+        f"{function} of a gradient that is in flight (defer_wait=True): call model.synchronize() "
+        f"before gradients are read, clipped, unscaled or written to")

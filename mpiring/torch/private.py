@@ -106,6 +106,15 @@ def copy_all(outs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> N
         torch._foreach_copy_(list(outs), list(tensors))
 
 
+def empty_shell(cls: Any, like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory, with shape, dtype and device of another."""
+    shell = torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
+    # Extensions in C++ would read from address 0.
+    torch._C._set_throw_on_mutable_data_ptr(shell)
+    return shell
+
+
 def without_subclasses() -> AbstractContextManager[None]:
     """Return a context in which subclasses of tensors behave as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()

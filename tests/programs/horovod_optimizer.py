@@ -1,6 +1,7 @@
 """Trains with Horovod's DistributedOptimizer, and compares with one process; run by mpirun."""
 
 import functools
+import gc
 import warnings
 
 import numpy as np
@@ -14,6 +15,7 @@ from mpiring.horovod.process_sets import ProcessSet
 from mpiring.horovod.torch.optimizer import DistributedOptimizer
 from mpiring.horovod.world import global_process_set, init, rank, shutdown, size
 from mpiring.reducers import PowerSGD
+from mpiring.torch import averaging
 
 PAIR = ProcessSet([0, 2])
 init(process_sets=[PAIR])
@@ -37,11 +39,11 @@ def loss_of(model, step, of_rank=RANK):
     return (model(x) - x[:, :1] * x[:, 1:2]).square().mean()
 
 
-def alone(ranks=range(SIZE), passes=1, factor=1.0, change=lambda parameters: None):
+def alone(ranks=range(SIZE), passes=1, factor=1.0, change=lambda parameters: None, steps=4):
     """Return what one process makes of the data of some ranks."""
     model = net()
     optimizer = SGD(model.parameters())
-    for step in range(4):
+    for step in range(steps):
         optimizer.zero_grad()
         for i in range(passes):
             losses = [loss_of(model, passes * step + i, each) for each in ranks]
@@ -114,6 +116,74 @@ def gradients_are_clipped_between():
     same(model, alone(change=clip))
 
 
+def scaled_step(optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def step_without_synchronize(optimizer):
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+# Uses of a gradient between backward and step. An optimizer has averaged the view before.
+USES = {
+    "read": lambda p, optimizer, view: p.grad.sum(),
+    "multiplied": lambda p, optimizer, view: p.grad.mul_(0.5),
+    "data": lambda p, optimizer, view: p.grad.data.mul_(0.5),
+    "numpy": lambda p, optimizer, view: np.multiply(p.grad.numpy(), 0.5, out=p.grad.numpy()),
+    "foreach": lambda p, optimizer, view: torch._foreach_mul_([p.grad], 0.5),
+    "clipped": lambda p, optimizer, view: clip([p]),
+    "clipped by value": lambda p, optimizer, view: nn.utils.clip_grad_value_([p], 0.1),
+    "GradScaler": lambda p, optimizer, view: scaled_step(optimizer),
+    "halved": lambda p, optimizer, view: setattr(p, "grad", p.grad * 0.5),
+    "replaced": lambda p, optimizer, view: setattr(p, "grad", torch.ones_like(p)),
+    "data replaced": lambda p, optimizer, view: setattr(p.grad, "data", torch.ones_like(p)),
+    "dropped": lambda p, optimizer, view: setattr(p, "grad", None),
+    "zeroed": lambda p, optimizer, view: nn.ParameterList([p]).zero_grad(set_to_none=False),
+    "former view": lambda p, optimizer, view: view.mul_(0.5),
+    "used": lambda p, optimizer, view: step_without_synchronize(optimizer)}
+
+def gradients_are_withheld_until_they_are_averaged():
+    """In each step, on one node and on several, where gradients are in flight."""
+    fills_node = averaging.fill_only_node
+    for sends_early in (False, True):
+        averaging.fill_only_node = lambda comm: fills_node(comm) and not sends_early
+        for name, use in USES.items():
+            model = net()
+            optimizer = distributed(model)
+            for step in range(3):
+                view = model[4].bias.grad
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+
+                def use_and_step():
+                    use(model[4].bias, optimizer, view)
+                    optimizer.step()
+
+                if view is not None or name != "former view":
+                    refuses(GradientError, "call optimizer.synchronize() before", use_and_step)
+                optimizer.step()
+            if name in ("replaced", "dropped"):
+                weights = [p.tolist() for p in model.parameters()]
+                assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
+            elif name != "former view":
+                same(model, alone(steps=3))
+    averaging.fill_only_node = fills_node
+
+
+def gradients_return_without_the_optimizer():
+    model = net()
+    optimizer = distributed(model)
+    loss_of(model, 0).backward()
+    refuses(GradientError, "clamp of the gradient of 0.bias", model[0].bias.grad.clamp, 0)
+    del optimizer
+    gc.collect()
+    torch.testing.assert_close(
+        model[0].bias.grad, *torch.autograd.grad(loss_of(model, 0), [model[0].bias]))
+
+
 def ranks_reach_different_parameters():
     """As in a model with branches; the losses of a step come in several passes."""
     model, other = ([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)] for _ in range(2))
@@ -170,10 +240,10 @@ def two_optimizers_train_in_turn():
         for optimizer in optimizers:
             optimizer.zero_grad()
         models[1](models[0](torch.full((1, 3), RANK + 1.0))).sum().backward()
+        optimizers[step % 2].step()
         for i, model in enumerate(models):
             for p in model.parameters():
                 assert (p.grad is not None and bool(p.grad.max() != 0)) == (step % 2 == i)
-        optimizers[step % 2].step()
     weights = [p.tolist() for model in models for p in model.parameters()]
     assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
 
@@ -265,10 +335,6 @@ def wrong_use_is_refused():
         warnings.simplefilter("always")
         optimizer.step()
     assert [str(each.message)[:23] for each in caught] == ["optimizer.step() called"]
-    optimizer.zero_grad()
-    loss_of(model, 0).backward()
-    clip(model.parameters())
-    refuses(GradientError, "call optimizer.synchronize() before", optimizer.step)
     model[0].requires_grad_(RANK != 1)
     refuses(BufferMismatchError, "freeze the same parameters", distributed(model).synchronize)
 
@@ -293,10 +359,10 @@ def adasum_combines_steps():
 
 
 for case in (settings_train_as_one_process, other_ops_combine_elements,
-             gradients_are_clipped_between, ranks_reach_different_parameters,
-             sparse_gradients_stay_sparse, a_process_set_trains_alone,
-             two_optimizers_train_in_turn, parameters_come_later, what_users_wrap_around_works,
-             wrong_use_is_refused, adasum_combines_steps):
+             gradients_are_clipped_between, gradients_are_withheld_until_they_are_averaged,
+             gradients_return_without_the_optimizer, ranks_reach_different_parameters,
+             sparse_gradients_stay_sparse, a_process_set_trains_alone, two_optimizers_train_in_turn, parameters_come_later,
+             what_users_wrap_around_works, wrong_use_is_refused, adasum_combines_steps):
     case()
     if RANK == 0:
         print(f"holds: {case.__name__}", flush=True)

@@ -1,6 +1,7 @@
 """Counts backward passes, and averages the gradients that an optimizer will use."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from ...errors import BufferMismatchError, GradientError
 from ...launch.host import keep_freed_memory
 from ...operations.consistency import same_on_all
 from ...reducers import Reducer
+from ...text import first_few
 from ...torch.averaging import Averaging, Settings
 from ...torch.modules import weak_hook
-from ...torch.private import version_of
+from ...torch.private import current_pass
 from ...torch.tensors import described
 from ...torch.threads import share_cores
+from ...torch.withheld import WithheldGradients
 from ...training.weighing import Weighing
 from ..ops import Average, Sum
 from ..process_sets import ProcessSet
@@ -83,7 +86,6 @@ class StepAveraging(Averaging):
     """
 
     def _attach(self) -> None:
-        self._versions: dict[str, int] = {}
         self._sparse_dims: dict[str, int] = {}
 
     def add(self, name: str, *, complete: bool) -> None:
@@ -93,10 +95,7 @@ class StepAveraging(Averaging):
             name: Name of the parameter.
             complete: If true, no other pass of this step adds to it, so that it can be sent.
         """
-        p = self._parameters[name]
-        self._add(name, p, averages=complete)
-        if complete and p.grad is not None and name in self.dense:
-            self._versions[name] = version_of(p.grad)
+        self._add(name, self._parameters[name], averages=complete)
 
     def finish(self, names: Collection[str]) -> None:
         """Send the remaining gradients, and return when all averages have arrived.
@@ -104,20 +103,8 @@ class StepAveraging(Averaging):
         Args:
             names: Names in the order in which to send their gradients; other gradients follow.
 
-        Raises:
-            GradientError: A gradient was written to after it was sent.
-
         Collective: yes. Blocking: yes.
         """
-        versions, self._versions = self._versions, {}
-        for name, version in versions.items():
-            gradient = self._parameters[name].grad
-            if gradient is self._views[name] and version_of(gradient) != version:
-                raise GradientError(
-                    f"rank {self.comm.rank}: the gradient of {name} was changed while it was being "
-                    f"averaged; call optimizer.synchronize() before gradients are clipped, "
-                    f"unscaled or written to, and then optimizer.step() in "
-                    f"optimizer.skip_synchronize()")
         missing = dict.fromkeys([*self.gradients.missing, *self._sparse.missing])
         self._contribute([*(name for name in names if name in missing),
                           *(name for name in missing if name not in names)])
@@ -137,6 +124,9 @@ class StepAveraging(Averaging):
 
 class StepGradients:
     """The gradients of an optimizer, counted and averaged.
+
+    A complete gradient is withheld from its parameter until all ranks' gradients are averaged, even
+    if it has not been sent yet. Programs thus get the same errors on one node and on many nodes.
 
     The gradients of a parameter are averaged from the first step in which all ranks have the
     parameter.
@@ -162,7 +152,9 @@ class StepGradients:
         self._averagings: list[StepAveraging] = []
         self._averaging_of: dict[Parameter, StepAveraging] = {}
         self._hooked: set[Parameter] = set()
+        self._withheld = WithheldGradients(functools.partial(_refusal, process_set))
         self._hooks = contextlib.ExitStack()
+        self._hooks.callback(self._withheld.release)
         weakref.finalize(self, self._hooks.close).atexit = False
         self._hook(names)
 
@@ -188,14 +180,28 @@ class StepGradients:
             return
         count = self.counts.get(p, 0) + 1
         if count > self.passes:
-            raise AssertionError(
-                f"rank {comm.rank}: {self._names[p]}: Gradients were computed more than "
-                f"backward_passes_per_step times before call to step(). Increase "
-                f"backward_passes_per_step to accumulate gradients locally.")
+            raise _too_many_passes(comm.rank, self._names[p])
         self.counts[p] = count
+        if not self._combination.eager:
+            return
         # After an elastic restart, ranks have another communicator from the next step on.
-        if comm is self._base and p in self._averaging_of and self._combination.eager:
+        if comm is self._base and p in self._averaging_of:
             self._averaging_of[p].add(self._names[p], complete=count == self.passes)
+        if count == self.passes:
+            self._withheld.withhold(self._names[p], p)
+
+    def forget(self) -> None:
+        """Forget the passes of an incomplete step; its gradients are on this rank only."""
+        self.counts.clear()
+        self._withheld.release()
+
+    def refuse_step(self) -> None:
+        """Raise GradientError if there are gradients that `finish` has not averaged."""
+        self._refuse("a step in skip_synchronize()", self._withheld.names)
+
+    def _refuse(self, use: str, names: Sequence[str]) -> None:
+        if names:
+            raise _refusal(self._process_set, first_few(names, 3), use)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Return when the gradients are averaged over all ranks.
@@ -205,10 +211,11 @@ class StepGradients:
 
         Raises:
             BufferMismatchError: Trained parameters or the combination differ between ranks.
-            GradientError: A gradient was written to after it was sent.
+            GradientError: A gradient was replaced or written to after it was complete.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
+        self._refuse("a change", self._withheld.release())
         comm = self.comm
         if comm is not None:
             if comm is not self._base:
@@ -269,3 +276,20 @@ def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]
 def noname(group: int, index: int) -> str:
     """Return the name of an unnamed parameter."""
     return f"allreduce.noname.{group}.{index}"
+
+
+def _too_many_passes(rank: int, name: str) -> AssertionError:
+    return AssertionError(
+        f"rank {rank}: {name}: Gradients were computed more than backward_passes_per_step times "
+        f"before call to step(). Increase backward_passes_per_step to accumulate gradients "
+        f"locally; hooks must not use a gradient after it is complete.")
+
+
+def _refusal(process_set: ProcessSet, name: str, function: str) -> Exception:
+    rank = process_set.comm.rank
+    if current_pass() >= 0:
+        return _too_many_passes(rank, name)
+    return GradientError(
+        f"rank {rank}: {function} of the gradient of {name} while it was being averaged; call "
+        f"optimizer.synchronize() before gradients are read, clipped, unscaled or written to, and "
+        f"then optimizer.step() in optimizer.skip_synchronize()")

@@ -45,7 +45,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         earlier accumulated values, or zeros.
 
         Raises:
-            GradientError: A gradient was written to while it was being averaged.
+            GradientError: A gradient was replaced or written to since backward.
             BufferMismatchError: Trained parameters differ between ranks.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
@@ -69,6 +69,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             closure: Function that evaluates the model and runs backward; gradients are synchronized
                 after it.
 
+        Raises:
+            GradientError: `synchronize` raises it, or was not called before a step in
+                `skip_synchronize`.
+
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
         def synchronized() -> Any:
@@ -77,6 +81,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return loss
 
         if not self._should_synchronize:
+            self._gradients.refuse_step()
             self._synchronized = False
             return self._plain.step(self, closure)
         if self._synchronized:
@@ -109,7 +114,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the plain optimizer; forget the passes of an incomplete step."""
-        self._gradients.counts.clear()
+        self._gradients.forget()
         self._synchronized, self._should_synchronize = False, True
         self._plain.load_state_dict(self, state_dict)
 

@@ -1,0 +1,134 @@
+"""Substitutes for gradients that must be neither read nor written, such as gradients in flight."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .private import empty_shell, version_of
+from .tensors import tensors_in
+
+Refusal = Callable[[str], Exception]
+
+# Functions that do not need elements. PyTorch calls `__get__` to read attributes of tensors; views
+# such as `.data` are refused by `__torch_dispatch__`.
+_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
+             "is_complex", "requires_grad_", "__hash__"}
+
+
+class WithheldGradient(torch.Tensor):
+    """Substitute for the gradient of a parameter, with its shape, dtype and device, but no memory.
+
+    Any use of its elements raises an error: in Python, through views such as `.data`, in NumPy, in
+    foreach kernels, in GradScaler, and in autograd. Therefore no program can change the gradient
+    unnoticed, except by assigning another gradient to the parameter.
+
+    Args:
+        p: The parameter.
+        refusal: Function that returns the error, given the name of the refused function.
+        droppable: If true, zeroing it is allowed, as `zero_grad(set_to_none=False)` does.
+
+    Attributes:
+        is_zeroed: Whether it was zeroed.
+    """
+
+    _refusal: Refusal
+    _droppable: bool
+    is_zeroed: bool
+
+    @staticmethod
+    def __new__(cls, p: torch.Tensor, refusal: Refusal, *,
+                droppable: bool = False) -> "WithheldGradient":
+        """Return a substitute."""
+        shell = empty_shell(cls, p)
+        shell._refusal, shell._droppable, shell.is_zeroed = refusal, droppable, False
+        return shell
+
+    def __init__(self, p: torch.Tensor, refusal: Refusal, *, droppable: bool = False) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse functions that bypass `__torch_dispatch__`, such as `numpy`."""
+        name = getattr(func, "__name__", str(func))
+        if name in _HARMLESS or name in ("zero_", "_foreach_zero_"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise _first((args, kwargs))._refusal(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse operations on elements."""
+        tensors = [*tensors_in((args, kwargs))]
+        if func not in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default) or (
+                not all(getattr(x, "_droppable", True) for x in tensors)):
+            raise _first(tensors)._refusal(func.__name__.split(".")[0])
+        for x in tensors:
+            if isinstance(x, WithheldGradient):
+                x.is_zeroed = True
+            else:
+                x.zero_()
+        return args[0] if isinstance(args[0], torch.Tensor) else None
+
+    def __repr__(self, **_: Any) -> str:
+        return f"WithheldGradient({self.dtype}, {tuple(self.shape)})"
+
+
+def _first(nest: object) -> WithheldGradient:
+    return next(x for x in tensors_in(nest) if isinstance(x, WithheldGradient))
+
+
+class WithheldGradients:
+    """Gradients that parameters do not have until `release`.
+
+    Args:
+        refusal: Function that returns the error, given the name of the gradient and the name of the
+            refused function.
+    """
+
+    def __init__(self, refusal: Callable[[str, str], Exception]) -> None:
+        self._refusal = refusal
+        # For each: its name, its parameter, the substitute, the gradient, and its version.
+        self._gradients: list[tuple[str, torch.Tensor, WithheldGradient,
+                                    torch.Tensor | None, int]] = []
+        # Substitutes are made once, since this takes longer than the rest.
+        self._substitutes: dict[str, WithheldGradient] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the gradients that are withheld."""
+        return [name for name, *_ in self._gradients]
+
+    def withhold(self, name: str, p: torch.Tensor) -> None:
+        """Replace the gradient of a parameter by a substitute."""
+        gradient, substitute = p.grad, self._substitutes.get(name)
+        if substitute is None:
+            substitute = self._substitutes[name] = WithheldGradient(
+                p, functools.partial(self._refusal, name))
+        version = 0 if gradient is None else version_of(gradient)
+        self._gradients.append((name, p, substitute, gradient, version))
+        p.grad = substitute
+
+    def release(self) -> list[str]:
+        """Return withheld gradients to their parameters, unless the program has assigned others.
+
+        Returns:
+            Names of the gradients that the program has replaced, or has written to through earlier
+            references.
+        """
+        changed = []
+        while self._gradients:
+            name, p, substitute, gradient, version = self._gradients.pop()
+            if p.grad is substitute:
+                p.grad = gradient
+                if gradient is None or version_of(gradient) == version:
+                    continue
+            changed.append(name)
+        return changed[::-1]
+
+
+def substitutes(parameters: Mapping[str, torch.Tensor], refusal: Refusal, *,
+                droppable: bool = False) -> dict[str, WithheldGradient]:
+    """Return a substitute for the gradient of each parameter."""
+    return {name: WithheldGradient(p, refusal, droppable=droppable)
+            for name, p in parameters.items()}
