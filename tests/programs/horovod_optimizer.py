@@ -145,6 +145,7 @@ USES = {
     "former view": lambda p, optimizer, view: view.mul_(0.5),
     "used": lambda p, optimizer, view: step_without_synchronize(optimizer)}
 
+
 def gradients_are_withheld_until_they_are_averaged():
     """In each step, on one node and on several, where gradients are in flight."""
     fills_node = averaging.fill_only_node
@@ -361,8 +362,9 @@ def adasum_combines_steps():
 for case in (settings_train_as_one_process, other_ops_combine_elements,
              gradients_are_clipped_between, gradients_are_withheld_until_they_are_averaged,
              gradients_return_without_the_optimizer, ranks_reach_different_parameters,
-             sparse_gradients_stay_sparse, a_process_set_trains_alone, two_optimizers_train_in_turn, parameters_come_later,
-             what_users_wrap_around_works, wrong_use_is_refused, adasum_combines_steps):
+             sparse_gradients_stay_sparse, a_process_set_trains_alone,
+             two_optimizers_train_in_turn, parameters_come_later, what_users_wrap_around_works,
+             wrong_use_is_refused, adasum_combines_steps):
     case()
     if RANK == 0:
         print(f"holds: {case.__name__}", flush=True)
