@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..memory.arrays import Array, cut, dtype_name, flat
+from ..errors import ConfigError
+from ..memory.arrays import Array, cut, dtype_name, may_overlap, refuse_unusable
 from ..transport.base import Schedule, T
 
 
@@ -27,7 +28,9 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
 
 
 class ArrayBuffers:
-    """Views NumPy arrays as vectors for one operation.
+    """Views NumPy arrays as vectors in C order, for one operation.
+
+    Arrays in another order are copied, and copied back if the operation writes them.
 
     Args:
         staged: Argument of the protocol; ignored, as NumPy arrays are in host memory.
@@ -36,19 +39,27 @@ class ArrayBuffers:
     stream = None
 
     def __init__(self, *, staged: bool = False) -> None:
-        pass
+        self._copies: list[tuple[Array, Array]] = []
 
     def numbers(self, x: Array, *, written: bool = False) -> Array:
         """Return an array's elements as a vector."""
-        return flat(x, writeable=written)
+        if x.flags.c_contiguous:
+            return x.reshape(-1)
+        copy = np.ascontiguousarray(x)
+        if written:
+            self._copies.append((x, copy))
+        return copy.reshape(-1)
 
     def raw(self, x: Array, *, written: bool = False) -> Array:
         """Return an array's bytes as a vector."""
-        return flat(x, writeable=written).view(np.uint8)
+        return self.numbers(x, written=written).view(np.uint8)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Return the schedule unchanged, because results are already in the user's arrays."""
-        return schedule
+        """Run a schedule, then copy results to the user's arrays."""
+        result = yield from schedule
+        for x, copy in self._copies:
+            np.copyto(x, copy)
+        return result
 
 
 class NumPyArrays:
@@ -58,9 +69,28 @@ class NumPyArrays:
     dtype_name = staticmethod(dtype_name)
     scale = staticmethod(scale)
 
-    def array(self, x: Any) -> Array:
-        """Return an argument as an array."""
-        return x if isinstance(x, np.ndarray) else np.asarray(x)
+    def array(self, x: Any, *, written: bool = False) -> Array:
+        """Return an argument as an array without a mask, in any memory order.
+
+        Args:
+            x: Array, or a value that can be converted to one.
+            written: If true, the operation writes results to it.
+
+        Raises:
+            ConfigError: It is masked; or it cannot take a result.
+        """
+        if type(x) is not np.ndarray:
+            if written or isinstance(x, np.ndarray):
+                refuse_unusable(x, writeable=written)
+            x = np.asarray(x)
+        array: Array = x
+        if written and not (array.flags.writeable and array.flags.c_contiguous):
+            refuse_unusable(array, writeable=True)
+            if may_overlap(array.shape, array.strides, array.itemsize):
+                raise ConfigError(
+                    f"an array of shape {array.shape} and strides {array.strides}, whose elements "
+                    f"may share memory: it cannot take a result; pass x.copy()")
+        return array
 
     def device(self, x: Array) -> str:
         """Return "" for host memory."""
@@ -80,7 +110,7 @@ class NumPyArrays:
 
     def to_bytes(self, x: Array) -> Array:
         """Return an array's bytes."""
-        return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        return ArrayBuffers().raw(x)
 
     def from_bytes(self, raw: Array, shape: Sequence[int], like: Array) -> Array:
         """Return bytes as an array with the dtype of `like`."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import NumPyArrays
 from .process_sets import ProcessSet
 from .world import global_process_set
 
@@ -93,4 +94,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Collective: yes. Blocking: yes.
     """
     for _, x in named(params, np.ndarray):
-        global_process_set.comm.broadcast(x, root=root_rank)
+        array = NumPyArrays().array(x, written=True)
+        # Ranks may have different memory orders.
+        rows = np.ascontiguousarray(array)
+        global_process_set.comm.broadcast(rows, root=root_rank)
+        if not array.flags.c_contiguous:
+            np.copyto(array, rows)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from .compression import Compression
 from .ops import Average, op_named
 from .process_sets import ProcessSet
@@ -36,20 +34,17 @@ class Operations:
         tensors = tensors if isinstance(tensors, list) else list(tensors)
         # The general case takes 1 µs longer.
         if len(tensors) == 1:
-            x = arrays.array(tensors[0])
+            x = arrays.array(tensors[0], written=in_place)
             tensors, terms = [x], terms_of(arrays, kind, (x.dtype,), (x.shape,), op, root, factors,
                                            arrays.device(x))
         else:
-            tensors = [*map(arrays.array, tensors)]
+            tensors = [arrays.array(x, written=in_place) for x in tensors]
             devices = sorted({arrays.device(x) for x in tensors})
             if len(devices) != 1:
                 raise ValueError(f"{kind} of {len(tensors)} tensors on {devices}: expected at "
                                  f"least one, all in host memory or all on GPUs")
             terms = terms_of(arrays, kind, tuple([x.dtype for x in tensors]),
                              tuple([x.shape for x in tensors]), op, root, factors, devices[0])
-        if in_place and any(isinstance(x, np.ndarray) and not x.flags.writeable for x in tensors):
-            raise ValueError(f"{kind} of a read-only array, in place: pass an array that can be "
-                             f"written to")
         return matcher.submit(
             NamedRequest(arrays, name or "", terms, tensors, in_place, single, splits))
 

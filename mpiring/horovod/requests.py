@@ -55,8 +55,8 @@ class RequestBuffers(Protocol):
 class ArrayPackage(Protocol):
     """Functions that operations need from an array package, NumPy or PyTorch."""
 
-    def array(self, x: Any) -> Any:
-        """Return an argument as an array."""
+    def array(self, x: Any, *, written: bool = False) -> Any:
+        """Return an argument as an array; if `written`, refuse one that cannot take a result."""
 
     def dtype_name(self, dtype: Any) -> str:
         """Return the name of a dtype, the same in all packages."""

@@ -92,6 +92,18 @@ def _name(dtype: np.dtype[Any]) -> str:
         f"dtype, bfloat16 of ml_dtypes, or broadcast_object for Python objects")
 
 
+def refuse_unusable(x: Any, *, writeable: bool) -> None:
+    """Raise ConfigError unless `x` is an array without a mask that can be written to as needed."""
+    if not isinstance(x, np.ndarray):
+        raise ConfigError(
+            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
+            f"convert it with numpy.asarray, or send it with broadcast_object")
+    if isinstance(x, np.ma.MaskedArray):
+        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
+    if writeable and not x.flags.writeable:
+        raise ConfigError(f"array of shape {x.shape} is read-only; pass a copy: x.copy()")
+
+
 def flat(x: Any, *, writeable: bool = True) -> Array:
     """Return the elements of `x` as a vector that shares its memory.
 
@@ -103,12 +115,8 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
         ConfigError: It is not an array, or it is masked, not contiguous, or read-only.
     """
     is_plain = type(x) is np.ndarray
-    if not isinstance(x, np.ndarray):
-        raise ConfigError(
-            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
-            f"convert it with numpy.asarray, or send it with broadcast_object")
-    if not is_plain and isinstance(x, np.ma.MaskedArray):
-        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
+    if not is_plain:
+        refuse_unusable(x, writeable=False)
     flags = x.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise ConfigError(
@@ -116,9 +124,27 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
             f"be combined in place; pass a contiguous array: y = numpy.ascontiguousarray(x), "
             f"and afterwards x[...] = y")
     if writeable and not flags.writeable:
-        raise ConfigError(f"array of shape {x.shape} is read-only; pass a copy: x.copy()")
+        refuse_unusable(x, writeable=True)
     # A new view would take twice as long as these checks.
     return x if is_plain and x.ndim == 1 else np.asarray(x).ravel(order="K")
+
+
+def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Return whether elements of an array may share memory; false only if they do not.
+
+    Args:
+        shape: Shape of the array.
+        strides: Distances of its elements, in the unit of `itemsize`.
+        itemsize: Length of an element.
+    """
+    if 0 in shape:
+        return False
+    reach = itemsize
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(strides, shape) if n > 1):
+        if stride < reach:
+            return True
+        reach += stride * (n - 1)
+    return False
 
 
 def chunks_of(x: Array, parts: int) -> list[Array]:

@@ -13,7 +13,7 @@ from ..engine.group import Build, Group
 from ..errors import ConfigError
 from ..gpu.arrays import UserStream, stream_of
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array
+from ..memory.arrays import Array, may_overlap
 from ..memory.tensors import array_of
 from ..transport.base import T, Schedule
 from .tensors import DEVICE_TYPES, viewed_as
@@ -141,10 +141,8 @@ class TensorBuffers:
         if tensor.device != (self._where or tensor.device):
             raise ConfigError(f"tensors on {self._where} and on {tensor.device}: expected all of "
                               f"one collective on one device")
-        if written and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape)):
-            raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
-                              f"{tensor.stride()}, several of whose elements are one: it cannot "
-                              f"take a result; pass tensor.clone()")
+        if written:
+            refuse_overlap(tensor)
         if self._where is None:
             self._where, self.stream = tensor.device, stream_of(tensor)
         self.nbytes += tensor.nbytes
@@ -196,6 +194,14 @@ class TensorBuffers:
                 tensor.copy_(copy)
         if self.stream is not None:
             yield (self.stream.mark(),)
+
+
+def refuse_overlap(tensor: torch.Tensor) -> None:
+    """Raise ConfigError if elements of a strided tensor may share memory."""
+    if not tensor.is_contiguous() and may_overlap(tensor.shape, tensor.stride(), 1):
+        raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
+                          f"{tensor.stride()}, whose elements may share memory: it cannot take a "
+                          f"result; pass tensor.clone()")
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

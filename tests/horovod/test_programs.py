@@ -33,6 +33,15 @@ def test_a_program(ranks, command):
 
 
 @pytest.mark.any_mpi
+@pytest.mark.parametrize("fusion_bytes", [0, 1 << 20])
+def test_memory_orders(fusion_bytes):
+    """Fused and not fused."""
+    ended = run(2, PROGRAMS / "horovod_memory_orders.py", HOROVOD_FUSION_THRESHOLD=fusion_bytes)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+
+
+@pytest.mark.any_mpi
 def test_a_name_that_one_rank_never_submits():
     ended = launch(3, PROGRAMS / "horovod_orders.py", "missing",
                    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2", HOROVOD_CYCLE_TIME="5")

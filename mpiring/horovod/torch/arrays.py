@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from ...errors import ConfigError
 from ...gpu.arrays import OPENERS, is_gpu_tensor
 from ...memory.arrays import Array
 from ...memory.tensors import array_of
 from ...torch.private import copy_all
 from ...torch.tensors import tensor_of, tensor_of_bytes
-from ...torch.vectors import TensorBuffers
+from ...torch.vectors import TensorBuffers, refuse_overlap
 from ..arrays import scale
 
 
@@ -21,10 +22,25 @@ class TensorArrays:
     buffers = TensorBuffers
     copy_all = staticmethod(copy_all)
 
-    def array(self, x: Any) -> torch.Tensor:
-        """Return an argument, which must be a tensor."""
-        if not isinstance(x, torch.Tensor):
+    def array(self, x: Any, *, written: bool = False) -> torch.Tensor:
+        """Return an argument, which must be a tensor, in any memory order.
+
+        Args:
+            x: The tensor.
+            written: If true, the operation writes results to it.
+
+        Raises:
+            ValueError: It is not a tensor, or is a tensor of a class without plain memory.
+            ConfigError: It cannot take a result.
+        """
+        if not isinstance(x, torch.Tensor) or (
+                type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
             raise ValueError(f"a {type(x).__name__}: expected a torch.Tensor")
+        if written and x.layout is torch.strided:
+            refuse_overlap(x)
+            if x.is_conj() or x.is_neg():
+                raise ConfigError("a view that conjugates or negates another tensor cannot take a "
+                                  "result; pass x.resolve_conj().resolve_neg()")
         return x
 
     def dtype_name(self, dtype: torch.dtype) -> str:
