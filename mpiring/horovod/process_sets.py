@@ -6,6 +6,7 @@ from typing import Any
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..operations.consistency import same_on_all
+from .lending import Lender
 from .matching import Matcher
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -36,6 +37,7 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Any) -> None:
         self._comm: Communicator | None = None
         self._matcher: Matcher | None = None
+        self._lender: Lender | None = None
         if not isinstance(ranks_or_comm, Iterable) and hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
@@ -89,6 +91,16 @@ class ProcessSet:
             raise ValueError(f"rank {self.comm.rank}: {self} no longer has operations")
         return self._matcher
 
+    @property
+    def lender(self) -> Lender:
+        """Lender of communicators for the set's optimizers.
+
+        Raises the same errors as `comm`.
+        """
+        if self._lender is None:
+            self._lender = Lender(self.comm)
+        return self._lender
+
     def root(self, rank: int) -> int:
         """Return the number of a rank within the set.
 
@@ -116,10 +128,12 @@ class ProcessSet:
         try:
             if self._matcher is not None:
                 self._matcher.close()
+            if self._lender is not None:
+                self._lender.close()
             if self._comm is not None:
                 self._comm.close()
         finally:
-            self.process_set_id = self._comm = self._matcher = None
+            self.process_set_id = self._comm = self._matcher = self._lender = None
 
 
 def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> list[int]:

@@ -249,6 +249,32 @@ def two_optimizers_train_in_turn():
     assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
 
 
+def optimizers_use_communicators_again():
+    def trained():
+        model = net()
+        optimizer = distributed(model)
+        same(together(model, optimizer), alone())
+        return model, optimizer
+
+    # One rank keeps an optimizer, so that the others must not use its communicator.
+    kept = trained()
+    if RANK:
+        del kept
+    trained()
+    lender = global_process_set.lender
+    number = len(lender)
+    for _ in range(3):
+        trained()
+    assert len(lender) == number
+    # One is dropped with operations in flight, and its communicator remains unused.
+    kept = trained()
+    loss_of(kept[0], 0).backward()
+    del kept
+    trained()
+    trained()
+    assert len(lender) <= number + 1
+
+
 def parameters_come_later():
     model, plain = net(), net()
     for each in model, plain:
@@ -363,8 +389,9 @@ for case in (settings_train_as_one_process, other_ops_combine_elements,
              gradients_are_clipped_between, gradients_are_withheld_until_they_are_averaged,
              gradients_return_without_the_optimizer, ranks_reach_different_parameters,
              sparse_gradients_stay_sparse, a_process_set_trains_alone,
-             two_optimizers_train_in_turn, parameters_come_later, what_users_wrap_around_works,
-             wrong_use_is_refused, adasum_combines_steps):
+             two_optimizers_train_in_turn, optimizers_use_communicators_again,
+             parameters_come_later, what_users_wrap_around_works, wrong_use_is_refused,
+             adasum_combines_steps):
     case()
     if RANK == 0:
         print(f"holds: {case.__name__}", flush=True)

@@ -23,6 +23,7 @@ from ...torch.tensors import described
 from ...torch.threads import share_cores
 from ...torch.withheld import WithheldGradients
 from ...training.weighing import Weighing
+from ..lending import Loan, give_back
 from ..ops import Average, Sum
 from ..process_sets import ProcessSet
 from ..reducing import reducer_for
@@ -155,6 +156,8 @@ class StepGradients:
         self._withheld = WithheldGradients(functools.partial(_refusal, process_set))
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(self._withheld.release)
+        self._loans: list[Loan] = []
+        self._hooks.callback(give_back, self._loans, self.counts)
         weakref.finalize(self, self._hooks.close).atexit = False
         self._hook(names)
 
@@ -192,6 +195,9 @@ class StepGradients:
 
     def forget(self) -> None:
         """Forget the passes of an incomplete step; its gradients are on this rank only."""
+        if self.counts:
+            # Operations of this step may be in flight.
+            self._loans.clear()
         self.counts.clear()
         self._withheld.release()
 
@@ -254,13 +260,14 @@ class StepGradients:
         sparse: set[str] = set().union(*comm.allgather_object(
             {name for name, p in parameters.items() if combination.gathers(p.grad)}))
         for part in parts:
-            private_comm = comm.split(0)
+            loan = self._process_set.lender.lend()
+            self._loans.append(loan)
             reducers = {name: reducer for group in combination.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
                 for reducer in [combination.reducer()] for name in group}
             averaging = StepAveraging(
-                part, {p for name, p in part.items() if name in sparse}, private_comm,
-                (SumWeighing if combination.op == Sum else Weighing)(private_comm),
+                part, {p for name, p in part.items() if name in sparse}, loan.comm,
+                (SumWeighing if combination.op == Sum else Weighing)(loan.comm),
                 Settings(bucket_bytes, reducers), completed=lambda: None, steps=0)
             self._averagings.append(averaging)
             self._averaging_of.update(dict.fromkeys(part.values(), averaging))
