@@ -33,6 +33,18 @@ class HorovodInternalError(MpiringError, RuntimeError):
     """An operation has failed: ranks used one name for different operations, or a rank has died."""
 
 
+class HostsUpdatedInterrupt(RuntimeError):
+    """Makes `elastic.run` call the function again although no rank has died; all ranks raise it.
+
+    Args:
+        skip_sync: If true, all ranks already have the same state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(f"skip_sync={skip_sync}")
+        self.skip_sync = skip_sync
+
+
 class RequestBuffers(Protocol):
     """Views arrays as vectors for one operation; see torch.vectors.TensorBuffers.
 

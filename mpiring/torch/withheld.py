@@ -15,6 +15,7 @@ Refusal = Callable[[str], Exception]
 # such as `.data` are refused by `__torch_dispatch__`.
 _HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
              "is_complex", "requires_grad_", "__hash__"}
+_ZEROING = {"zero_", "_foreach_zero_"}
 
 
 class WithheldGradient(torch.Tensor):
@@ -52,17 +53,16 @@ class WithheldGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions that bypass `__torch_dispatch__`, such as `numpy`."""
         name = getattr(func, "__name__", str(func))
-        if name in _HARMLESS or name in ("zero_", "_foreach_zero_"):
+        if name in _HARMLESS or name in _ZEROING:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise _first((args, kwargs))._refusal(name)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse operations on elements."""
-        tensors = [*tensors_in((args, kwargs))]
-        if func not in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default) or (
-                not all(getattr(x, "_droppable", True) for x in tensors)):
-            raise _first(tensors)._refusal(func.__name__.split(".")[0])
+        tensors, name = [*tensors_in((args, kwargs))], func.__name__.split(".")[0]
+        if name not in _ZEROING or not all(getattr(x, "_droppable", True) for x in tensors):
+            raise _first(tensors)._refusal(name)
         for x in tensors:
             if isinstance(x, WithheldGradient):
                 x.is_zeroed = True

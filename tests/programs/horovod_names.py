@@ -1,5 +1,6 @@
 """Calls every function of Horovod's interface, on NumPy arrays and tensors; on 3 ranks or more."""
 
+import importlib
 import json
 import sys
 
@@ -217,5 +218,22 @@ for hvd, calls in (
     assert set(calls) == set(hvd.__all__), set(calls) ^ set(hvd.__all__)
     for name, call in calls.items():
         assert call() is True, (hvd.__name__, name)
+# Horovod's modules, which programs also import.
+for name, names in {
+        "torch.mpi_ops": mpiring.horovod.torch.__all__, "torch.compression": ["Compression"],
+        "torch.functions": ["allgather_object", "broadcast_object", "broadcast_parameters",
+                            "broadcast_optimizer_state"],
+        "torch.optimizer": ["DistributedOptimizer"], "torch.sync_batch_norm": ["SyncBatchNorm"],
+        "common.exceptions": ["HorovodInternalError"],
+        "common.process_sets": ["ProcessSet", "add_process_set", "global_process_set",
+                                "remove_process_set"]}.items():
+    module = importlib.import_module(f"mpiring.horovod.{name}")
+    for each in names:
+        assert getattr(module, each) is getattr(mpiring.horovod.torch, each), (name, each)
+interrupt = importlib.import_module("mpiring.horovod.common.exceptions").HostsUpdatedInterrupt
+assert interrupt is mpiring.horovod.torch.elastic.HostsUpdatedInterrupt
+plain = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+assert [*mpiring.horovod.torch.DistributedOptimizer(plain)._parameter_names.values()] == [
+    "allreduce.noname.0.0", "allreduce.noname.0.1"]
 mpiring.horovod.shutdown()
 print("all is well", flush=True)

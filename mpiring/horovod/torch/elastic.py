@@ -16,24 +16,12 @@ from torch.utils.data import Sampler
 
 from ... import elastic
 from ...torch.states import broadcast_optimizer_state, broadcast_parameters
-from ..requests import HorovodInternalError
+from ..requests import HorovodInternalError, HostsUpdatedInterrupt
 from ..world import abandon, begin, global_process_set, is_initialized, rank, size, world
 
 __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "TorchState", "run"]
 
 T = TypeVar("T")
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """Makes `run` call the function again, though no rank has died; all ranks must raise it.
-
-    Args:
-        skip_sync: If true, all ranks already have the same state.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__(f"skip_sync={skip_sync}")
-        self.skip_sync = skip_sync
 
 
 class _Survivors(elastic.State):

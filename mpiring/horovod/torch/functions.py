@@ -5,8 +5,11 @@ from typing import Any
 import torch
 
 from ...torch import states
-from ..functions import named
+from ..functions import allgather_object, broadcast_object, named
 from ..world import global_process_set
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state",
+           "broadcast_parameters"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

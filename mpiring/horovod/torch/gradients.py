@@ -139,7 +139,7 @@ class StepGradients:
         passes: Number of backward passes that complete a gradient.
 
     Attributes:
-        passes: The same.
+        names, passes: The arguments of the same names, with later changes.
         counts: Number of passes of this step that have added to each gradient, if there are any.
     """
 
@@ -147,7 +147,7 @@ class StepGradients:
                  combination: Combination, passes: int) -> None:
         self.passes = passes
         self.counts: dict[Parameter, int] = {}
-        self._names, self._process_set = dict(names), process_set
+        self.names, self._process_set = dict(names), process_set
         self._combination = combination
         self._base: Communicator | None = None
         self._averagings: list[StepAveraging] = []
@@ -183,15 +183,15 @@ class StepGradients:
             return
         count = self.counts.get(p, 0) + 1
         if count > self.passes:
-            raise _too_many_passes(comm.rank, self._names[p])
+            raise _too_many_passes(comm.rank, self.names[p])
         self.counts[p] = count
         if not self._combination.eager:
             return
         # After an elastic restart, ranks have another communicator from the next step on.
         if comm is self._base and p in self._averaging_of:
-            self._averaging_of[p].add(self._names[p], complete=count == self.passes)
+            self._averaging_of[p].add(self.names[p], complete=count == self.passes)
         if count == self.passes:
-            self._withheld.withhold(self._names[p], p)
+            self._withheld.withhold(self.names[p], p)
 
     def forget(self) -> None:
         """Forget the passes of an incomplete step; its gradients are on this rank only."""
@@ -231,10 +231,10 @@ class StepGradients:
             new = [p for *_, p in trained if p not in self._averaging_of]
             if new:
                 for i, j, p in trained:
-                    self._names.setdefault(p, noname(i, j))
-                self._begin(comm, {self._names[p]: p for p in new})
+                    self.names.setdefault(p, noname(i, j))
+                self._begin(comm, {self.names[p]: p for p in new})
                 self._hook(new)
-            order = dict.fromkeys(self._names[p] for p in self.counts)
+            order = dict.fromkeys(self.names[p] for p in self.counts)
             for averaging in self._averagings:
                 averaging.finish(order)
         self.counts.clear()

@@ -26,6 +26,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _should_synchronize = True
 
     @property
+    def _parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Names of the parameters; programs for Horovod read this attribute."""
+        return self._gradients.names
+
+    @property
     def backward_passes_per_step(self) -> int:
         """Number of backward passes that complete a gradient."""
         return self._gradients.passes

@@ -1,0 +1,1 @@
+"""Modules of Horovod that do not depend on an array package."""
