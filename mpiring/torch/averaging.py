@@ -125,6 +125,7 @@ class Averaging:
         active: Whether backward passes average if they reach no output of the model.
         averaged: Whether the last complete backward pass has averaged.
         in_flight: Whether gradients are in flight.
+        sends_early: Whether buckets are sent during backward, as soon as they are full.
         dense: Parameters with dense gradients, by name.
         placeholders: Substitutes for the parameters' gradients if an owner has the means, by name.
         comm: The ranks.
@@ -153,11 +154,11 @@ class Averaging:
         # All parameters are on one device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
-        overlap = not fill_only_node(comm) or gpu is not None
+        self.sends_early = not fill_only_node(comm) or gpu is not None
         with self._select_gpu():
             self.gradients = Averager(
                 specs, comm, settings, Placement(gpu, marker_of(first), self._move),
-                weighing=weighing, steps=steps, overlap=overlap)
+                weighing=weighing, steps=steps, overlap=self.sends_early)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm, self.gradients)
         self._views: dict[str, torch.Tensor] = {}

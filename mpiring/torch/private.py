@@ -115,6 +115,11 @@ def empty_shell(cls: Any, like: torch.Tensor) -> Any:
     return shell
 
 
+def only_reads(operation: Any) -> bool:
+    """Return whether an operation of ATen neither writes to a tensor nor returns a view of one."""
+    return all(argument.alias_info is None for argument in operation._schema.arguments)
+
+
 def without_subclasses() -> AbstractContextManager[None]:
     """Return a context in which subclasses of tensors behave as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()

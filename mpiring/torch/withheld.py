@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from .private import empty_shell, version_of
+from ..memory.pytrees import mapped
+from .private import empty_shell, only_reads, version_of, without_subclasses
 from .tensors import tensors_in
 
 Refusal = Callable[[str], Exception]
 
-# Functions that do not need elements. PyTorch calls `__get__` to read attributes of tensors; views
-# such as `.data` are refused by `__torch_dispatch__`.
-_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
-             "is_complex", "requires_grad_", "__hash__"}
+# Functions that do not call `__torch_dispatch__`, or only after they have failed.
+_BYPASSING = {"__set__", "numpy", "tolist", "data_ptr", "storage", "untyped_storage", "__array__",
+              "__dlpack__", "__dlpack_device__", "__deepcopy__", "__reduce_ex__", "share_memory_"}
 _ZEROING = {"zero_", "_foreach_zero_"}
 
 
@@ -31,11 +31,13 @@ class WithheldGradient(torch.Tensor):
         droppable: If true, zeroing it is allowed, as `zero_grad(set_to_none=False)` does.
 
     Attributes:
+        source: Tensor that operations may read, but not view, instead of this one; None for none.
         is_zeroed: Whether it was zeroed.
     """
 
     _refusal: Refusal
     _droppable: bool
+    source: torch.Tensor | None
     is_zeroed: bool
 
     @staticmethod
@@ -43,7 +45,8 @@ class WithheldGradient(torch.Tensor):
                 droppable: bool = False) -> "WithheldGradient":
         """Return a substitute."""
         shell = empty_shell(cls, p)
-        shell._refusal, shell._droppable, shell.is_zeroed = refusal, droppable, False
+        shell._refusal, shell._droppable = refusal, droppable
+        shell.source, shell.is_zeroed = None, False
         return shell
 
     def __init__(self, p: torch.Tensor, refusal: Refusal, *, droppable: bool = False) -> None:
@@ -53,17 +56,20 @@ class WithheldGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions that bypass `__torch_dispatch__`, such as `numpy`."""
         name = getattr(func, "__name__", str(func))
-        if name in _HARMLESS or name in _ZEROING:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise _first((args, kwargs))._refusal(name)
+        if name in _BYPASSING:
+            raise _substitutes_in((args, kwargs))[0]._refusal(name)
+        with without_subclasses():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse operations on elements."""
-        tensors, name = [*tensors_in((args, kwargs))], func.__name__.split(".")[0]
-        if name not in _ZEROING or not all(getattr(x, "_droppable", True) for x in tensors):
-            raise _first(tensors)._refusal(name)
-        for x in tensors:
+        """Refuse operations on elements, except for those that `source` and `droppable` allow."""
+        withheld, name = _substitutes_in((args, kwargs)), func.__name__.split(".")[0]
+        if only_reads(func) and all(x.source is not None for x in withheld):
+            return func(*mapped(args, _readable), **mapped(kwargs or {}, _readable))
+        if name not in _ZEROING or not all(x._droppable for x in withheld):
+            raise withheld[0]._refusal(name)
+        for x in tensors_in(args):
             if isinstance(x, WithheldGradient):
                 x.is_zeroed = True
             else:
@@ -74,8 +80,12 @@ class WithheldGradient(torch.Tensor):
         return f"WithheldGradient({self.dtype}, {tuple(self.shape)})"
 
 
-def _first(nest: object) -> WithheldGradient:
-    return next(x for x in tensors_in(nest) if isinstance(x, WithheldGradient))
+def _substitutes_in(nest: object) -> list[WithheldGradient]:
+    return [x for x in tensors_in(nest) if isinstance(x, WithheldGradient)]
+
+
+def _readable(x: Any) -> Any:
+    return x.source if isinstance(x, WithheldGradient) else x
 
 
 class WithheldGradients:
@@ -88,9 +98,8 @@ class WithheldGradients:
 
     def __init__(self, refusal: Callable[[str, str], Exception]) -> None:
         self._refusal = refusal
-        # For each: its name, its parameter, the substitute, the gradient, and its version.
-        self._gradients: list[tuple[str, torch.Tensor, WithheldGradient,
-                                    torch.Tensor | None, int]] = []
+        # For each: its name, its parameter, the gradient, and the version of the gradient.
+        self._gradients: list[tuple[str, torch.Tensor, torch.Tensor | None, int]] = []
         # Substitutes are made once, since this takes longer than the rest.
         self._substitutes: dict[str, WithheldGradient] = {}
 
@@ -99,14 +108,21 @@ class WithheldGradients:
         """The names of the gradients that are withheld."""
         return [name for name, *_ in self._gradients]
 
-    def withhold(self, name: str, p: torch.Tensor) -> None:
-        """Replace the gradient of a parameter by a substitute."""
+    def withhold(self, name: str, p: torch.Tensor, *, readable: bool) -> None:
+        """Replace the gradient of a parameter by a substitute.
+
+        Args:
+            name: Name of the gradient.
+            p: The parameter.
+            readable: If true, operations may read the gradient.
+        """
         gradient, substitute = p.grad, self._substitutes.get(name)
         if substitute is None:
             substitute = self._substitutes[name] = WithheldGradient(
                 p, functools.partial(self._refusal, name))
+        substitute.source = gradient if readable else None
         version = 0 if gradient is None else version_of(gradient)
-        self._gradients.append((name, p, substitute, gradient, version))
+        self._gradients.append((name, p, gradient, version))
         p.grad = substitute
 
     def release(self) -> list[str]:
@@ -118,7 +134,9 @@ class WithheldGradients:
         """
         changed = []
         while self._gradients:
-            name, p, substitute, gradient, version = self._gradients.pop()
+            name, p, gradient, version = self._gradients.pop()
+            substitute = self._substitutes[name]
+            substitute.source = None
             if p.grad is substitute:
                 p.grad = gradient
                 if gradient is None or version_of(gradient) == version:

@@ -127,9 +127,8 @@ def step_without_synchronize(optimizer):
         optimizer.step()
 
 
-# Uses of a gradient between backward and step. An optimizer has averaged the view before.
-USES = {
-    "read": lambda p, optimizer, view: p.grad.sum(),
+# Changes of a gradient between backward and step. An optimizer has averaged the view before.
+CHANGES = {
     "multiplied": lambda p, optimizer, view: p.grad.mul_(0.5),
     "data": lambda p, optimizer, view: p.grad.data.mul_(0.5),
     "numpy": lambda p, optimizer, view: np.multiply(p.grad.numpy(), 0.5, out=p.grad.numpy()),
@@ -151,7 +150,7 @@ def gradients_are_withheld_until_they_are_averaged():
     fills_node = averaging.fill_only_node
     for sends_early in (False, True):
         averaging.fill_only_node = lambda comm: fills_node(comm) and not sends_early
-        for name, use in USES.items():
+        for name, change in CHANGES.items():
             model = net()
             optimizer = distributed(model)
             for step in range(3):
@@ -159,14 +158,21 @@ def gradients_are_withheld_until_they_are_averaged():
                 optimizer.zero_grad()
                 loss_of(model, step).backward()
 
-                def use_and_step():
-                    use(model[4].bias, optimizer, view)
+                own = model[4].bias.grad
+                if sends_early and step:
+                    refuses(GradientError, "sum of the gradient of 4.bias", own.sum)
+                else:
+                    torch.testing.assert_close(own + 0, *torch.autograd.grad(
+                        loss_of(model, step), [model[4].bias]))
+
+                def change_and_step():
+                    change(model[4].bias, optimizer, view)
                     optimizer.step()
 
                 if view is not None or name != "former view":
-                    refuses(GradientError, "call optimizer.synchronize() before", use_and_step)
+                    refuses(GradientError, "call optimizer.synchronize() before", change_and_step)
                 optimizer.step()
-            if name in ("replaced", "dropped"):
+            if name in ("halved", "replaced", "dropped"):
                 weights = [p.tolist() for p in model.parameters()]
                 assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
             elif name != "former view":
@@ -178,7 +184,7 @@ def gradients_return_without_the_optimizer():
     model = net()
     optimizer = distributed(model)
     loss_of(model, 0).backward()
-    refuses(GradientError, "clamp of the gradient of 0.bias", model[0].bias.grad.clamp, 0)
+    refuses(GradientError, "clamp_ of the gradient of 0.bias", model[0].bias.grad.clamp_, 0)
     del optimizer
     gc.collect()
     torch.testing.assert_close(
@@ -241,10 +247,10 @@ def two_optimizers_train_in_turn():
         for optimizer in optimizers:
             optimizer.zero_grad()
         models[1](models[0](torch.full((1, 3), RANK + 1.0))).sum().backward()
-        optimizers[step % 2].step()
         for i, model in enumerate(models):
             for p in model.parameters():
                 assert (p.grad is not None and bool(p.grad.max() != 0)) == (step % 2 == i)
+        optimizers[step % 2].step()
     weights = [p.tolist() for model in models for p in model.parameters()]
     assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
 

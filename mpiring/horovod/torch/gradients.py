@@ -127,7 +127,8 @@ class StepGradients:
     """The gradients of an optimizer, counted and averaged.
 
     A complete gradient is withheld from its parameter until all ranks' gradients are averaged, even
-    if it has not been sent yet. Programs thus get the same errors on one node and on many nodes.
+    if it has not been sent yet. A program that changes gradients thus gets the same error on one
+    node and on many nodes. A gradient can be read if it will only be sent in `finish`.
 
     The gradients of a parameter are averaged from the first step in which all ranks have the
     parameter.
@@ -188,10 +189,14 @@ class StepGradients:
         if not self._combination.eager:
             return
         # After an elastic restart, ranks have another communicator from the next step on.
-        if comm is self._base and p in self._averaging_of:
-            self._averaging_of[p].add(self.names[p], complete=count == self.passes)
+        averaging = self._averaging_of.get(p) if comm is self._base else None
+        if averaging is not None:
+            averaging.add(self.names[p], complete=count == self.passes)
         if count == self.passes:
-            self._withheld.withhold(self.names[p], p)
+            # In the buckets, gradients are in flight, or will be, or were multiplied for a sum.
+            self._withheld.withhold(
+                self.names[p], p, readable=self._combination.op != Sum and not (
+                    averaging is not None and averaging.sends_early))
 
     def forget(self) -> None:
         """Forget the passes of an incomplete step; its gradients are on this rank only."""
