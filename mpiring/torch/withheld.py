@@ -22,8 +22,8 @@ class WithheldGradient(torch.Tensor):
     """Substitute for the gradient of a parameter, with its shape, dtype and device, but no memory.
 
     Any use of its elements raises an error: in Python, through views such as `.data`, in NumPy, in
-    foreach kernels, in GradScaler, and in autograd. Therefore no program can change the gradient
-    unnoticed, except by assigning another gradient to the parameter.
+    foreach kernels, in GradScaler, and in autograd. A program can only assign another gradient to
+    the parameter, which the identity of the substitute shows.
 
     Args:
         p: The parameter.

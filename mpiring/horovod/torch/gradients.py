@@ -193,7 +193,7 @@ class StepGradients:
         if averaging is not None:
             averaging.add(self.names[p], complete=count == self.passes)
         if count == self.passes:
-            # In the buckets, gradients are in flight, or will be, or were multiplied for a sum.
+            # In a bucket, it may be in flight, or be multiplied for a sum.
             self._withheld.withhold(
                 self.names[p], p, readable=self._combination.op != Sum and not (
                     averaging is not None and averaging.sends_early))
