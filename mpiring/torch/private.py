@@ -21,6 +21,11 @@ rendezvous_handlers: MutableMapping[str, Callable[..., Iterator[Any]]] = _rendez
 
 # Backward passes
 
+def current_pass() -> int:
+    """Return the number of the backward pass that this thread is running; negative for none."""
+    return torch._C._current_graph_task_id()
+
+
 def call_after_backward(callback: Callable[[], Any]) -> None:
     """Call a function at the end of the backward pass that this thread is running.
 
