@@ -1,6 +1,5 @@
 """Runs training to its end with the surviving ranks, and with new ones."""
 
-import atexit
 import contextlib
 import gc
 import logging
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Generic
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError, MpiringError, ProcessFailedError, TransportError
-from ..launch import forks
+from ..launch import exits, forks
 from ..launch.environment import survives_deaths
 from ..operations.agreement import Call
 from ..transport.base import T
@@ -200,12 +199,24 @@ class _Run(Generic[T]):
         make_default(state.comm)
         state._restore(self._commits)
         self._growth = self._commits.count
-        atexit.unregister(_leave)
-        atexit.register(_leave, state, self._survivors)
+        exits.unregister(self._leave)
+        exits.register(self._leave)
         if self._message:
             _log.warning("%s from %s; this took %.2f s", self._message, state._resume_point,
                          time.monotonic() - noticed_s)
         return self._train_to_end()
+
+    def _leave(self) -> None:
+        """End this process when all survivors have finished.
+
+        The process does not call MPI_Finalize, which can hang after a death.
+        """
+        if forks.in_fork:
+            return
+        with contextlib.suppress(MpiringError):
+            _wait_for_all(self._state.comm, "exit")
+        self._survivors.agree(True)
+        forks.leave(0)
 
 
 @contextlib.contextmanager
@@ -226,16 +237,3 @@ def _limit(seconds: float) -> Iterator[None]:
 
 def _wait_for_all(comm: Communicator, purpose: str) -> None:
     comm.run(Call(purpose), lambda collectives: collectives.barrier(), patient=True)
-
-
-def _leave(state: State, survivors: "Survivors") -> None:
-    """End this process when all survivors have finished.
-
-    The process does not call MPI_Finalize, which can hang after a death.
-    """
-    if forks.in_fork:
-        return
-    with contextlib.suppress(MpiringError):
-        _wait_for_all(state.comm, "exit")
-    survivors.agree(True)
-    forks.leave(0)

@@ -1,6 +1,5 @@
 """Runs the operations of a group of ranks: numbers them, and passes them to the engine."""
 
-import atexit
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
 from ..jit import cache
-from ..launch import forks
+from ..launch import exits, forks
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
 from ..memory.scratch import Scratch
@@ -96,7 +95,7 @@ class Group:
         self.fast_calls = FastCalls(self, self.sharing.memory if is_fast else None)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
-        atexit.register(self._close_at_exit)
+        exits.register(self._close_at_exit)
 
     def _create_resources(self) -> None:
         """Create empty pools, which releases the memory of earlier operations."""
@@ -491,7 +490,7 @@ class Group:
         self._transport.drop()
 
     def _unregister(self) -> None:
-        atexit.unregister(self._close_at_exit)
+        exits.unregister(self._close_at_exit)
         self._disconnect()
 
     def _wait_for_all(self) -> None:
