@@ -196,7 +196,7 @@ class Communicator:
             return self.allreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
-            self._group.tune_once()
+            self._group.tune_before(prepared.call, waits=True)
         self._run(prepared, "allreduce", x, op, notes=algorithm == "auto")
         return x
 
@@ -222,7 +222,8 @@ class Communicator:
         """Start to combine `x` over all ranks, and return a handle at once.
 
         The operation advances in the background. Do not read or write `x` until the `wait()` of
-        the handle returns it. Many operations may be in flight; wait for them in any order.
+        the handle returns it. Many operations may be in flight; wait for them in any order. Other
+        ranks may call `allreduce` instead.
 
         Args:
             x: Array as in `allreduce`.
@@ -240,6 +241,8 @@ class Communicator:
             return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
         call, build, _ = self._allreduce(x, op, algorithm)
         note_write(x)
+        if algorithm == "auto":
+            self._group.tune_before(call, waits=False)
         handle = self.submit(call, lambda collectives: returning(x, build(collectives)))
         if may_be_fast:
             self._fast_calls.note("allreduce", call, x, op)
@@ -471,8 +474,9 @@ class Communicator:
     def tune(self, *, fresh: bool = False) -> Model:
         """Measure the cost of each algorithm on these ranks; "auto" uses the result from now on.
 
-        The first blocking allreduce between nodes, and `DataParallel`, call this unless the setting
-        `tuning` is off. It takes less than half a second on usual networks.
+        Unless the setting `tuning` is off, `prepare` and `DataParallel` call this. The first
+        allreduce between nodes for which all ranks wait also does, if it is one of the first ten.
+        It takes less than half a second on usual networks.
 
         Args:
             fresh: If true, measure even if an earlier job on the same kind of cluster has measured.

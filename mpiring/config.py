@@ -37,8 +37,9 @@ class Config:
             support the op or dtype, the fastest algorithm is used.
         shared_memory: If true, the ranks of a node reduce directly from node-shared memory.
             Otherwise they exchange messages, as if each rank had a separate node.
-        tuning: If true, measure before the first allreduce between nodes which algorithm is the
-            fastest for each size, or load the measurement of an earlier job.
+        tuning: If true, measure which algorithm is the fastest for each size, or load the
+            measurement of an earlier job. This happens before the first allreduce between nodes for
+            which all ranks wait.
         tuning_folder: Folder in which rank 0 saves measurements, and every rank saves code that
             numba has compiled; "" saves nothing.
         autotune: If true, each DataParallel tries bucket lengths, algorithms and numbers of

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ..transport.survivors import Survivors
 
 Build = Callable[[Collectives], Schedule[T]]
+# A program that never waits in its first allreduces must call `tune` or `prepare` to be tuned.
+_MAX_QUESTIONS = 10
 
 
 class Group:
@@ -84,6 +86,7 @@ class Group:
         self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
+        self._questions = _MAX_QUESTIONS
         self._mailbox = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
@@ -149,11 +152,38 @@ class Group:
         self.lane.max_in_flight = count
 
     def tune_once(self) -> None:
-        """Tune before the first allreduce whose algorithm depends on it.
+        """Tune, unless these ranks are tuned or need not be.
 
         Collective: yes. Blocking: yes, the first time.
         """
         if not self._is_tuned:
+            self.tune()
+
+    def tune_before(self, call: Call, *, waits: bool) -> None:
+        """Tune before an allreduce for which all ranks wait, if it is one of the first.
+
+        A rank must not wait in `iallreduce`, so ranks first ask each other whether all may wait.
+
+        Args:
+            call: The allreduce.
+            waits: If true, this rank waits for it.
+
+        Collective: yes. Blocking: if `waits`.
+        """
+        if self._is_tuned or not self._questions:
+            return
+        self._questions -= 1
+        may_tune = np.array([waits])
+        question = replace(call, detail=f"{call.detail} (do all ranks wait?)", nbytes=1)
+
+        def build(collectives: Collectives) -> Schedule[None]:
+            return collectives.allreduce(may_tune, op="min", algorithm="ring")
+
+        if not waits:
+            self.submit(question, build)
+            return
+        self.run(question, build)
+        if may_tune[0]:
             self.tune()
 
     def _run_tuning(self, step: str, build: Build[T]) -> T:

@@ -120,6 +120,27 @@ def test_without_shared_memory(caplog):
         assert comm.allgather_object(comm.rank) == list(range(comm.size))
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_ranks_may_wait_at_once_or_later(shared_memory):
+    """Between nodes, the first allreduces may tune, which takes all ranks."""
+    config = mpiring.Config(shared_memory=shared_memory, tuning=True, tuning_folder="")
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as comm:
+        in_flight, persistent = [], comm.persistent_reduce_scatter(np.ones(comm.size))
+        for step in range(comm.size + 3):
+            x = np.full(2 + step, comm.rank + 1.0)
+            if step % (comm.size + 1) == comm.rank:
+                in_flight.append((comm.iallreduce(x), x))
+                persistent()
+            else:
+                in_flight.append((None, comm.allreduce(x)))
+                persistent.start()
+                persistent.wait()
+        for handle, x in in_flight:
+            if handle is not None:
+                handle.wait()
+            assert (x == comm.size * (comm.size + 1) / 2).all()
+
+
 def test_memory_that_cannot_be_had_becomes_private(comm, caplog):
     """One rank may not open any more files: all of the node take private memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
