@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 from .arguments import number, path, truth, whole_number
 from .errors import ConfigError
 from .files import regular, replacing
+
+_log = logging.getLogger("mpiring")
 
 
 class Progress:
@@ -80,13 +83,17 @@ class Progress:
             self._printed_s = time.monotonic()
             rate = (self._done - self._first) / max(1e-9, self._printed_s - self._began)
             left_s = (self._total - self._done) / rate
-            # One write (print makes two), so that the launcher does not mix lines of ranks.
-            sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "
-                             f"{left_s:,.0f} s left\n")
-            sys.stderr.flush()
+            # One write (print makes two), so that the launcher does not mix lines of ranks. A full
+            # disk must not end the training.
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "
+                                 f"{left_s:,.0f} s left\n")
+                sys.stderr.flush()
 
     def record(self, step: int, **values: Any) -> None:
         """Append a line to the metrics: the step, the time, and some values.
+
+        If the disk is full, a warning is logged, and the metrics end.
 
         Args:
             step: Step of the training.
@@ -104,15 +111,26 @@ class Progress:
                 raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
                                   f"numbers as step, and numbers or strings") from exc
             # One write, so that there is never half a line to read, even after a kill.
-            self._metrics.write(text + "\n")
-            self._metrics.flush()
+            try:
+                self._metrics.write(text + "\n")
+                self._metrics.flush()
+            except OSError as error:
+                _log.warning("the metrics end here; training continues: %s: %s",
+                             self._metrics.name, error.strerror or error)
+                self._close_metrics()
+
+    def _close_metrics(self) -> None:
+        if self._metrics is not None:
+            # Closing writes again what could not be written.
+            with contextlib.suppress(OSError):
+                self._metrics.close()
+            self._metrics = None
 
     def close(self) -> None:
         """Remove the bar, and close the metrics."""
         if self._bar is not None:
             self._bar.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._close_metrics()
 
     def __enter__(self) -> "Progress":
         return self

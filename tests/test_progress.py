@@ -50,6 +50,30 @@ def test_lines_tell_now_and_then_how_far_it_is(capsys):
     assert re.fullmatch(r"training: 5 of 10, \S+ per s, [\d,]+ s left\n", capsys.readouterr().err)
 
 
+# A limit on the size of files has the effect of a full disk.
+ON_A_FULL_DISK = """
+import resource, sys
+from mpiring.progress import Progress
+with Progress("training", 9, metrics=sys.argv[1], lines_every_s=0) as progress:
+    progress.record(1, loss=0.5)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(map(len, open(sys.argv[1]))), limit[1]))
+    sys.stderr, stderr = open("/dev/full", "w", buffering=1), sys.stderr
+    progress.step()
+    sys.stderr = stderr
+    for step in range(2, 5):
+        progress.record(step, loss=0.5)
+"""
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    ended = python("-c", ON_A_FULL_DISK, path)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    assert ended.stderr.count("the metrics end here; training continues") == 1, ended.stderr
+    assert steps_in(path) == [1]
+
+
 def steps_in(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 

@@ -461,8 +461,13 @@ class Engine:
         text = self.report(whole_number("last", last, 0),
                            None if folder is None else path("folder", folder))
         file = file or sys.stderr
-        file.write(f"mpiring: {text or 'there were no operations yet'}\n")
-        file.flush()
+        try:
+            file.write(f"mpiring: {text or 'there were no operations yet'}\n")
+            file.flush()
+        except OSError:
+            # A full disk must not end the training, unless the user has chosen the file.
+            if file is not sys.stderr:
+                raise
 
 
 def _live() -> list[Engine]:

@@ -1,5 +1,6 @@
 """Asks the other ranks what they are doing when an operation or a message stalls."""
 
+import contextlib
 import functools
 import json
 import math
@@ -7,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +268,7 @@ class MessageWatch:
         # No lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, handle: Handle[Any], other: int | None,
                 limit_s: float) -> Iterator[Callable[[], list[str]]]:
         """Watch a message while a caller waits; yield a function that returns a report's lines.
@@ -350,7 +350,8 @@ def _answer(mailbox: "Mailbox", source: int, question: dict[str, Any], text: str
 
 
 def print_at_once(text: str) -> None:
-    """Print a report to standard error."""
+    """Print a report to standard error, unless this fails: a full disk must not end the job."""
     # One write (print makes two), so that the launcher does not mix lines of ranks.
-    sys.stderr.write(f"mpiring: {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"mpiring: {text}\n")
+        sys.stderr.flush()

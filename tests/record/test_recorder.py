@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import sys
 import time
 import weakref
 
@@ -17,6 +18,7 @@ from mpiring.record import trace_file as chrome
 from mpiring.record.trace_file import OPERATIONS, PROGRAM, STEPS, TraceFile
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
+from mpiring.engine.stalls import print_at_once
 from mpiring.record.counter import OperationCounter
 from mpiring.record.flight import Flight
 from mpiring.record.recorder import CAPACITY, Recorder
@@ -194,6 +196,18 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     recorder = Recorder()
     recorder.trace = trace
     assert "more in" in recorder.save(), "the last operations are still saved"
+
+
+def test_a_full_disk_does_not_end_a_program_that_dumps(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        Recorder().dump(1, Full(), None)
+    monkeypatch.setattr(sys, "stderr", Full())
+    Recorder().dump(1, None, None)
+    print_at_once("rank 0 has waited")
 
 
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
