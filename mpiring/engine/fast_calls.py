@@ -381,6 +381,16 @@ class FastHandle(Handle[T]):
             raise AttributeError(name)
         return getattr(self.hand_over(), name)
 
+    @property
+    def patience_s(self) -> float:
+        """Patience of the engine's handle, which runs and watches the call from now on."""
+        return self.hand_over().patience_s
+
+    @patience_s.setter
+    def patience_s(self, seconds: float) -> None:
+        """Set it; see Handle."""
+        self.hand_over().patience_s = seconds
+
     def poll(self) -> bool:
         """Run the call as far as possible, unless the engine does; return whether it is done."""
         if not (self._is_done or self._handle or self._is_stopped):

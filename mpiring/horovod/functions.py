@@ -25,7 +25,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
 
     Collective: yes. Blocking: yes.
     """
-    return process_set.comm.broadcast_object(obj, root=process_set.root(root_rank))
+    root = process_set.root(root_rank)
+    return process_set.arrive("broadcast_object").broadcast_object(obj, root=root)
 
 
 def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
@@ -54,7 +55,7 @@ def allgather_object(obj: Any, name: str | None = None,
 
     Collective: yes. Blocking: yes.
     """
-    return process_set.comm.allgather_object(obj)
+    return process_set.arrive("allgather_object").allgather_object(obj)
 
 
 def named(params: Any, kind: type) -> list[tuple[str, Any]]:
@@ -93,10 +94,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Collective: yes. Blocking: yes.
     """
-    for _, x in named(params, np.ndarray):
-        array = NumPyArrays().array(x, written=True)
+    arrays = [NumPyArrays().array(x, written=True) for _, x in named(params, np.ndarray)]
+    comm = global_process_set.arrive("broadcast_parameters")
+    for array in arrays:
         # Ranks may have different memory orders.
         rows = np.ascontiguousarray(array)
-        global_process_set.comm.broadcast(rows, root=root_rank)
+        comm.broadcast(rows, root=root_rank)
         if not array.flags.c_contiguous:
             np.copyto(array, rows)

@@ -6,31 +6,41 @@ after a short time without new operations. For each batch, ranks compare a diges
 in one short allreduce. Usually all digests are equal; all operations then start in the order of
 submission. Otherwise ranks gather their lists of names. The operations that all ranks have
 submitted start in the order of the lowest rank; the other operations join the next batch.
+
+The last operation of a rank is named `barrier.shutdown`. Operations that this rank has not
+submitted before then fail on the other ranks. Ranks that have called `join` take part in reductions
+with zeros, and in steps of optimizers by a function of the process set.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..communicator import Communicator
+from ..engine.handle import Handle
 from ..errors import ConfigError, MpiringError
 from ..record.trace_file import TraceFile
 from ..text import first_few, ranks_text
+from ..transport import waiting
 from .arrays import NumPyArrays
 from .fusion import FusedVectors
-from .requests import JOIN, HorovodInternalError, NamedRequest, Terms
+from .ops import MEAN
+from .requests import (
+    BARRIER, JOIN, REDUCTIONS, STEP, HorovodInternalError, NamedRequest, Terms)
 
 _log = logging.getLogger("mpiring")
 
 # Name of the last operation of each process set.
-_LAST = "barrier.shutdown"
+_LAST_NAME = "shutdown"
+_LAST = f"{BARRIER}.{_LAST_NAME}"
 # A batch ends after this time without new operations; a thread checks five times as often.
 _QUIET_S = 5e-3
 # Limits of the pause between two comparisons of operations that some ranks have not submitted.
@@ -44,6 +54,8 @@ class Matcher:
         comm: Communicator of the process set, used only by this object.
         ranks: Global ranks of the process set.
         fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
+        step: Function to call with the name of an optimizer's step, in which this rank takes part
+            without a batch because it has called `join`.
 
     Attributes:
         marks_rounds: If true, traces record the start of each comparison.
@@ -51,26 +63,31 @@ class Matcher:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int) -> None:
+    def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int,
+                 step: Callable[[str], None]) -> None:
         self._comm, self._ranks = comm, list(ranks)
         self._rank = self._ranks[comm.rank]
         self._fusion = FusedVectors(comm, fusion_bytes)
         self._batch_bytes = max(fusion_bytes, 1)
-        # The open batch, ended batches, and operations that some ranks have not submitted.
-        # `_lock` protects them; `_progress_lock` is held while operations are compared and started.
-        self._open: list[NamedRequest] = []
-        self._open_bytes = 0
-        self._batches: deque[list[NamedRequest]] = deque()
-        self._remaining: list[NamedRequest] = []
+        # All operations that have not started, in the order in which they are compared. The first
+        # `_left` were compared before, but some ranks had not submitted them. `_lock` protects
+        # them; `_progress_lock` is held while operations are compared and started.
+        self._waiting: list[NamedRequest] = []
+        self._left = 0
+        # Number of the open batch, and its size in bytes.
+        self._batch, self._open_bytes = 0, 0
         self._lock, self._progress_lock = threading.Lock(), threading.Lock()
         self._names: dict[str, NamedRequest] = {}
         self._unnamed: dict[str, int] = {}
-        # The batch that ranks compare now, its digest, and the allreduce of the digest.
+        # The operations that ranks compare now, their digest, and the allreduce of the digest.
         self._compared: list[NamedRequest] = []
         self._words = np.zeros(2, np.int64)
         self._round: Any = None
         self._retry_s = self._pause_s = 0.0
         self._rounds, self._joined = 0, dict[int, int]()
+        # Steps of other ranks, for the thread that has called `join`.
+        self._step, self._steps = step, deque[str]()
+        self._last: NamedRequest | None = None
         self._last_s = self._warned_s = 0.0
         self._work, self._closed = threading.Event(), False
         self._failure: BaseException | None = None
@@ -106,7 +123,8 @@ class Matcher:
                     f"you want to request another tensor, use a different tensor name; or "
                     f"synchronize the first one before")
             self._names[name] = request
-            self._open.append(request)
+            request.batch = self._batch
+            self._waiting.append(request)
             self._open_bytes += terms.nbytes
             if self._open_bytes >= self._batch_bytes:
                 self._end_batch()
@@ -116,8 +134,8 @@ class Matcher:
 
     def _end_batch(self) -> None:
         """End the open batch; the caller holds the lock."""
-        self._batches.append(self._open)
-        self._open, self._open_bytes = [], 0
+        self._batch += 1
+        self._open_bytes = 0
 
     def start(self, request: NamedRequest) -> None:
         """Block until an operation has started; all ranks must submit it.
@@ -136,12 +154,14 @@ class Matcher:
         if not request.started:
             self._end_open_batch()
             self._try_to_advance()
+            while self._steps:
+                self._step(self._steps.popleft())
             return False
         return request.ended or request.handle is not None and request.handle.test()
 
     def _end_open_batch(self) -> None:
         with self._lock:
-            if self._open:
+            if self._waiting and self._waiting[-1].batch == self._batch:
                 self._end_batch()
 
     def _try_to_advance(self) -> None:
@@ -156,10 +176,9 @@ class Matcher:
         """Advance operations while the program does not wait for them."""
         while not self._closed:
             self._work.wait()
-            while self._open or self._batches or self._remaining or self._compared:
+            self._work.clear()
+            while self._waiting and not self._closed:
                 time.sleep(_QUIET_S / 5)
-                if self._closed:
-                    return
                 if time.monotonic() - self._last_s > _QUIET_S:
                     self._end_open_batch()
                 self._warn(self._compared, "some ranks have not submitted operations since then")
@@ -167,10 +186,7 @@ class Matcher:
                     self._try_to_advance()
                 except MpiringError:
                     # The program gets the error when it waits.
-                    break
-            self._work.clear()
-            if self._open or self._batches:
-                self._work.set()
+                    return
 
     def _work_inline(self) -> None:
         """Advance operations inside other waits of the program, without a thread."""
@@ -204,13 +220,16 @@ class Matcher:
                     self._comm.allreduce(self._words, op="max")
                 else:
                     self._round = self._comm.iallreduce(self._words, op="max")
+                    self._watch(self._round)
             if self._round is not None:
                 if blocking:
                     self._round.wait()
                 elif not self._round.test():
                     return False
-            batch, self._compared, self._round = self._compared, [], None
-            self._match(batch, same=self._words[0] == -self._words[1], blocking=blocking)
+            self._round = None
+            self._match(self._compared, same=self._words[0] == -self._words[1],
+                        blocking=blocking)
+            self._compared = []
         except BaseException as error:
             # The state of the other ranks is now unknown.
             self._failure = error
@@ -220,14 +239,26 @@ class Matcher:
                 f"rank {self._rank} waits for {_listed(self._compared)}: {error}") from error
         return True
 
+    def _watch(self, handle: Handle[Any]) -> None:
+        """Limit the time of a comparison for which `await_all` polls."""
+        if self._last is not None:
+            # Other ranks may compute for hours before they also end.
+            handle.patience_s = waiting.CLOSING_S
+        elif any(request.terms.kind == JOIN for request in self._compared):
+            handle.patience_s = 0.0
+
     def _select_batch(self) -> bool:
-        """Select the next batch, with the remaining operations; return whether there is one."""
+        """Select the operations left over and the oldest ended batch; return whether there are any.
+        """
         with self._lock:
-            is_early = not self._remaining or time.monotonic() < self._retry_s
-            if self._closed or not self._batches and is_early:
+            new = self._waiting[self._left:]
+            number = new[0].batch if new else self._batch
+            is_early = not self._left or time.monotonic() < self._retry_s
+            if self._closed or number == self._batch and is_early:
                 return False
-            self._compared = self._remaining + (self._batches.popleft() if self._batches else [])
-            self._remaining = []
+            self._compared = self._waiting[:self._left]
+            if number < self._batch:
+                self._compared += [request for request in new if request.batch == number]
         text = "\0".join([request.name + request.terms.text for request in self._compared])
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         self._words[0] = int.from_bytes(digest, "little") >> 2
@@ -261,6 +292,9 @@ class Matcher:
         for request in self._fusion.start(ready, blocking=blocking):
             if request.start is not None:
                 request.start()
+        with self._lock:
+            left = [request for request in batch if not request.started]
+            self._waiting[:len(batch)], self._left = left, len(left)
 
     def _complete_join(self, requests: Iterable[NamedRequest]) -> list[NamedRequest]:
         """Complete this rank's `join`, which all ranks have called; return the other operations."""
@@ -276,28 +310,42 @@ class Matcher:
         return others
 
     def _common(self, batch: list[NamedRequest]) -> list[NamedRequest]:
-        """Return the operations of all ranks in the order of the lowest rank; keep the rest."""
+        """Return the operations of all ranks, in the order of the lowest rank."""
         lists: list[dict[str, Terms]] = self._comm.allgather_object(
             {request.name: request.terms for request in batch}, label="names of operations")
         is_joined = [any(terms.kind == JOIN for terms in terms_by_name.values())
                      for terms_by_name in lists]
         self._record_joined(rank for rank, joined in enumerate(is_joined) if joined)
-        active = [rank for rank, joined in enumerate(is_joined) if not joined]
+        everyone = range(self._comm.size)
+        active = [rank for rank in everyone if not is_joined[rank]]
         if not active:
-            batch, active = self._complete_join(batch), list(range(self._comm.size))
+            batch, active = self._complete_join(batch), [*everyone]
         by_name = {request.name: request for request in batch}
         ready = []
         for name, terms in lists[active[0]].items():
-            if terms.kind != JOIN and all(name in lists[rank] for rank in active):
+            needed = everyone if name == _LAST else active
+            if terms.kind != JOIN and all(name in lists[rank] for rank in needed):
                 problem = self._problem(name, lists, active)
                 request = by_name.pop(name, None)
                 if problem and request is not None:
                     request.error = HorovodInternalError(problem)
                 elif not problem:
                     ready.append(request or self._zeros(name, terms, batch))
-        self._remaining = list(by_name.values())
-        self._report(lists)
+        self._report([request for request in by_name.values()
+                      if request.terms.kind != JOIN and request.name != _LAST], lists)
+        self._refuse_ended(by_name.values(), lists)
         return ready
+
+    def _refuse_ended(self, requests: Iterable[NamedRequest],
+                      lists: Sequence[dict[str, Terms]]) -> None:
+        """End the operations that a rank did not submit before its last operation."""
+        for rank, names in enumerate(lists):
+            for request in requests:
+                if _LAST in names and request.name not in names and request.name != _LAST:
+                    request.error = HorovodInternalError(
+                        f"rank {self._rank} waits for {request.name!r}, but Horovod has been shut "
+                        f"down on rank {self._ranks[rank]}: its program has ended, or has called "
+                        f"shutdown(). Every rank must submit the same names before")
 
     def _problem(self, name: str, lists: Sequence[dict[str, Terms]], active: Sequence[int]) -> str:
         """Return the reason why a common operation cannot run; "" if it can."""
@@ -308,20 +356,24 @@ class Matcher:
                 return (f"{terms.difference(lists[rank][name])} Ranks {self._ranks[first]} and "
                         f"{self._ranks[rank]} differ in {name!r}: submit the same on every rank, "
                         f"or use another name")
-        if len(active) < len(lists) and (terms.kind != "allreduce" or terms.op not in (
-                "sum", "mean")):
+        takes_zeros = terms.kind == BARRIER or terms.kind in REDUCTIONS and terms.op in (
+            "sum", MEAN)
+        if len(active) < len(lists) and not takes_zeros:
             joined = [self._ranks[rank] for rank in range(len(lists)) if rank not in active]
-            return (f"{terms.kind.capitalize()} {terms.op} is not supported with Join at this "
-                    f"time: {ranks_text(joined)} called join(), others submitted {name!r}")
+            words = f"{terms.kind} {terms.op}".strip()
+            return (f"{words[0].upper()}{words[1:]} is not supported with Join at this time: "
+                    f"{ranks_text(joined)} called join(), others submitted {name!r}")
         return ""
 
     def _zeros(self, name: str, terms: Terms, batch: Sequence[NamedRequest]) -> NamedRequest:
         """Return an operation of the other ranks with zeros, for a rank that has called `join`."""
-        arrays = batch[0].arrays
+        arrays = next(request.arrays for request in batch if request.terms.kind == JOIN)
         zeros = [arrays.zeros(dtype, shape, terms.device)
                  for dtype, shape in zip(terms.dtypes, terms.shapes)]
         request = NamedRequest(arrays, name, terms, zeros, in_place=True, single=False)
-        if not self._fusion.fuses(terms):
+        if terms.kind == STEP:
+            request.start = functools.partial(self._steps.append, name)
+        elif not self._fusion.fuses(terms):
             request.prepare(self._comm, self._ranks)
         return request
 
@@ -330,10 +382,11 @@ class Matcher:
         for rank in ranks:
             self._joined.setdefault(rank, self._rounds)
 
-    def _report(self, lists: Sequence[dict[str, Terms]]) -> None:
+    def _report(self, requests: Iterable[NamedRequest],
+                lists: Sequence[dict[str, Terms]]) -> None:
         """Warn about operations that other ranks have not submitted, and time them out."""
         config, now_s = self._comm.config, time.monotonic()
-        for request in tuple(self._remaining):
+        for request in requests:
             waited_s = now_s - request.submitted_s
             missing = [self._ranks[rank] for rank, names in enumerate(lists)
                        if request.name not in names]
@@ -343,7 +396,6 @@ class Matcher:
             if missing and config.stall_timeout_s and waited_s > config.stall_timeout_s:
                 request.error = HorovodInternalError(
                     f"rank {self._rank} has waited {waited_s:.0f} s: {text}")
-                self._remaining.remove(request)
             elif missing:
                 self._warn([request], text)
 
@@ -387,19 +439,41 @@ class Matcher:
                    tensor=request.name)
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
+    def end(self) -> NamedRequest:
+        """Submit the last operation, which is complete when all ranks have called this.
+
+        Collective: yes. Blocking: no.
+        """
+        if self._last is None:
+            self._last = self.submit(NamedRequest(NumPyArrays(), _LAST_NAME, Terms(BARRIER), ()))
+        return self._last
+
     def close(self) -> None:
         """Wait until all ranks close; operations that were not waited for may be lost.
 
         Collective: yes. Blocking: yes.
         """
-        kind, _, name = _LAST.partition(".")
         try:
-            self.finish(self.submit(NamedRequest(NumPyArrays(), name, Terms(kind), ())))
+            self.finish(self.end())
         finally:
             self._closed = True
             self._work.set()
         with self._progress_lock:
             self._comm.close()
+
+
+def await_all(requests: Iterable[NamedRequest]) -> list[Any]:
+    """Return the results of operations, which may belong to several process sets.
+
+    Raises:
+        HorovodInternalError: An operation has failed.
+
+    Collective: yes. Blocking: yes.
+    """
+    requests = list(requests)
+    while not all([request.matcher.poll(request) for request in requests]):
+        time.sleep(_SHORTEST_S)
+    return [request.matcher.finish(request) for request in requests]
 
 
 def _listed(requests: Sequence[NamedRequest]) -> str:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .compression import Compression
+from .matching import await_all
 from .ops import Average, op_named
 from .process_sets import ProcessSet
-from .requests import JOIN, NamedRequest, Terms, terms_of
-from .world import global_process_set
+from .requests import BARRIER, JOIN, NamedRequest, Terms, terms_of
+from .world import global_process_set, world
 
 Arrays = Sequence[Any]
 
@@ -101,8 +102,8 @@ class Operations:
             process_set: Ranks that combine the array.
 
         Raises:
-            HorovodInternalError: An operation of this name is in flight.
-            ValueError: The array or the op is not supported.
+            ValueError: An operation of this name is in flight, or the array or the op is not
+                supported.
 
         Collective: yes. Blocking: no.
         """
@@ -512,7 +513,7 @@ class Operations:
 
         Collective: yes. Blocking: yes.
         """
-        self._bare("barrier", process_set)
+        self.synchronize(self._submit_bare(BARRIER, process_set))
 
     def join(self, device: int = -1) -> int:
         """Contribute zeros to the reductions of other ranks until all ranks have called this.
@@ -525,8 +526,7 @@ class Operations:
 
         Collective: yes. Blocking: yes.
         """
-        return int(self._bare(JOIN, global_process_set))
+        return int(await_all([self._submit_bare(JOIN, each) for each in world().included])[0])
 
-    def _bare(self, kind: str, process_set: ProcessSet) -> Any:
-        request = NamedRequest(self._arrays, "", Terms(kind), ())
-        return self.synchronize(process_set.matcher.submit(request))
+    def _submit_bare(self, kind: str, process_set: ProcessSet) -> NamedRequest:
+        return process_set.matcher.submit(NamedRequest(self._arrays, "", Terms(kind), ()))

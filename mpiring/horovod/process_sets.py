@@ -1,13 +1,19 @@
 """Horovod's process sets: sets of ranks that run collectives among themselves."""
 
-from collections.abc import Iterable, Sequence
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..operations.consistency import same_on_all
+from ..text import first_few
+from .arrays import NumPyArrays
 from .lending import Lender
 from .matching import Matcher
+from .requests import STEP, HorovodInternalError, NamedRequest, Terms
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -38,6 +44,9 @@ class ProcessSet:
         self._comm: Communicator | None = None
         self._matcher: Matcher | None = None
         self._lender: Lender | None = None
+        # Optimizers by the names of their steps, and how many have had parameters of these names.
+        self._steps: dict[str, weakref.WeakMethod[Callable[[], None]]] = {}
+        self._step_counts = Counter[str]()
         if not isinstance(ranks_or_comm, Iterable) and hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return
@@ -100,6 +109,58 @@ class ProcessSet:
         if self._lender is None:
             self._lender = Lender(self.comm)
         return self._lender
+
+    def arrive(self, kind: str, name: str = "", op: str = "") -> Communicator:
+        """Return `comm` once all ranks have arrived at a collective that they run on it.
+
+        Meanwhile, operations that other ranks wait for can start.
+
+        Args:
+            kind: Kind of the collective.
+            name: Name of the collective; by default, calls are numbered.
+            op: Reduction, for a STEP.
+
+        Raises:
+            HorovodInternalError: A rank cannot arrive, because it has ended or called `join`.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self.comm.size > 1:
+            self.matcher.finish(self.matcher.submit(
+                NamedRequest(NumPyArrays(), name, Terms(kind, op=op), ())))
+        return self.comm
+
+    def register(self, step: Callable[[], None], parameters: Iterable[str]) -> str:
+        """Return the name for the steps of an optimizer, the same on all ranks.
+
+        Args:
+            step: Method of the optimizer, which takes part in a step without gradients.
+            parameters: Names of its parameters.
+        """
+        names = list(parameters)
+        text = f"{first_few(names, 2)} ({zlib.crc32(repr(names).encode()):08x})"
+        self._step_counts[text] += 1
+        name = f"{text} #{self._step_counts[text]}"
+        self._steps[f"{STEP}.{name}"] = weakref.WeakMethod(step)
+        return name
+
+    def step_without_batch(self, name: str) -> None:
+        """Take part in a step of an optimizer for which only other ranks have gradients.
+
+        Args:
+            name: Name of the operation.
+
+        Raises:
+            HorovodInternalError: This rank has no such optimizer.
+
+        Collective: yes. Blocking: yes.
+        """
+        step = self._steps[name]() if name in self._steps else None
+        if step is None:
+            raise HorovodInternalError(
+                f"rank {self.comm.rank} has called join(), but has no optimizer for {name!r}: "
+                f"create the same DistributedOptimizer on every rank, and keep it until join()")
+        step()
 
     def root(self, rank: int) -> int:
         """Return the number of a rank within the set.

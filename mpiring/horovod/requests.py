@@ -23,7 +23,9 @@ from ..transport.base import Schedule
 from .ops import ADASUM, MEAN
 
 
-JOIN = "join"
+# Kinds of operations. A step of an optimizer combines gradients by itself.
+ALLREDUCE, BARRIER, JOIN, STEP = "allreduce", "barrier", "join", "step"
+REDUCTIONS = ALLREDUCE, STEP
 # Operations on rows.
 _BY_ROWS = ("allgather", "reducescatter", "alltoall")
 DTYPES = (*FLOATING, *COMPLEX, *INTEGER, "bool")
@@ -144,7 +146,7 @@ class Terms:
     @functools.cached_property
     def fused(self) -> tuple[Any, ...] | None:
         """Common terms of operations that are fused into one vector; None if not possible."""
-        if self.kind != "allreduce" or self.op == ADASUM or self.device or len(
+        if self.kind != ALLREDUCE or self.op == ADASUM or self.device or len(
                 set(self.dtypes)) != 1:
             return None
         return self.dtypes[0], self.op, self.factors
@@ -207,6 +209,7 @@ class NamedRequest:
         settle: Function that sets the results once the operation is complete.
         results: Results of the operation.
         rows: Number of rows from each rank, for each array of an allgather.
+        batch: Number of its batch; see Matcher.
         submitted_s, started_s: Times of `time.monotonic()`; `started_s` is set only for traces.
         matcher: Matcher to which it was submitted.
     """
@@ -217,6 +220,7 @@ class NamedRequest:
     settle: Callable[[], None] | None = None
     results: Any = None
     rows: Sequence[Any] = ()
+    batch = 0
     submitted_s = started_s = 0.0
 
     def __init__(self, arrays: ArrayPackage, name: str, terms: Terms, tensors: Sequence[Any],
@@ -262,6 +266,10 @@ class NamedRequest:
         Raises:
             ConfigError: An array cannot be sent.
         """
+        if self.terms.kind not in _KINDS:
+            # The operation is complete when all ranks have arrived.
+            self.start = self._arrive
+            return
         # Adasum works in host memory.
         staged = self.terms.op == ADASUM
         buffers = self.arrays.buffers(staged=staged)
@@ -281,6 +289,9 @@ class NamedRequest:
             self.settle = settle
 
         self.start = start
+
+    def _arrive(self) -> None:
+        self.results = [None]
 
     # Kinds of operations. Each returns two functions: the first builds the schedule, the second
     # returns the results.
@@ -374,9 +385,9 @@ class NamedRequest:
         return results
 
 
-_KINDS = {"allreduce": NamedRequest._allreduce, "broadcast": NamedRequest._broadcast,
+_KINDS = {ALLREDUCE: NamedRequest._allreduce, "broadcast": NamedRequest._broadcast,
           "reducescatter": NamedRequest._reducescatter, "allgather": NamedRequest._allgather,
-          "alltoall": NamedRequest._alltoall, "barrier": NamedRequest._barrier}
+          "alltoall": NamedRequest._alltoall, BARRIER: NamedRequest._barrier}
 
 
 def combined(terms: Terms, size: int) -> tuple[OpName, int]:

@@ -3,7 +3,6 @@
 Horovod's functions have no argument for a communicator, so this file keeps a global one.
 """
 
-import atexit
 import contextlib
 import importlib.util
 import logging
@@ -15,10 +14,10 @@ from typing import Any
 from ..communicator import Communicator
 from ..errors import MpiringError
 from ..files import replacing
-from ..launch import forks
+from ..launch import exits, forks
 from ..launch.host import keep_freed_memory
 from ..launch.start import load_mpi, mpi_world, thread_level
-from .matching import Matcher
+from .matching import Matcher, await_all
 from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
 from .settings import HorovodSettings, settings
 
@@ -61,6 +60,8 @@ class HorovodWorld:
 
         Collective: yes, among all ranks. Blocking: yes.
         """
+        if self._sets:
+            self._sets[0].arrive("add_process_set")
         if ranks is None:
             ranks = ranks_of(process_set, self.comm, self._mpi_comm)
         for other in self._sets:
@@ -70,7 +71,8 @@ class HorovodWorld:
         color = 0 if self.comm.rank in ranks else None
         comm = self.comm if len(ranks) == self.comm.size else self.comm.split(color)
         private = self.comm.split(color)
-        matcher = None if private is None else Matcher(private, ranks, self.settings.fusion_bytes)
+        matcher = None if private is None else Matcher(
+            private, ranks, self.settings.fusion_bytes, process_set.step_without_batch)
         process_set.open(self._numbers, ranks, comm, matcher)
         self._numbers += 1
         self._sets.append(process_set)
@@ -82,33 +84,50 @@ class HorovodWorld:
         """
         if process_set not in self._sets[1:]:
             return False
-        self.comm.barrier()
+        self._sets[0].arrive("remove_process_set")
         process_set.close()
         self._sets.remove(process_set)
         return True
 
+    @property
+    def included(self) -> list[ProcessSet]:
+        """The sets that include this rank; the global one is the first."""
+        return [process_set for process_set in self._sets if process_set.included()]
+
     def start_timeline(self, path: str, *, mark_cycles: bool) -> None:
         """Start a trace; see the function `start_timeline`."""
-        self.stop_timeline()
+        self._sets[0].arrive("start_timeline")
+        self._end_timeline()
         self._timeline = os.path.abspath(path)
         self.comm.start_trace(f"{self._timeline}.ranks")
-        for process_set in self._sets:
-            if process_set.included():
-                process_set.matcher.marks_rounds = mark_cycles
+        for process_set in self.included:
+            process_set.matcher.marks_rounds = mark_cycles
 
     def stop_timeline(self) -> None:
         """End a trace; see the function `stop_timeline`."""
+        self._sets[0].arrive("stop_timeline")
+        self._end_timeline()
+
+    def _end_timeline(self) -> None:
+        """End the trace, if there is one; rank 0 copies its file. All ranks have arrived."""
         trace, path, self._timeline = self.comm.stop_trace(), self._timeline, ""
         if trace and path and self.comm.rank == 0:
-            with replacing(Path(path)) as new:
-                new.file.write(Path(trace).read_bytes())
+            try:
+                with replacing(Path(path)) as new:
+                    new.file.write(Path(trace).read_bytes())
+            except OSError as error:
+                # Training must not end because of its record.
+                _log.warning("rank 0 cannot write the timeline %s: %s; the records of all ranks "
+                             "are in %s.ranks", path, error.strerror or error, path)
 
     def close(self) -> None:
         """Wait for all operations of all sets, and for all ranks.
 
         Collective: yes. Blocking: yes.
         """
-        self.stop_timeline()
+        # Ranks may end the operations of different sets in different orders.
+        await_all([process_set.matcher.end() for process_set in self.included])
+        self._end_timeline()
         for process_set in reversed(self._sets):
             process_set.close()
         self.comm.close()
@@ -186,8 +205,8 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
     if new.comm.rank == 0 and given.ignored:
         _log.warning("mpiring ignores %s", "; ".join(given.ignored))
     _world = new
-    # This must run before communicators are closed, because they do not wait for named operations.
-    atexit.register(_shutdown_at_exit)
+    # Communicators do not wait for named operations when they are closed.
+    exits.register(_shutdown_at_exit, uses_communicators=True)
     try:
         for process_set in process_sets:
             new.add(process_set)
@@ -203,6 +222,7 @@ def shutdown() -> None:
     global _world
     if _world is not None:
         ended, _world = _world, None
+        exits.unregister(_shutdown_at_exit)
         if not forks.in_fork:
             ended.close()
 
@@ -218,6 +238,7 @@ def abandon() -> None:
     global _world
     if _world is not None:
         ended, _world = _world, None
+        exits.unregister(_shutdown_at_exit)
         ended.abandon()
 
 

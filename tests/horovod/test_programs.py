@@ -21,6 +21,22 @@ def test_every_name(tmp_path):
     assert ended.output.count("all is well") == 3
 
 
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_pairs_of_features(tmp_path, shared_memory):
+    """On one node, and with each rank on a node of its own, where messages are compressed."""
+    ended = run(3, PROGRAMS / "horovod_pairs.py", tmp_path, MPIRING_SHARED_MEMORY=shared_memory)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 3
+
+
+def test_the_first_operation_between_nodes():
+    """One rank waits for it, another one does not, so they cannot tune."""
+    ended = run(2, PROGRAMS / "horovod_orders.py", "first", MPIRING_SHARED_MEMORY="0",
+                MPIRING_TUNING="1", MPIRING_TUNING_FOLDER="")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+
+
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(("ranks", "command"), [
     (3, "horovod_optimizer.py"), (3, "horovod_orders.py right"),
@@ -39,6 +55,22 @@ def test_memory_orders(fusion_bytes):
     ended = run(2, PROGRAMS / "horovod_memory_orders.py", HOROVOD_FUSION_THRESHOLD=fusion_bytes)
     assert ended.status == 0, ended.output
     assert ended.output.count("all is well") == 2
+
+
+@pytest.mark.any_mpi
+def test_a_program_that_does_not_call_shutdown():
+    """It has process sets without some ranks."""
+    ended = launch(2, PROGRAMS / "horovod_orders.py", "exit")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+
+
+@pytest.mark.any_mpi
+def test_a_rank_that_exits_early():
+    ended = launch(2, PROGRAMS / "horovod_orders.py", "exit", "early")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert ("HorovodInternalError: rank 1 waits for 'allreduce.one more', but Horovod has been "
+            "shut down on rank 0") in ended.output, ended.output
 
 
 @pytest.mark.any_mpi

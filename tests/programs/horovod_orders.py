@@ -1,10 +1,14 @@
 """Submits Horovod's operations in another order on each rank, and wrongly; run by mpirun.
 
-Modes: "right", of which all ranks come to the end; "missing" and "silent", which end with errors.
+Modes: "right" and "first", of which all ranks come to the end; "missing", "silent" and "exit",
+which end with errors.
 """
 
+import logging
 import random
+import shutil
 import sys
+import tempfile
 import threading
 import time
 
@@ -13,8 +17,6 @@ import torch
 from torch import nn
 
 import mpiring.horovod.torch as hvd
-from mpiring import ConfigError
-
 # In evaluation, no ranks are needed.
 hvd.SyncBatchNorm(3).eval()(torch.ones(2, 3))
 hvd.init()
@@ -96,6 +98,113 @@ def ranks_join_early():
     assert (hvd.synchronize(handle) == SIZE).all()
 
 
+def names_left_over_advance_while_the_program_computes():
+    first = hvd.allreduce_async(torch.ones(2), name="first")
+    if RANK:
+        hvd.synchronize(first)
+        time.sleep(0.05)
+    left_over = hvd.allreduce_async(torch.ones(2), name="left over", op=hvd.Sum)
+    hvd.synchronize(first)
+    done, limit_s = threading.Event(), time.monotonic() + 20
+    while not (left_over.started or done.wait(0.01)) and hvd.global_process_set.comm.threaded:
+        assert time.monotonic() < limit_s, "the name is not compared again"
+    assert (hvd.synchronize(left_over) == SIZE).all()
+
+
+def a_rank_that_has_joined_supports_reductions_only():
+    if RANK:
+        refusals = [lambda: hvd.allgather(torch.ones(2)), lambda: hvd.alltoall(torch.ones(SIZE)),
+                    lambda: hvd.broadcast(torch.ones(2), 0),
+                    lambda: hvd.reducescatter(torch.ones(SIZE)),
+                    lambda: hvd.allreduce(torch.ones(2), op=hvd.Min),
+                    lambda: hvd.allgather_object(RANK), lambda: hvd.broadcast_object(RANK, 1),
+                    lambda: hvd.broadcast_parameters([torch.ones(2)], 1),
+                    lambda: hvd.broadcast_optimizer_state(
+                        torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1),
+                    lambda: hvd.elastic.TorchState().sync(), lambda: hvd.add_process_set([0]),
+                    lambda: hvd.start_timeline("timeline.json"),
+                    lambda: hvd.SyncBatchNorm(3)(torch.ones(4, 3))]
+        for call in refusals:
+            try:
+                call()
+            except hvd.HorovodInternalError as error:
+                assert "not supported with Join at this time: rank 0 called join()" in str(error)
+            else:
+                raise AssertionError("one of the calls is not refused")
+        hvd.barrier()
+        total, single = hvd.grouped_allreduce([torch.ones(2), torch.ones(3, dtype=torch.int64)],
+                                              op=hvd.Sum, prescale_factor=2.0)
+        assert total.tolist() == 2 * [2 * SIZE - 2.0] and single.tolist() == 3 * [2 * SIZE - 2]
+    assert hvd.join() in range(1, SIZE)
+
+
+def a_joined_rank_keeps_its_gradients():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), op=hvd.Sum,
+                                         backward_passes_per_step=2)
+    for step in range(2):
+        (p * (RANK + 1)).sum().backward()
+        if step == 0 and RANK == 0:
+            hvd.join()
+            assert p.grad.tolist() == [1, 1, 1] and p.tolist() == [0, 0, 0]
+        (p * (RANK + 1)).sum().backward()
+        optimizer.step()
+        total = 2 * (SUM - (step == 0 and RANK > 0))
+        assert p.grad.tolist() == 3 * [total], p.grad
+        optimizer.zero_grad()
+        if step == 0 and RANK:
+            hvd.join()
+        elif step == 0:
+            break
+    hvd.broadcast_parameters([p.data], 1)
+
+
+def evaluation_needs_no_other_rank():
+    if RANK == 0:
+        x = torch.arange(12.0).reshape(4, 3)
+        for kind in (nn.BatchNorm1d, hvd.SyncBatchNorm):
+            norm = kind(3, track_running_stats=False).eval()
+            torch.testing.assert_close(norm(x).mean(0), torch.zeros(3))
+    hvd.barrier()
+
+
+def a_timeline_that_cannot_be_written_ends_nothing():
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None)
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("mpiring").addHandler(handler)
+    hvd.start_timeline(f"{folder}/timeline.json")
+    hvd.barrier()
+    if RANK == 0:
+        shutil.rmtree(folder)
+    hvd.stop_timeline()
+    logging.getLogger("mpiring").removeHandler(handler)
+    assert len(warnings) == (RANK == 0) and all("cannot write the timeline" in text
+                                                for text in warnings), warnings
+    assert (hvd.allreduce(torch.ones(2), op=hvd.Sum) == SIZE).all()
+
+
+def one_rank_ends_early():
+    """The last case: the other ranks learn at once that a rank submits nothing any more."""
+    p = nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1))
+    if RANK == SIZE - 1:
+        return
+    p.sum().backward()
+    for call in (lambda: hvd.allreduce(torch.ones(2), name="one more"), optimizer.step, hvd.join,
+                 hvd.barrier, lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1),
+                 lambda: hvd.broadcast_parameters([p], 0), lambda: hvd.add_process_set([0]),
+                 lambda: hvd.start_timeline("timeline.json"),
+                 lambda: hvd.SyncBatchNorm(3)(torch.ones(4, 3))):
+        try:
+            call()
+        except hvd.HorovodInternalError as error:
+            assert f"Horovod has been shut down on rank {SIZE - 1}" in str(error), error
+        else:
+            raise AssertionError("one of the calls is not refused")
+
+
 def gradients_come_back():
     x = torch.full((2, 2), RANK + 1.0, requires_grad=True)
     (hvd.allgather(x[:RANK + 1]) * (RANK + 1)).sum().backward()
@@ -174,7 +283,7 @@ def wrong_use_is_refused():
     refused(ValueError, ["0 to"], lambda: hvd.add_process_set([0, 99]))
     refused(ValueError, ["on rank 0 it is"], lambda: hvd.add_process_set([RANK]))
     twice = hvd.allreduce_async(torch.ones(3), name="twice")
-    refused(ConfigError, [f"rank {RANK}", "same name as another tensor", "'allreduce.twice'"],
+    refused(ValueError, [f"rank {RANK}", "same name as another tensor", "'allreduce.twice'"],
             lambda: hvd.allreduce_async(torch.ones(3), name="twice"))
     hvd.synchronize(twice)
     outside = hvd.add_process_set([0])
@@ -259,15 +368,40 @@ if sys.argv[1] == "missing":
     except hvd.HorovodInternalError as error:
         print(f"after {time.monotonic() - began:.0f} s: {error}", flush=True)
         raise
+if sys.argv[1] == "first":
+    handle = hvd.allreduce_async(torch.ones(3), name="first")
+    # One rank waits at once, for another one whose thread begins the comparison.
+    while RANK == 0 and not handle.started:
+        time.sleep(0.01)
+    assert hvd.synchronize(handle).tolist() == [1, 1, 1]
+    hvd.shutdown()
+    print("all is well", flush=True)
+    sys.exit()
+if sys.argv[1] == "exit":
+    # A process set without rank 0; nobody calls shutdown.
+    last = hvd.add_process_set([SIZE - 1])
+    hvd.allreduce(torch.ones(2))
+    if RANK == 0 and sys.argv[2:] == ["early"]:
+        sys.exit()
+    if last.included():
+        hvd.allreduce(torch.ones(2), process_set=last)
+    if sys.argv[2:] == ["early"]:
+        hvd.allreduce(torch.ones(2), name="one more")
+    print("all is well", flush=True)
+    sys.exit()
 if sys.argv[1] == "silent":
     if RANK == 1:
         time.sleep(30)
     hvd.allreduce(torch.ones(3), name="wanted")
 for case in (another_order_on_each_rank, kinds_and_dtypes_mix, one_length_changes,
-             operations_advance_while_the_program_computes, ranks_join_early, gradients_come_back,
-             gradients_have_gradients, operations_in_place_are_noticed,
-             wrong_use_is_refused, batches_are_normalized_together, only_rank_1_has_state,
-             a_scheduler_stays_that_of_its_optimizer):
+             operations_advance_while_the_program_computes,
+             names_left_over_advance_while_the_program_computes, ranks_join_early,
+             a_rank_that_has_joined_supports_reductions_only, a_joined_rank_keeps_its_gradients,
+             gradients_come_back, gradients_have_gradients, operations_in_place_are_noticed,
+             wrong_use_is_refused,
+             evaluation_needs_no_other_rank, a_timeline_that_cannot_be_written_ends_nothing,
+             batches_are_normalized_together, only_rank_1_has_state,
+             a_scheduler_stays_that_of_its_optimizer, one_rank_ends_early):
     case()
     if RANK == 0:
         print(f"holds: {case.__name__}", flush=True)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...communicator import Communicator
 from ...torch.private import AnyBatchNorm
 from ..world import global_process_set
 
@@ -52,20 +51,16 @@ class SyncBatchNorm(AnyBatchNorm):
         Collective: yes, in training. Blocking: yes, in training.
         """
         # A trained model must also run without a call of `init`.
-        if not (self.training or self.running_mean is None):
-            return super().forward(input)
-        comm = global_process_set.comm
-        if comm.size == 1:
+        if not self.training or global_process_set.comm.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         factor = self.momentum
-        if self.training and self.num_batches_tracked is not None:
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        stats = (self.running_mean, self.running_var) if self.training else (None, None)
-        return _Normalize.apply(
-            input, self.weight, self.bias, comm, self.eps, factor, *stats)
+        return _Normalize.apply(input, self.weight, self.bias, self.eps, factor,
+                                self.running_mean, self.running_var)
 
 
 class _Normalize(torch.autograd.Function):
@@ -73,7 +68,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-                comm: Communicator, eps: float, factor: float | None, running_mean: Tensor | None,
+                eps: float, factor: float | None, running_mean: Tensor | None,
                 running_var: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         rows = x.to(wide).transpose(0, 1).flatten(1)
@@ -82,6 +77,7 @@ class _Normalize(torch.autograd.Function):
         mean = rows.sum(1) / max(count, 1)
         deviation = (rows - mean[:, None]).square().sum(1)
         local_statistics = torch.stack([torch.full_like(mean, count), mean, deviation])
+        comm = global_process_set.arrive("SyncBatchNorm")
         gathered = local_statistics.new_empty(comm.size, *local_statistics.shape)
         gathered[comm.rank] = local_statistics
         counts, means, deviations = comm.allgather(gathered).unbind(1)
@@ -97,7 +93,6 @@ class _Normalize(torch.autograd.Function):
             unbiased = variance * total / (total - 1)
             running_var.lerp_(unbiased.to(running_var.dtype), factor)
         ctx.save_for_backward(x, weight, mean, inverse, total)
-        ctx.comm = comm
         y = (x.to(wide) - _as(mean, x)) * _as(inverse, x)
         if weight is not None:
             y = y * _as(weight.to(wide), x)
@@ -115,13 +110,13 @@ class _Normalize(torch.autograd.Function):
         local_sums = torch.stack([dy_wide.sum(axes), (dy_wide * deviation).sum(axes)])
         dw, db = local_sums[1] * inverse, local_sums[0]
         sums = local_sums.clone()
-        ctx.comm.allreduce(sums)
+        global_process_set.arrive("SyncBatchNorm.backward").allreduce(sums)
         sum_dy, sum_dy_deviation = sums / total
         dx = dy_wide - _as(sum_dy, x) - deviation * _as(sum_dy_deviation * inverse.square(), x)
         dx = dx * _as(inverse if weight is None else inverse * weight.to(inverse.dtype), x)
         _, wants_dw, wants_db, *_ = ctx.needs_input_grad
         return (dx.to(x.dtype), dw.to(weight.dtype) if wants_dw else None,
-                db if wants_db else None, *[None] * 5)
+                db if wants_db else None, *[None] * 4)
 
 
 def _as(channels: Tensor, like: Tensor) -> Tensor:

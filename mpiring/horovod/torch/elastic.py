@@ -204,7 +204,7 @@ class TorchState:
 
         Collective: yes. Blocking: yes.
         """
-        comm = global_process_set.comm
+        comm = global_process_set.arrive("sync")
         for value in (getattr(self, name) for name in self._handled):
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict().values(), comm)

@@ -24,7 +24,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Collective: yes. Blocking: yes.
     """
-    states.broadcast_named(named(params, torch.Tensor), global_process_set.comm, root_rank)
+    tensors = list(named(params, torch.Tensor))
+    states.broadcast_named(
+        tensors, global_process_set.arrive("broadcast_parameters"), root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
@@ -47,7 +49,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    states.broadcast_optimizer_state(optimizer, global_process_set.comm, root=root_rank)
+    states.broadcast_optimizer_state(
+        optimizer, global_process_set.arrive("broadcast_optimizer_state"), root=root_rank)
     if isinstance(optimizer, torch.optim.SparseAdam):
         return
     for p in (p for group in optimizer.param_groups for p in group["params"]):

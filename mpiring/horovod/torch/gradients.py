@@ -24,9 +24,10 @@ from ...torch.threads import share_cores
 from ...torch.withheld import WithheldGradients
 from ...training.weighing import Weighing
 from ..lending import Loan, give_back
-from ..ops import Average, Sum
+from ..ops import OP_NAMES, Average, Sum
 from ..process_sets import ProcessSet
 from ..reducing import reducer_for
+from ..requests import STEP
 from ..world import world
 
 
@@ -138,6 +139,7 @@ class StepGradients:
         process_set: Ranks to average over; gradients of other ranks remain unchanged.
         combination: Settings of the combination.
         passes: Number of backward passes that complete a gradient.
+        name: Name of the steps, the same on all ranks.
 
     Attributes:
         names, passes: The arguments of the same names, with later changes.
@@ -145,8 +147,8 @@ class StepGradients:
     """
 
     def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
-                 combination: Combination, passes: int) -> None:
-        self.passes = passes
+                 combination: Combination, passes: int, name: str) -> None:
+        self.passes, self._name = passes, name
         self.counts: dict[Parameter, int] = {}
         self.names, self._process_set = dict(names), process_set
         self._combination = combination
@@ -227,6 +229,36 @@ class StepGradients:
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
         self._refuse("a change", self._withheld.release())
+        if self.comm is not None:
+            self._process_set.arrive(STEP, self._name, OP_NAMES.get(self._combination.op, ""))
+            self._average(groups)
+        self.counts.clear()
+
+    def step_without_batch(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take part in a step for which only other ranks have gradients; keep this rank's own.
+
+        Gradients that this rank has already sent also count.
+
+        Args:
+            groups: Parameter groups of the optimizer.
+
+        Collective: yes, among the process set's ranks. Blocking: yes.
+        """
+        self._withheld.release()
+        kept = {p: None if p.grad is None else p.grad.clone() for group in groups
+                for p in group["params"] if self.counts.get(p) != self.passes}
+        for p in kept:
+            p.grad = None
+        self._average(groups)
+        for p, gradient in kept.items():
+            p.grad = gradient
+        self.counts = {p: count for p, count in self.counts.items() if p in kept}
+
+    def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Return when the gradients are averaged; other ranks have arrived, or have joined.
+
+        Collective: yes. Blocking: yes.
+        """
         comm = self.comm
         if comm is not None:
             if comm is not self._base:
@@ -242,7 +274,6 @@ class StepGradients:
             order = dict.fromkeys(self.names[p] for p in self.counts)
             for averaging in self._averagings:
                 averaging.finish(order)
-        self.counts.clear()
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
         """Begin to average the gradients of more parameters, with an averaging for each device.

@@ -52,6 +52,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: A gradient was replaced or written to since backward.
             BufferMismatchError: Trained parameters differ between ranks.
+            HorovodInternalError: A rank has ended, or does not support `join` for this reduction.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
@@ -116,6 +117,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.step() or optimizer.synchronize(). This is prohibited as it can cause "
                 "a race condition.")
         self._plain.zero_grad(self, *args, **kwargs)
+
+    def _step_without_batch(self) -> None:
+        """Take part in a step of other ranks, because this rank has called `join`."""
+        self._gradients.step_without_batch(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the plain optimizer; forget the passes of an incomplete step."""
@@ -224,8 +229,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     distributed = result_class.__new__(result_class)
     # Schedulers of the plain optimizer wrap its `step`.
     distributed.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    distributed._gradients = StepGradients(names, process_set, combination,
-                                           backward_passes_per_step)
+    distributed._gradients = StepGradients(
+        names, process_set, combination, backward_passes_per_step,
+        process_set.register(distributed._step_without_batch, names.values()))
     distributed.op, distributed.process_set = op, process_set
     distributed.gradient_predivide_factor = gradient_predivide_factor
     distributed.sparse_as_dense = sparse_as_dense
