@@ -106,7 +106,9 @@ class Matcher:
         terms, name = request.terms, request.name
         kind = terms.kind
         if not name:
-            number = self._unnamed[kind] = self._unnamed.get(kind, 0) + 1
+            # Arrivals have one order, so their numbers are the same even after a refused one.
+            counted = "" if terms.is_arrival else kind
+            number = self._unnamed[counted] = self._unnamed.get(counted, 0) + 1
             name = f"noname.{number}"
         name = request.name = f"{kind}.{name}"
         request.matcher = self
@@ -334,6 +336,7 @@ class Matcher:
         self._report([request for request in by_name.values()
                       if request.terms.kind != JOIN and request.name != _LAST], lists)
         self._refuse_ended(by_name.values(), lists)
+        self._refuse_different(by_name.values(), lists, active)
         return ready
 
     def _refuse_ended(self, requests: Iterable[NamedRequest],
@@ -346,6 +349,21 @@ class Matcher:
                         f"rank {self._rank} waits for {request.name!r}, but Horovod has been shut "
                         f"down on rank {self._ranks[rank]}: its program has ended, or has called "
                         f"shutdown(). Every rank must submit the same names before")
+
+    def _refuse_different(self, requests: Iterable[NamedRequest],
+                          lists: Sequence[dict[str, Terms]], active: Sequence[int]) -> None:
+        """End an arrival if all ranks wait in different arrivals."""
+        arrivals = {rank: name for rank in active for name, terms in lists[rank].items()
+                    if terms.is_arrival and not all(name in lists[other] for other in active)}
+        if len(arrivals) < len(active):
+            return
+        for request in requests:
+            if request.terms.is_arrival:
+                other = next(rank for rank in active if request.name not in lists[rank])
+                request.error = HorovodInternalError(
+                    f"rank {self._rank} called {request.name!r}, but rank {self._ranks[other]} "
+                    f"called {arrivals[other]!r}; every rank must call the same functions in the "
+                    f"same order, and give its optimizers parameters of the same names")
 
     def _problem(self, name: str, lists: Sequence[dict[str, Terms]], active: Sequence[int]) -> str:
         """Return the reason why a common operation cannot run; "" if it can."""

@@ -137,11 +137,12 @@ class ProcessSet:
             step: Method of the optimizer, which takes part in a step without gradients.
             parameters: Names of its parameters.
         """
-        names = list(parameters)
+        names = sorted(parameters)
         text = f"{first_few(names, 2)} ({zlib.crc32(repr(names).encode()):08x})"
         self._step_counts[text] += 1
         name = f"{text} #{self._step_counts[text]}"
-        self._steps[f"{STEP}.{name}"] = weakref.WeakMethod(step)
+        key = f"{STEP}.{name}"
+        self._steps[key] = weakref.WeakMethod(step, lambda _: self._steps.pop(key, None))
         return name
 
     def step_without_batch(self, name: str) -> None:

@@ -151,6 +151,12 @@ class Terms:
             return None
         return self.dtypes[0], self.op, self.factors
 
+    @property
+    def is_arrival(self) -> bool:
+        """Whether a rank waits for all ranks at this point of the program; see ProcessSet.arrive.
+        """
+        return self.kind not in _KINDS and self.kind != JOIN
+
     def difference(self, other: "Terms") -> str:
         """Return the difference from the terms of another rank, in Horovod's words."""
         pairs: list[tuple[str, str, Any, Any]] = [
@@ -266,7 +272,7 @@ class NamedRequest:
         Raises:
             ConfigError: An array cannot be sent.
         """
-        if self.terms.kind not in _KINDS:
+        if self.terms.is_arrival:
             # The operation is complete when all ranks have arrived.
             self.start = self._arrive
             return

@@ -267,6 +267,13 @@ def wrong_use_is_refused():
            lambda: hvd.broadcast(torch.ones(3), 0 if first else 1, name="roots"))
     differ("allgather.rows", "allgather tensor shapes",
            lambda: hvd.allgather(torch.ones(3, 3 if first else 4), name="rows"))
+    refused(mismatch, ["called 'broadcast_object.noname.", "called 'allgather_object.noname."],
+            lambda: hvd.broadcast_object(1) if first else hvd.allgather_object(1))
+    p = nn.Parameter(torch.ones(1))
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([p], 0.1), [(name, p)])
+                  for name in ("some", "other")]
+    refused(mismatch, ["called 'step.some", "called 'step.other", "parameters of the same names"],
+            optimizers[not first].synchronize)
     refused(mismatch, ["rank-zero tensor", "reshape(1)"], lambda: hvd.allgather(torch.tensor(1.0)))
     refused(ValueError, [f"rank {RANK}: alltoall of 5 rows"],
             lambda: hvd.alltoall(torch.ones(5), splits=[1] * SIZE))

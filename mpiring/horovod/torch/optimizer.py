@@ -52,7 +52,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: A gradient was replaced or written to since backward.
             BufferMismatchError: Trained parameters differ between ranks.
-            HorovodInternalError: A rank has ended, or does not support `join` for this reduction.
+            HorovodInternalError: A rank has ended; or a rank has called `join`, which supports only
+                Average and Sum.
 
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
