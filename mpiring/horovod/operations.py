@@ -516,13 +516,19 @@ class Operations:
         self.synchronize(self._submit_bare(BARRIER, process_set))
 
     def join(self, device: int = -1) -> int:
-        """Contribute zeros to the reductions of other ranks until all ranks have called this.
+        """Contribute zeros to sums and means of other ranks until all ranks have called this.
+
+        This includes steps of `DistributedOptimizer` and all process sets of this rank.
 
         Args:
             device: Argument for compatibility with Horovod; ignored.
 
         Returns:
             The last rank to call this function.
+
+        Raises:
+            HorovodInternalError: A rank has ended. Ranks that have not called `join` get this error
+                in all other calls, except in `barrier`.
 
         Collective: yes. Blocking: yes.
         """
