@@ -204,9 +204,9 @@ def test_a_full_disk_does_not_end_a_program_that_dumps(monkeypatch):
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        Recorder().dump(1, Full(), None)
+        dumped(Recorder(), 1, Full(), None)
     monkeypatch.setattr(sys, "stderr", Full())
-    Recorder().dump(1, None, None)
+    dumped(Recorder(), 1, None, None)
     print_at_once("rank 0 has waited")
 
 

@@ -252,7 +252,8 @@ class StepGradients:
         self._average(groups)
         for p, gradient in kept.items():
             p.grad = gradient
-        self.counts = {p: count for p, count in self.counts.items() if p in kept}
+        for p in self.counts.keys() - kept.keys():
+            del self.counts[p]
 
     def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Return when the gradients are averaged; other ranks have arrived, or have joined.
