@@ -288,6 +288,28 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
     return 1, ""
 
 
+def children_of(pid: int, proc: Path = Path("/proc")) -> list[int]:
+    """Return the numbers of the children of a process; [] if /proc hides them."""
+    try:
+        return [*map(int, _children(proc / str(pid)))]
+    except OSError:
+        return []
+
+
+def has_default_action(number: int, pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether a process neither blocks nor ignores nor handles a signal.
+
+    Python's `signal.getsignal` does not know the handlers of C code, such as faulthandler's.
+    """
+    try:
+        status = _status(proc / str(pid))
+        masks = [int(status[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")]
+    except (OSError, KeyError):
+        # The process has ended or is hidden.
+        return False
+    return not any(mask >> number - 1 & 1 for mask in masks)
+
+
 def _status(process: Path) -> Mapping[str, str]:
     rows = (line.split(":\t", 1) for line in (process / "status").read_text(
         errors="replace").splitlines())

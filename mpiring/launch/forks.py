@@ -9,16 +9,18 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import ClosedError, LaunchError
+from .environment import has_default_action
 
 
 class Gate(Protocol):
-    """A gate that can stop fast calls; see record.counter."""
+    """An object to change in a fork; a gate can stop fast calls, see record.counter."""
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""
@@ -28,6 +30,8 @@ class Gate(Protocol):
 in_fork = False
 # Number of the process that has started MPI; 0 if MPI has not been started.
 _mpi_pid = 0
+# Signals that forks ignore, unless they or the rank handle them. Nobody sends them to end a fork.
+_STOPPING = signal.SIGUSR1, signal.SIGUSR2
 # Exit status of a fork.
 _status = 0
 # Gates to close in a fork. Fast calls check them instead of `in_fork`.
@@ -69,6 +73,10 @@ def _begin() -> None:
     in_fork = True
     for gate in gates:
         gate.fork()
+    # Launchers send the signals that stop a rank (resilience.Stopping) to its forks, too.
+    for number in _STOPPING:
+        if has_default_action(number, os.getpid()):
+            signal.signal(number, signal.SIG_IGN)
     original_exit = sys.exit
 
     def exit_(status: str | int | None = None, /) -> None:

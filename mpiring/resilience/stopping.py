@@ -14,8 +14,10 @@ from ..arguments import number
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
+from ..launch import forks
 from ..launch.environment import job_end
 from ..world import or_world
+from .children import Shield
 
 _log = logging.getLogger("mpiring")
 
@@ -97,6 +99,7 @@ class Stopping:
         self._limits = _limits(time_limit_s)
         self._previous: dict[int, _Handler] = {}
         self._received_s: dict[int, float] = {}
+        self._shield: Shield | None = None
         self.reason = ""
         try:
             for signum in signals:
@@ -106,6 +109,13 @@ class Stopping:
             raise ConfigError(
                 f"rank {comm.rank}: signals={signals!r}: {exc}; pass signals that can be caught, "
                 f"such as [signal.SIGUSR1], and create Stopping in the main thread") from exc
+        forks.gates.add(self)
+        self._shield = Shield(self._previous)
+        if self._shield.exposed:
+            _log.warning(
+                "rank %d started processes %s before Stopping, and a signal that stops the rank "
+                "may end them; create Stopping before data loaders start their workers",
+                comm.rank, ", ".join(map(str, self._shield.exposed)))
 
     def now(self) -> bool:
         """Return whether to stop, the same on all ranks; call it once per step.
@@ -158,11 +168,13 @@ class Stopping:
         """Handle a signal; if it repeats, restore and call the previous handler."""
         previous, now_s = self._previous[number], time.monotonic()
         since_s = now_s - self._received_s.setdefault(number, now_s)
-        # In a forked worker, a signal always has its previous effect.
+        # It may arrive in a fork before `fork` is called.
         if os.getpid() != self._process or since_s > _DUPLICATE_S:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
             os.kill(os.getpid(), number)
         elif since_s == 0:
+            if self._shield is not None:
+                self._shield.received(number)
             self._local_reason = self._local_reason or signal.Signals(number).name
             if callable(previous):
                 previous(number, frame)
@@ -176,10 +188,25 @@ class Stopping:
         self._complete_exchange()
 
     def _restore(self) -> None:
+        shield, self._shield = self._shield, None
+        if shield is not None:
+            shield.close()
         for signum, previous in self._previous.items():
             if signal.getsignal(signum) == self._handle_signal:
                 signal.signal(signum, signal.SIG_DFL if previous is None else previous)
         # _previous stays, because a handler that was set later may still call _handle_signal.
+
+    def fork(self) -> None:
+        """In a fork, let SIGTERM have its previous effect, and ignore signals without one.
+
+        A fork does not keep the handler: CPython does not call it if the signal arrives just before
+        the fork waits, and `terminate()` sends SIGTERM.
+        """
+        for signum, previous in self._previous.items():
+            if signal.getsignal(signum) == self._handle_signal:
+                if previous in (signal.SIG_DFL, None) and signum != signal.SIGTERM:
+                    previous = signal.SIG_IGN
+                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
 
     def __enter__(self) -> "Stopping":
         return self

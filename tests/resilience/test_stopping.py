@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from launching import ROOT, environment
+from launching import PROGRAMS, ROOT, environment, finish, launch, needed, start
 from threads import Meeting, ThreadComm, on_ranks
 
 from mpiring.errors import ConfigError
@@ -96,6 +96,44 @@ def test_the_second_signal_ends_the_process():
         job.send_signal(signal.SIGTERM)
         job.stdout.read()
     assert job.returncode == -signal.SIGTERM
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("arguments", [
+    ("fork", "SIGTERM"), ("spawn", "SIGTERM"), ("fork", "SIGUSR1", "before"),
+    ("forkserver", "SIGUSR1"), ("pool", "SIGUSR1"), ("subprocess", "SIGUSR1")])
+def test_a_signal_to_all_processes_of_a_job_ends_no_child(arguments):
+    """Slurm sends signals to all of them."""
+    needed("torch")
+    ended = launch(1, PROGRAMS / "signaled_children.py", *arguments)
+    assert ended.status == 0, ended.output
+    assert f": {arguments[1]} on rank 0" in ended.output
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_a_signal_to_mpirun_ends_no_child():
+    needed("torch")
+    job = start(2, PROGRAMS / "signaled_children.py", "fork")
+    for _ in range(2):
+        assert "is ready" in job.stdout.readline()
+    job.send_signal(signal.SIGUSR1)
+    ended = finish(job)
+    assert ended.status == 0 and ended.output.count(": SIGUSR1 on rank") == 2, ended.output
+
+
+def test_children_that_a_signal_would_end_are_named(comm, caplog):
+    with subprocess.Popen(["sleep", "60"]) as child, Stopping(comm):
+        with subprocess.Popen(["sleep", "60"]) as protected:
+            protected.send_signal(signal.SIGUSR1)
+            protected.terminate()
+        child.send_signal(signal.SIGUSR1)
+    assert (child.returncode, protected.returncode) == (-signal.SIGUSR1, -signal.SIGTERM)
+    assert f"rank 0 started processes {child.pid} before Stopping" in caplog.text
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with subprocess.Popen(["sleep", "60"]) as later:
+        later.send_signal(signal.SIGUSR1)
+    assert later.returncode == -signal.SIGUSR1
 
 
 class Clock:
