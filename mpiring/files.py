@@ -22,21 +22,24 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
     """Open a regular file and nothing else: an `opener` for Python's `open`.
 
     It refuses a pipe, so that it never waits for the other end. When it writes, it does not follow
-    symbolic links.
+    symbolic links. When it reads, it follows a symbolic link of this user or of root.
 
     Args:
         name: Name of the file.
-        flags: Flags of os.open.
+        flags: Flags of os.open; with O_NOFOLLOW, no link is followed.
         mode: Permissions of a new file.
         dir_fd: Descriptor of the folder that a relative name refers to.
 
     Raises:
         OSError: os.open fails, or the name belongs to a link, a pipe, a folder or a device.
     """
-    writes = flags & (os.O_WRONLY | os.O_RDWR)
-    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    follows = not flags & (os.O_WRONLY | os.O_RDWR | os.O_NOFOLLOW)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(name, flags, mode, dir_fd=dir_fd)
+        if follows and os.lstat(name, dir_fd=dir_fd).st_uid not in (os.geteuid(), 0):
+            # It may be a link of another user. The name may change before it is opened.
+            follows = False
+        descriptor = os.open(name, flags | (0 if follows else os.O_NOFOLLOW), mode, dir_fd=dir_fd)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -48,18 +51,19 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
     return descriptor
 
 
-def read(path: Path, max_bytes: int, *, private: bool = False) -> bytes:
+def read(path: Path, max_bytes: int, *, private: bool = False, links: bool = True) -> bytes:
     """Return the content of a regular file.
 
     Args:
         path: Name of the file.
         max_bytes: Length of the longest file that is read.
         private: If true, refuse links, and files that another user may have written.
+        links: If false, refuse links, also those of this user.
 
     Raises:
         OSError: The file cannot be read, is not regular, is too long or not private.
     """
-    flags = os.O_NOFOLLOW if private else 0
+    flags = 0 if links and not private else os.O_NOFOLLOW
     with open(path, "rb", opener=lambda name, given: regular(name, given | flags)) as file:
         status = os.fstat(file.fileno())
         if private and status.st_uid != os.geteuid():

@@ -66,10 +66,23 @@ def test_only_what_nobody_else_can_have_written_is_private(shared, victim, monke
     with pytest.raises(OSError, match="symbolic link"):
         files.read(shared / "link", 9, private=True)
     assert files.read(shared / "link", 9) == b"precious", "what is not private may lie elsewhere"
+    with pytest.raises(OSError, match="symbolic link"):
+        files.read(shared / "link", 9, links=False)
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(OSError, match="not a file of this user"):
         files.read(shared / "name", 9, private=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_link_of_another_user_is_not_followed(shared, victim):
+    (shared / "link").symlink_to(victim)
+    (shared / "name").write_bytes(b"of a colleague")
+    os.chown(shared / "link", 1234, -1, follow_symlinks=False)
+    os.chown(shared / "name", 1234, -1)
+    assert files.read(shared / "name", 99) == b"of a colleague"
+    with pytest.raises(OSError, match="symbolic link"):
+        files.read(shared / "link", 99)
 
 
 @pytest.mark.parametrize("private, mode", [(True, 0o600), (False, 0o640)])

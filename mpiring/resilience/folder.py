@@ -38,6 +38,8 @@ PAUSE_S = 0.1
 DELETING, MARK = ".deleting-", ".mark-"
 # Maximum lengths to read from the pointer and the lock.
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
+# Content of the lock.
+_HOLDER = re.compile(r"process \d+ on [\w.-]+")
 # Pauses between two checks; each is 1.5 times as long as the previous one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE, _NOTE_BYTES = ".failed", 1 << 16
@@ -68,14 +70,19 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     """
     names = _checkpoint_names(folder)
     try:
-        latest = read(folder / _POINTER, _POINTER_BYTES).decode("ascii").strip()
+        latest = read(folder / _POINTER, _POINTER_BYTES, links=False).decode("ascii").strip()
     except FileNotFoundError:
         return names, f"there is no file {_POINTER}" if names else ""
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
         return names, f"{_POINTER} cannot be read ({exc})"
+    except ValueError:
+        return names, f"{_POINTER} cannot be read as text"
     if latest in names:
         return names[names.index(latest):], ""
-    return names, f"{_POINTER} names {latest!r:.80}, which is not there"
+    # Another user may have replaced it by a file whose content must not be shown.
+    return names, (f"{_POINTER} names {latest!r}, which is not there"
+                   if not latest or _NAME.fullmatch(latest)
+                   else f"{_POINTER} does not name a checkpoint")
 
 
 def leave_note(staging: Path, rank: int, problem: str) -> None:
@@ -110,7 +117,7 @@ def await_files(staging: Path, names: Collection[str], timeout_s: float,
         present = [path.name for path in staging.iterdir()]
         for name in present:
             if name.endswith(_NOTE):
-                note = read(staging / name, _NOTE_BYTES)
+                note = read(staging / name, _NOTE_BYTES, links=False)
                 raise CheckpointError(note.decode(errors="replace"))
         files = [name for name in present if name.endswith(SUFFIX)]
         missing = {*names}.difference(map(name_of, files))
@@ -214,7 +221,9 @@ class Lock:
                    BlockingIOError)
         except BlockingIOError as error:
             self._file.seek(0)
-            holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
+            # A hard link may lead to a file whose content must not be shown.
+            holder = self._file.read(_HOLDER_CHARACTERS).strip()
+            holder = holder if _HOLDER.fullmatch(holder) else "an unknown process"
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "

@@ -1,7 +1,9 @@
 """Tests that links and pipes which another user has prepared harm no other file."""
 
+import fcntl
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +55,30 @@ def test_pointers_are_no_links(run, victim):
         (run / name).symlink_to(victim)
     save(run, 1)
     assert load(run)[0].step == 1 and not (run / "latest").is_symlink()
+
+
+def test_no_content_of_another_file_is_shown(run, victim, caplog, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.2)
+    save(run, 1)
+    for replace in (Path.symlink_to, Path.hardlink_to):
+        (run / "latest").unlink()
+        replace(run / "latest", victim)
+        assert load(run)[0].step == 1
+        os.link(victim, run / "lock.new")
+        os.rename(run / "lock.new", run / "lock")
+        with open(run / "lock") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(CheckpointError, match="in use: an unknown process"):
+                save(run, 2)
+        (run / "lock").unlink()
+    assert "symbolic link" in caplog.text and "does not name a checkpoint" in caplog.text
+    assert "precious" not in caplog.text
+
+
+def test_a_folder_may_be_a_link(run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    save(tmp_path / "link", 1)
+    assert load(tmp_path / "link")[0].step == load(run)[0].step == 1
 
 
 def test_a_checkpoint_is_not_written_through_a_link(run, victim):
