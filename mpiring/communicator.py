@@ -24,6 +24,7 @@ from .engine.tuning import Tunable
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
+from .launch.forks import OfRank
 from .memory.arrays import dtype_name, flat, slice_of
 from .memory.reduction import reduction
 from .memory.tensors import is_tensor, note_write
@@ -61,7 +62,7 @@ class Prepared(NamedTuple):
     vector: Any
 
 
-class Communicator:
+class Communicator(OfRank):
     """The ranks of one MPI communicator, and the collectives among them.
 
     Every rank must call the same collectives in the same order. Different calls raise

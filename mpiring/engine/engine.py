@@ -56,7 +56,7 @@ class Pause:
         return pause
 
 
-class Engine:
+class Engine(forks.OfRank):
     """Advances the operations of a communicator and of all communicators split from it.
 
     Args:

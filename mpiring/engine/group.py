@@ -47,7 +47,7 @@ Build = Callable[[Collectives], Schedule[T]]
 _MAX_QUESTIONS = 10
 
 
-class Group:
+class Group(forks.OfRank):
     """The operations of the ranks of a private duplicate of an MPI communicator.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
+from ..launch.forks import OfRank
 from ..record.flight import Flight
 from ..transport import waiting
 from ..transport.base import T, Task
@@ -15,7 +16,7 @@ from ..transport.base import T, Task
 Action = Callable[[BaseException | None], None]
 
 
-class Handle(Generic[T]):
+class Handle(OfRank, Generic[T]):
     """Handle of an operation in progress.
 
     Attributes:

@@ -64,7 +64,7 @@ class Message(Handle[T]):
                 raise StallError("\n".join([str(error), *report()])) from None
 
 
-class Messages:
+class Messages(forks.OfRank):
     """Messages between the ranks of a communicator, matched by tag.
 
     Args:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from ..errors import ConfigError
+from ..launch.forks import OfRank
 from ..memory.arrays import data_address, dtype_name
 from ..operations.agreement import Call
 from ..transport import compiled
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .group import Build, Group
 
 
-class Persistent(Generic[T]):
+class Persistent(OfRank, Generic[T]):
     """An operation on one array, made once: call it, or `start()` and `wait()`, many times.
 
     The `persistent_` methods of a Communicator create it. They check the arguments, choose the

@@ -171,6 +171,9 @@ class JobEnder:
             # The text of a StallError already contains the last operations.
             report = self._report(0 if isinstance(error, StallError) else _LAST_OPERATIONS)
         end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        if isinstance(error, (ConnectionError, EOFError)):
+            end += (". If a data loader or a pool has raised it, one of their processes has died, "
+                    "for example for lack of memory: see the kernel's messages (dmesg)")
         if isinstance(error, _COMMON) and not self._in_full:
             end += ". For the complete tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
         return f"{report}\n{end}" if report else end

@@ -18,6 +18,9 @@ SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UC
 # Variable in which `mpiring lab run` passes its options to its ranks.
 LAB_OPTIONS = "LAB_OPTIONS"
 
+# Variable in which a rank passes the number of its process to the programs that it starts.
+RANK_PROCESS = "_MPIRING_RANK_PROCESS"
+
 
 class Launcher(NamedTuple):
     """A program that starts the ranks of a job, and the variables that it sets for them.
@@ -147,7 +150,7 @@ def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def variables_for_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return all variables except those that a launcher sets for this process."""
-    prefixes = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
+    prefixes = RANK_PROCESS, *(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 
@@ -308,6 +311,35 @@ def has_default_action(number: int, pid: int, proc: Path = Path("/proc")) -> boo
         # The process has ended or is hidden.
         return False
     return not any(mask >> number - 1 & 1 for mask in masks)
+
+
+def starting_rank(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc"),
+                  pid: int | None = None) -> int | None:
+    """Return the number of the rank's process that started this process without a launcher.
+
+    Args:
+        environ: Environment variables of this process.
+        proc: Folder of the proc file system.
+        pid: Number of this process.
+
+    Returns:
+        The number. It is None if a launcher has started this process as a rank; if this process
+        has no launcher's variables, so that it may be a world of its own; or if /proc hides it.
+    """
+    if not any(launcher.starts and launcher.name != "Slurm" for launcher in launchers(environ)):
+        return None
+    process = proc / str(os.getpid() if pid is None else pid)
+    try:
+        while (parent := _status(process)["PPid"]) != "0":
+            process = proc / parent
+            if parent == environ.get(RANK_PROCESS):
+                return int(parent)
+            if _status(process)["Name"] in _STARTERS:
+                break
+    except (OSError, KeyError):
+        # A process has ended or is hidden.
+        pass
+    return None
 
 
 def _status(process: Path) -> Mapping[str, str]:

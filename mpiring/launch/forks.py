@@ -1,4 +1,4 @@
-"""Keeps forks of a rank away from MPI, which works only in the process that started it.
+"""Keeps children of a rank away from MPI, which works only in the process that started it.
 
 A fork, for example a data loader's worker, inherits copies of communicators, handlers and open
 files, and the memory shared with other ranks. The other ranks cannot distinguish the fork from its
@@ -13,10 +13,11 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from ..errors import ClosedError, LaunchError
-from .environment import has_default_action
+from ..errors import ClosedError, ConfigError, LaunchError
+from .environment import (
+    RANK_PROCESS, has_default_action, set_variables, starting_rank)
 
 
 class Gate(Protocol):
@@ -24,6 +25,18 @@ class Gate(Protocol):
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""
+
+
+class OfRank:
+    """An object that works only in the process of its rank, and is neither pickled nor copied."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"a {type(self).__name__} cannot be pickled or copied: MPI works only in the process "
+            f"of the rank. Keep it out of what other processes receive or load, such as the "
+            f"dataset of a data loader; pass comm.rank and comm.size to them")
 
 
 # Whether this process is a fork of a process that has started MPI.
@@ -47,16 +60,25 @@ def guard(is_finalized: Callable[[], bool]) -> None:
     global _mpi_pid
     if not _mpi_pid:
         _mpi_pid = os.getpid()
+        set_variables({RANK_PROCESS: str(_mpi_pid)})
         os.register_at_fork(after_in_child=_begin)
         atexit.register(_end, is_finalized)
 
 
 def refuse_start() -> None:
-    """Raise LaunchError in a fork, where MPI cannot be started."""
+    """Raise LaunchError in a fork or child of a rank, where MPI cannot be started."""
     if in_fork:
         raise LaunchError(
             f"this process ({os.getpid()}) is a fork of a rank ({_mpi_pid}), and cannot be one, "
             f"too; communicate in the main process")
+    rank = starting_rank()
+    if rank is not None:
+        raise LaunchError(
+            f"this process ({os.getpid()}) was started by a rank (process {rank}) with the "
+            f"variables of the rank's launcher, and cannot be a rank, too. Communicate in the "
+            f"rank. If multiprocessing or a data loader has started this process, it has imported "
+            f"the main program again: call mpiring.init() in a function, and call this function "
+            f"below `if __name__ == \"__main__\":`. To start other ranks, run mpirun")
 
 
 def refuse_calls(rank: int) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..files import replacing
+from ..launch.forks import OfRank
 from ..text import ranges
 from .counter import OperationCounter
 from .flight import Flight
@@ -22,7 +23,7 @@ _NAME_WIDTH = 40
 _SAVE_S = 1.0
 
 
-class Recorder:
+class Recorder(OfRank):
     """The last operations of a rank, in all communicators that share an engine.
 
     Adding an operation needs no lock, because a bounded deque holds them.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiring.launch.environment import launched_by_ancestors
+from mpiring.launch.environment import launched_by_ancestors, starting_rank
 
 ALONE = 1, ""
 
@@ -55,6 +55,20 @@ def test_what_a_rank_starts_without_variables_is_meant_to_be_alone(processes):
               maps="7f00-7f01 r-xp 00000000 00:00 1 /usr/lib/libmpi.so.12\n")
     processes(111, 100, "python")
     assert launched_by_ancestors(processes(120, 110, "python"), 120) == ALONE
+
+
+@pytest.mark.parametrize(("variables", "between", "refused"), [
+    ({}, "bash", True), ({}, "hydra_pmi_proxy", False), ({"_MPIRING_RANK_PROCESS": "99"}, "", False),
+    ({"MPI_LOCALNRANKS": None, "PMI_SIZE": None}, "bash", False)])
+def test_a_child_with_the_variables_of_its_rank(processes, variables, between, refused):
+    processes(110, 1, "python", [120])
+    processes(120, 110, between, [130])
+    told = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "_MPIRING_RANK_PROCESS": "110", **variables}
+    told = {name: value for name, value in told.items() if value is not None}
+    proc = processes(130, 120, "python")
+    assert starting_rank(told, proc, 130) == (110 if refused else None)
+    assert starting_rank(told, proc, 110) is None, "the rank itself, also after an exec"
+    assert starting_rank(told, proc / "missing", 130) is None
 
 
 def test_a_system_that_shows_no_other_processes(processes, tmp_path):

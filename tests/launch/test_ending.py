@@ -64,6 +64,12 @@ def ended(error, words, rank, turn=0, **options):
     return printed.getvalue()
 
 
+def test_a_lost_connection_may_be_a_lost_worker(words):
+    for error in ConnectionResetError(104, "Connection reset by peer"), EOFError():
+        assert "one of their processes has died, for example" in ended(error, words, 0)
+    assert "has died" not in ended(ValueError("a bug"), words, 0)
+
+
 def test_one_report_for_the_job(words):
     """The rank that is not the first one waits until the job ends, and reports if it does not."""
     began = ending.time.monotonic()

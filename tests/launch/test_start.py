@@ -105,6 +105,37 @@ def test_a_wrapper_that_drops_the_environment_is_noticed(start, ranks):
         assert "alone in its MPI world and has none of the launcher's variables" in ended.output
 
 
+CHILDREN = """
+import multiprocessing, subprocess, sys, mpiring
+def attempt(_=None):
+    try: return mpiring.init().size
+    except mpiring.LaunchError as error: return str(error)
+if __name__ == "__main__":
+    comm, code = mpiring.init(), "import mpiring; print('size', mpiring.init().size)"
+    command = [sys.executable, "-c", code]
+    for words in command, ["sh", "-c", '"$@"; exit 3', "sh", *command]:
+        child = subprocess.run(words, stderr=subprocess.PIPE, text=True)
+        assert child.returncode and "LaunchError" in child.stderr, child
+        print(child.stderr)
+    for method in "spawn", "forkserver":
+        with multiprocessing.get_context(method).Pool(1) as pool: print(*pool.map(attempt, [0]))
+    subprocess.run([sys.argv[1], "-n", "2", *command], check=True)
+"""
+
+
+def test_a_child_of_a_rank_is_refused_and_another_job_is_not(tmp_path):
+    program = tmp_path / "children.py"
+    program.write_text(CHILDREN)
+    ended = job(1, program, mpiexec())
+    assert ended.status == 0 and ended.output.count("size 2") == 2, ended.output
+    assert ended.output.count("was started by a rank (process ") == 4, ended.output
+    assert ended.output.count('below `if __name__ == "__main__":`') == 4
+    # Without a launcher, each of them is a world of its own.
+    code = "import mpiring, subprocess, sys; mpiring.init(); subprocess.run([sys.executable, '-c'"
+    alone = python("-c", f"{code}, {INIT!r}])")
+    assert alone.stdout == "1 allreduce\n", alone.stderr
+
+
 def test_one_rank_can_be_meant():
     ended = python("-c", INIT, SLURM_NTASKS="4", MPIRING_ALLOW_SINGLETON="1")
     assert ended.stdout == "1 allreduce\n", ended.stderr

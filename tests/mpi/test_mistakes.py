@@ -1,5 +1,7 @@
 """Tests that what all ranks do wrong is told by its name, and leaves the communicator as it was."""
 
+import copy
+import pickle
 import signal
 
 import numpy as np
@@ -128,6 +130,21 @@ def test_mistakes_of_all_ranks(comm, case):
         mistake(comm)
     all_is_well(comm)
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_what_works_in_the_rank_only_is_not_copied(comm):
+    handle = comm.iallreduce(np.ones(3))
+    for thing in (comm, handle, comm.persistent_allreduce(np.ones(3)), comm.messages(),
+                  {"dataset": [comm]}, DataParallel({"w": np.ones(3)}, comm)):
+        for copying in pickle.dumps, copy.copy, copy.deepcopy:
+            if copying is not copy.copy or type(thing) not in (dict, DataParallel):
+                with pytest.raises(ConfigError, match="cannot be pickled or copied.*comm.rank"):
+                    copying(thing)
+    x = comm.empty(3)
+    x[...] = comm.rank
+    assert (pickle.loads(pickle.dumps(x)) == comm.rank).all()
+    handle.wait()
+    all_is_well(comm)
 
 
 @pytest.mark.parametrize(("name", "value", "odd"), [
