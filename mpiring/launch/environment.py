@@ -323,8 +323,8 @@ def starting_rank(environ: Mapping[str, str] = os.environ, proc: Path = Path("/p
         pid: Number of this process.
 
     Returns:
-        The number. It is None if a launcher has started this process as a rank; if this process
-        has no launcher's variables, so that it may be a world of its own; or if /proc hides it.
+        The number. It is None if a launcher has started this process, or if /proc hides it. It is
+        also None without a launcher's variables, because MPI can then start in this process.
     """
     if not any(launcher.starts and launcher.name != "Slurm" for launcher in launchers(environ)):
         return None

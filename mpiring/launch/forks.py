@@ -95,7 +95,7 @@ def _begin() -> None:
     in_fork = True
     for gate in gates:
         gate.fork()
-    # Launchers send the signals that stop a rank (resilience.Stopping) to its forks, too.
+    # Launchers send the signals that stop a rank (resilience.Stopping) also to its forks.
     for number in _STOPPING:
         if has_default_action(number, os.getpid()):
             signal.signal(number, signal.SIG_IGN)

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from ..files import regular
+from ..launch import forks
 from ..launch.environment import children_of, has_default_action
 
-# A worker that receives SIGTERM waits this long for its rank to receive it, too. The rank notices
+# A worker that receives SIGTERM waits this long for its rank to also receive it. The rank notices
 # signals between two Python instructions, of which one may take seconds.
 _PATIENCE_S, _PAUSE_S = 10.0, 0.01
 # Content of the record while the rank has received nothing; after the end, the record is empty.
@@ -33,19 +34,22 @@ class Shield:
 
     A process inherits the signals that are blocked when it is started, even if it executes another
     program. The shield blocks the signals for this moment; this thread receives them after it.
-    Forks do not execute another program: `Stopping.fork` protects them.
+    Forks do not execute another program: they change their handlers.
 
     SIGTERM is not blocked, because `terminate()` of subprocess and multiprocessing sends it. Only
     the workers of PyTorch's DataLoader ignore it, if their rank has received it as well.
 
     Args:
         signals: Signals that the rank handles.
+        fork: Function that is called in forks.
 
     Attributes:
         exposed: Numbers of the children that were started before, and that a signal would end.
     """
 
-    def __init__(self, signals: Collection[int]) -> None:
+    def __init__(self, signals: Collection[int], fork: Callable[[], None]) -> None:
+        self.fork = fork
+        forks.gates.add(self)
         self._blocked = {*signals} - {signal.SIGTERM}
         self.exposed = [pid for pid in children_of(os.getpid())
                         if any(has_default_action(number, pid) for number in self._blocked)]

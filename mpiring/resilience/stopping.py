@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from ..arguments import number
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
-from ..launch import forks
 from ..launch.environment import job_end
 from ..world import or_world
 from .children import Shield
@@ -63,6 +63,11 @@ class Stopping:
     A signal also calls the previous Python handler. If the same signal arrives again, at least a
     second later, it has its previous effect: most signals end the process.
 
+    Launchers and Slurm also send signals to the child processes of a rank. Processes that are
+    started meanwhile by fork, multiprocessing or subprocess do not end on `signals`, except on
+    SIGTERM, which `terminate()` sends. Workers of a PyTorch DataLoader, by fork or spawn, also
+    ignore SIGTERM if their rank has received it. Create Stopping before they start.
+
     Args:
         comm: Communicator whose ranks train together; by default, all ranks.
         time_limit_s: Time limit in seconds from now; None for the limit of Slurm only.
@@ -109,8 +114,9 @@ class Stopping:
             raise ConfigError(
                 f"rank {comm.rank}: signals={signals!r}: {exc}; pass signals that can be caught, "
                 f"such as [signal.SIGUSR1], and create Stopping in the main thread") from exc
-        forks.gates.add(self)
-        self._shield = Shield(self._previous)
+        # A fork must not keep the handler: CPython does not call it if `terminate()` sends SIGTERM
+        # just before the fork waits.
+        self._shield = Shield(self._previous, partial(self._restore_handlers, in_fork=True))
         if self._shield.exposed:
             _log.warning(
                 "rank %d started processes %s before Stopping, and a signal that stops the rank "
@@ -168,9 +174,9 @@ class Stopping:
         """Handle a signal; if it repeats, restore and call the previous handler."""
         previous, now_s = self._previous[number], time.monotonic()
         since_s = now_s - self._received_s.setdefault(number, now_s)
-        # It may arrive in a fork before `fork` is called.
-        if os.getpid() != self._process or since_s > _DUPLICATE_S:
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        in_fork = os.getpid() != self._process
+        if in_fork or since_s > _DUPLICATE_S:
+            signal.signal(number, self._after(number, in_fork=in_fork))
             os.kill(os.getpid(), number)
         elif since_s == 0:
             if self._shield is not None:
@@ -191,22 +197,24 @@ class Stopping:
         shield, self._shield = self._shield, None
         if shield is not None:
             shield.close()
-        for signum, previous in self._previous.items():
-            if signal.getsignal(signum) == self._handle_signal:
-                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+        self._restore_handlers(in_fork=False)
         # _previous stays, because a handler that was set later may still call _handle_signal.
 
-    def fork(self) -> None:
-        """In a fork, let SIGTERM have its previous effect, and ignore signals without one.
-
-        A fork does not keep the handler: CPython does not call it if the signal arrives just before
-        the fork waits, and `terminate()` sends SIGTERM.
-        """
-        for signum, previous in self._previous.items():
+    def _restore_handlers(self, *, in_fork: bool) -> None:
+        for signum in self._previous:
             if signal.getsignal(signum) == self._handle_signal:
-                if previous in (signal.SIG_DFL, None) and signum != signal.SIGTERM:
-                    previous = signal.SIG_IGN
-                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+                signal.signal(signum, self._after(signum, in_fork=in_fork))
+
+    def _after(self, number: int, *, in_fork: bool) -> "_Handler":
+        """Return what handles a signal in place of `_handle_signal`.
+
+        A fork ignores signals that only stop its rank. `terminate()` sends SIGTERM to a fork.
+        """
+        previous = self._previous[number]
+        if previous is None:
+            previous = signal.SIG_DFL
+        ignores = in_fork and previous == signal.SIG_DFL and number != signal.SIGTERM
+        return signal.SIG_IGN if ignores else previous
 
     def __enter__(self) -> "Stopping":
         return self

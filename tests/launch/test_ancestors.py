@@ -58,7 +58,8 @@ def test_what_a_rank_starts_without_variables_is_meant_to_be_alone(processes):
 
 
 @pytest.mark.parametrize(("variables", "between", "refused"), [
-    ({}, "bash", True), ({}, "hydra_pmi_proxy", False), ({"_MPIRING_RANK_PROCESS": "99"}, "", False),
+    ({}, "bash", True), ({}, "hydra_pmi_proxy", False),
+    ({"_MPIRING_RANK_PROCESS": "99"}, "bash", False),
     ({"MPI_LOCALNRANKS": None, "PMI_SIZE": None}, "bash", False)])
 def test_a_child_with_the_variables_of_its_rank(processes, variables, between, refused):
     processes(110, 1, "python", [120])

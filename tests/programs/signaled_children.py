@@ -77,7 +77,7 @@ def main():
     for _ in range(10):
         next(loaded)
     assert set(descendants(os.getpid())) == set(children) != set(), "a child has ended"
-    print(f"rank {comm.rank} stopped at step {step}: {stopping.reason}", flush=True)
+    print(f"stopped at step {step}: {stopping.reason}, says rank {comm.rank}", flush=True)
     loaded.close()
     comm.close()
 

@@ -114,7 +114,8 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_child(arguments):
 @pytest.mark.any_mpi
 def test_a_signal_to_mpirun_ends_no_child():
     needed("torch")
-    job = start(2, PROGRAMS / "signaled_children.py", "fork")
+    # PyTorch warns of more workers than cores.
+    job = start(2, "-W", "ignore", PROGRAMS / "signaled_children.py", "fork")
     for _ in range(2):
         assert "is ready" in job.stdout.readline()
     job.send_signal(signal.SIGUSR1)

@@ -6,11 +6,11 @@ import signal
 import time
 
 import pytest
-from launching import PROGRAMS, ROOT, SOON_S
+from launching import PROGRAMS, ROOT, SOON_S, needed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
-TRAIN = ROOT / "slurm" / "train.sbatch"
+TRAIN, PREEMPTIBLE = ROOT / "slurm" / "train.sbatch", ROOT / "slurm" / "preemptible.sbatch"
 # What Slurm itself waits, as slurm_cluster.py sets it: until a requeued job may start, and until it
 # gives up a node that is silent.
 REQUEUE_S, SILENCE_S = 10, 90
@@ -71,6 +71,22 @@ def test_jobs_go_on_whatever_happens(on_n4, slurm, trainings):
     assert ended.wait()["JobState"] in ("FAILED", "PREEMPTED")
     for training, lost_steps in ((by_user, 0), (preempted, 0), (killed, 15)):
         check(training, trainings.undisturbed, lost_steps=lost_steps)
+
+
+def test_a_signal_ends_no_worker_of_a_data_loader(slurm):
+    """Slurm sends it to all processes of a step; mpirun and srun pass on what they get."""
+    needed("torch")
+    jobs = {options: slurm.submit(
+        PREEMPTIBLE, PROGRAMS / "signaled_children.py", "fork", ATTEMPTS="1",
+        options=["--nodes=2", "--ntasks-per-node=1"])
+        for options in (("--signal=USR1", "--batch"), ("--signal=TERM",))}
+    for options, job in jobs.items():
+        job.wait_for("rank 0 is ready")
+        job.wait_for("rank 1 is ready")
+        job.cancel(*options)
+    for job in jobs.values():
+        assert job.wait()["ExitCode"] == "75:0", job.output
+        assert job.output.count("\nstopped at step") == 2, job.output
 
 
 def test_attempts_are_bounded(trainings):
