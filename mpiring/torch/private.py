@@ -1,7 +1,8 @@
 """All private functions of PyTorch that mpiring uses.
 
-Verified with PyTorch 2.13, written for 2.10 and later. If a function is missing, the import of
-`mpiring.torch` raises an error that names it, or a test of the code that uses it fails.
+Verified with PyTorch 2.10, 2.13 and 2.15 by `tests/helpers/every_torch.py`. If a function is
+missing, the import of `mpiring.torch` raises an error that names it, or a test of the code that
+uses it fails.
 """
 
 from collections import deque
@@ -11,12 +12,22 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad
 
 # Handlers of `init_method`, by the scheme of its URL.
 rendezvous_handlers: MutableMapping[str, Callable[..., Iterator[Any]]] = _rendezvous_handlers
+
+
+def leave_recording_to(backend: str) -> None:
+    """Tell PyTorch that a back end records its own operations.
+
+    Since 2.15, PyTorch attaches its flight recorder to the groups of all other back ends. That
+    raises an error for a group in Python, to which no back end in C++ belongs.
+    """
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
 
 
 # Backward passes

@@ -28,6 +28,7 @@ from ..operations.operation import Collectives
 from ..transport import waiting
 from ..transport.base import NO_BYTES, Schedule
 from . import sparse
+from .private import leave_recording_to
 from .tensors import DEVICE_TYPES
 from .threads import fill_cores, own_share
 from .vectors import (
@@ -45,6 +46,7 @@ _PAUSE_S = 1e-3
 def register() -> None:
     """Register the back end with torch.distributed."""
     dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*DEVICE_TYPES])
+    leave_recording_to("mpiring")
 
 
 def _make(options: Any, _: Any) -> "ProcessGroup":

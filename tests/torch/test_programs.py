@@ -33,8 +33,10 @@ def test_collectives_with_nothing_in_them(ranks, tmp_path):
     assert ended.output.count("all is well") == ranks
 
 
-def test_data_loaders_with_forked_workers():
-    ended = launch(2, PROGRAMS / "torch_forks.py")
+@pytest.mark.parametrize("program", ["torch_forks.py", "torch_recorder.py"])
+def test_a_program_in_processes_of_its_own(program):
+    """Data loaders with forked workers; and the flight recorder of PyTorch."""
+    ended = launch(2, PROGRAMS / program)
     assert ended.status == 0, ended.output
     assert ended.output.count("all is well") == 2
 
