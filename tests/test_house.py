@@ -205,6 +205,22 @@ def test_everything_public_is_told():
     assert not silent
 
 
+# PyTorch's functions that make tensors on the default device, or move them there.
+ON_DEFAULT_DEVICE = {
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace",
+    "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_coo_tensor",
+    "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
+
+
+def test_tensors_name_their_device():
+    """Else they follow `torch.set_default_device`, wherever the user's model may be."""
+    assert not [f"{name_of(path)}:{call.lineno}: {ast.unparse(call)}" for path in FILES
+                for call in ast.walk(tree_of(path)) if isinstance(call, ast.Call)
+                and re.fullmatch(r"torch\.(\w+)", called := ast.unparse(call.func))
+                and called.removeprefix("torch.") in ON_DEFAULT_DEVICE
+                and "device" not in [keyword.arg for keyword in call.keywords]]
+
+
 FORBIDDEN = {  # what no file may have, but those that are for it
     "asserts are no checks of input": (r"^\s*assert ", ()),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ()),

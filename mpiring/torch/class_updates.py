@@ -111,7 +111,7 @@ def _sliced(x: Any, *, is_saved: bool) -> Any:
     """Return a tensor as a Sliced with all elements if `is_saved`, otherwise none; keep numbers."""
     if is_number(x):
         return x
-    x = torch.as_tensor(x).cpu()
+    x = torch.as_tensor(x, device="cpu")
     return Sliced(x.shape, {(0, x.numel()): array_of(x.clone(
         memory_format=torch.contiguous_format))} if is_saved else {},
                   numpy_dtype(x.dtype))
@@ -165,7 +165,8 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
             f"is of shape {tuple(p.shape)}; load what an optimizer of the same model has returned")
     if isinstance(x, Sliced) and p.is_contiguous():
         return tensor_of(x.read(*part.ends))
-    x = torch.as_tensor(tensor_of(x.whole()) if isinstance(x, Sliced) else x).detach().cpu()
+    x = torch.as_tensor(
+        tensor_of(x.whole()) if isinstance(x, Sliced) else x, device="cpu").detach()
     if not p.is_contiguous():
         # Slices of the parameter are also in the order of its memory.
         in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
@@ -407,8 +408,8 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
         ConfigError: A small tensor, or its state, changes in another way if it is cut in two. Or
             an attribute of the class holds data that would be lost when slices are cut again.
     """
-    generator = torch.Generator().manual_seed(1)
-    first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
+    generator = torch.Generator("cpu").manual_seed(1)
+    first, *gradients = (torch.randn(_SHAPE, generator=generator, device="cpu").to(like)
                          for _ in range(1 + _STEPS))
     stepped = functools.partial(_stepped, optimizer_class, defaults, group, per_bucket=per_bucket)
     (p, state), = stepped([first], [[gradient] for gradient in gradients])

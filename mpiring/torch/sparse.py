@@ -55,7 +55,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         total = torch.sparse_coo_tensor(
             tensor_of_bytes(all_indices, indices.dtype, (rows, *indices.shape[1:])).T,
             tensor_of_bytes(all_values, values.dtype, (rows, *values.shape[1:])), addend.shape,
-            check_invariants=False).coalesce()
+            device="cpu", check_invariants=False).coalesce()
         # Not detached, because a copy into a detached sparse tensor does not change `tensor`.
         yield from buffers.copied_back(
             [(tensor, quotient(total, op.divisor) if op.divisor else
@@ -143,4 +143,4 @@ def _empty_gradient(p: Parameter) -> torch.Tensor:
     # Gradients of embeddings have one sparse dimension.
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=p.device),
-        p.detach().new_empty((0, *p.shape[1:])), p.shape, check_invariants=False)
+        p.detach().new_empty((0, *p.shape[1:])), p.shape, device=p.device, check_invariants=False)

@@ -73,7 +73,7 @@ class TensorOperations(Operations):
         def result() -> torch.Tensor:
             total = torch.sparse_coo_tensor(
                 self.synchronize(indices).t(), self.synchronize(values), tensor.shape,
-                check_invariants=False).coalesce()
+                device=tensor.device, check_invariants=False).coalesce()
             return total / process_set.comm.size if op == Average else total
 
         return result

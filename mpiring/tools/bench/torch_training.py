@@ -70,7 +70,7 @@ class Transformer(nn.Module):
     def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_BYTE_VALUES, width)
-        self.position = nn.Parameter(torch.zeros(longest, width))
+        self.position = nn.Parameter(torch.zeros(longest, width, device="cpu"))
         layer = nn.TransformerEncoderLayer(
             width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(
@@ -117,13 +117,13 @@ class _Kind:
 
 
 def _texts(batch: int, rng: torch.Generator) -> Batch:
-    texts = torch.randint(_BYTE_VALUES, (batch, TEXT_LENGTH + 1), generator=rng)
+    texts = torch.randint(_BYTE_VALUES, (batch, TEXT_LENGTH + 1), generator=rng, device="cpu")
     return texts[:, :-1], texts[:, 1:]
 
 
 def _labeled(*shape: int) -> Callable[[int, torch.Generator], Batch]:
-    return lambda batch, rng: (torch.randn(batch, *shape, generator=rng),
-                               torch.randint(_CLASSES, (batch,), generator=rng))
+    return lambda batch, rng: (torch.randn(batch, *shape, generator=rng, device="cpu"),
+                               torch.randint(_CLASSES, (batch,), generator=rng, device="cpu"))
 
 
 _KINDS = {
