@@ -208,8 +208,8 @@ def test_everything_public_is_told():
 # PyTorch's functions that make tensors on the default device, or move them there.
 ON_DEFAULT_DEVICE = {
     "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace",
-    "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_coo_tensor",
-    "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
+    "logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor",
+    "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 
 
 def test_tensors_name_their_device():

@@ -4,7 +4,7 @@ Other tests in this folder cover what a GPU would do asynchronously, on a simula
 errors of CUDA, with a CuPy that records calls.
 """
 
-import nvidia
+import cupy_or_host
 import pytest
 
 from mpiring.gpu import cuda
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _package(request, monkeypatch):
     if request.path.stem.endswith("_on_gpu"):
-        nvidia.installed(monkeypatch)
+        cupy_or_host.installed(monkeypatch)
 
 
 @pytest.fixture
@@ -37,5 +37,5 @@ def cupy():
 @pytest.fixture
 def asynchronous():
     """Skip a test without a GPU, because the host does work at once."""
-    if not nvidia.REAL:
+    if not cupy_or_host.REAL:
         pytest.skip(reason="there is no GPU")

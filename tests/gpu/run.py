@@ -36,7 +36,9 @@ MIN_S = 5
 MPS = "nvidia-cuda-mps-control"
 MIB = 1 << 20
 # Each test by name, so that the log of a test that timed out shows where.
-PYTEST = ("-m", "pytest", "--verbose", "--tb=short", "--color=no", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "--verbose", "--tb=short", "--color=no", "-p", "no:cacheprovider",
+          # Beside pytest-xdist it warns, which is an error here.
+          "-p", "no:benchmark")
 # Number of processes of a pytest run, if pytest-xdist is installed; and of steps side by side.
 WORKERS, STEPS = 4, 4
 

@@ -1,7 +1,7 @@
 """Tests that GPU memory is reused and freed; nothing else may use the GPU meanwhile."""
 
+import cupy_or_host
 import numpy as np
-import nvidia
 import pytest
 from gpu_memory import wait
 from launching import PROGRAMS, launch
@@ -9,7 +9,7 @@ from launching import PROGRAMS, launch
 from mpiring.data import prefetch
 
 # Without a GPU, memory and ranks take time.
-MEMORY, RANKS = (32 << 20, [1, 2, 4]) if nvidia.REAL else (2 << 20, [2])
+MEMORY, RANKS = (32 << 20, [1, 2, 4]) if cupy_or_host.REAL else (2 << 20, [2])
 
 
 def test_freed_memory_is_available_again(device):

@@ -1,7 +1,7 @@
 """Tests that batches come to a real GPU whole, and are not overwritten while they may be read."""
 
+import cupy_or_host
 import numpy as np
-import nvidia
 import pytest
 from launching import needed
 
@@ -21,7 +21,7 @@ def batches():
 def test_cupy_arrays(cupy, depth, own_stream):
     stream = cupy.cuda.Stream(non_blocking=True) if own_stream else cupy.cuda.Stream.null
     with stream:
-        late = cupy.ones((2000, 2000) if nvidia.REAL else (10, 10), np.float32)
+        late = cupy.ones((2000, 2000) if cupy_or_host.REAL else (10, 10), np.float32)
         copies = cupy.zeros((COUNT, N), np.float32)
         for number, batch in enumerate(prefetch(list(batches()), "cuda", depth=depth)):
             # The batch is read only behind this, when the loader has long gone on.

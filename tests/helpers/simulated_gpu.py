@@ -17,8 +17,8 @@ from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import cupy_or_host
 import numpy as np
-import nvidia
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpiring.errors import MissingDependencyError
@@ -147,7 +147,7 @@ class Stream:
 
     def compute(self, function, *arguments):
         """Run array operations later, on the host."""
-        package = nvidia.host_cupy()
+        package = cupy_or_host.host_cupy()
 
         def act():
             function(package, *[package.wrapped(content(x)) if isinstance(x, DeviceVector) else x

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import contract
+import cupy_or_host
 import numpy as np
 import pytest
-import nvidia
 import simulated_gpu
 
 import mpiring
@@ -21,7 +21,7 @@ def gpu(request, comm, monkeypatch):
     """Return an object that puts arrays on a simulated GPU, or on NVIDIA's through CuPy."""
     if request.param == "simulated":
         return simulated_gpu.installed(monkeypatch)
-    nvidia.installed(monkeypatch)
+    cupy_or_host.installed(monkeypatch)
     return SimpleNamespace(put=cupy_for(comm).asarray)
 
 

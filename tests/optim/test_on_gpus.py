@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import simulated_gpu
-from nvidia import compiler
+from cupy_or_host import compiler
 from threads import TrainingComm, on_ranks
 
 from mpiring.numpy import DataParallel, DiLoCo
