@@ -27,7 +27,21 @@ def leave_recording_to(backend: str) -> None:
     Since 2.15, PyTorch attaches its flight recorder to the groups of all other back ends. That
     raises an error for a group in Python, to which no back end in C++ belongs.
     """
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+    with_own_record: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    with_own_record.add(backend)
+
+
+# Profilers
+
+# Context of an event, given its name, inputs (tensors, lists of tensors, strings), and metadata by
+# name. Without torch.profiler, it records nothing, not even for an ExecutionTraceObserver.
+record: Any = torch._C._profiler._RecordFunctionFast
+
+
+def is_profiling() -> bool:
+    """Return whether torch.profiler runs."""
+    enabled: bool = torch.autograd.profiler._is_profiler_enabled
+    return enabled
 
 
 # Backward passes

@@ -29,6 +29,7 @@ from ..transport import waiting
 from ..transport.base import NO_BYTES, Schedule
 from . import sparse
 from .private import leave_recording_to
+from .profiling import recorded
 from .tensors import DEVICE_TYPES
 from .threads import fill_cores, own_share
 from .vectors import (
@@ -201,6 +202,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Reductions
 
+    @recorded("c10d::allreduce_")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine a tensor over all ranks, in place."""
         tensor = only(tensors)
@@ -211,6 +213,7 @@ class ProcessGroup(dist.ProcessGroup):
             "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts,
             TensorBuffers(), list(tensors), sparse.allreduce(tensor, op))
 
+    @recorded("c10d::allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine several tensors over all ranks, in place, as one operation."""
         return self._allreduce("all_reduce_coalesced", tensors, opts)
@@ -224,6 +227,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._submit(kind, detail, opts, buffers, list(tensors), lambda collectives: in_turn(
             (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]))
 
+    @recorded("c10d::reduce_")
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Combine a tensor over all ranks into the root's tensor; other tensors do not change."""
         tensor, root = only(tensors), opts.rootRank
@@ -236,14 +240,17 @@ class ProcessGroup(dist.ProcessGroup):
             "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, buffers,
             list(tensors), lambda collectives: collectives.reduce(x, root, op=op.combine))
 
+    @recorded("c10d::reduce_scatter_", 2)
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Combine tensor r of a list over all ranks into the output of rank r."""
         return self._reduce_scatter("reduce_scatter", [only(outputs)], inputs, opts)
 
+    @recorded("c10d::_reduce_scatter_base_", 2)
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks; rank r gets the r-th part."""
         return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
+    @recorded("c10d::reduce_scatter_tensor_coalesced_", 2)
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors,
                                         opts: Any = None) -> Work:
         """Combine several tensors over all ranks; rank r gets the r-th part of each."""
@@ -268,6 +275,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Copies
 
+    @recorded("c10d::broadcast_")
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy the root's tensor to all ranks."""
         tensor, root, buffers = only(tensors), opts.rootRank, TensorBuffers()
@@ -277,10 +285,12 @@ class ProcessGroup(dist.ProcessGroup):
             "broadcast", f"of {described(tensor)} from root {root}", opts, buffers, list(tensors),
             lambda collectives: collectives.broadcast(x, root))
 
+    @recorded("c10d::allgather_", 2)
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy every rank's tensor to a list of tensors on all ranks."""
         return self._allgather("all_gather", outputs, [only(inputs)], opts, [*map(list, outputs)])
 
+    @recorded("c10d::allgather_coalesced_", 2)
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors,
                             opts: Any = None) -> Work:
         """Copy every rank's tensors; list r of the output receives the tensors of rank r."""
@@ -288,10 +298,12 @@ class ProcessGroup(dist.ProcessGroup):
         by_input = list(zip(*outputs, strict=True))
         return self._allgather("all_gather_coalesced", by_input, inputs, opts, outputs)
 
+    @recorded("c10d::_allgather_base_", 2)
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Copy every rank's tensor to one part of a tensor on all ranks."""
         return self._allgather("all_gather_single", [output], [input], opts, [output])
 
+    @recorded("c10d::allgather_into_tensor_coalesced_", 2)
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors,
                                     opts: Any = None) -> Work:
         """Copy several tensors of every rank, each to one part of a tensor on all ranks."""
@@ -310,6 +322,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._submit(kind, detail, opts, buffers, value, lambda collectives: in_turn(
             copies, [collectives.allgather_chunks(chunks) for chunks in rows]))
 
+    @recorded("c10d::gather_", 2)
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
         input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
@@ -320,6 +333,7 @@ class ProcessGroup(dist.ProcessGroup):
             "gather", f"of {described(input)} to root {root}", opts, buffers, [list(targets)],
             lambda collectives: collectives.gather(x, chunks, root))
 
+    @recorded("c10d::scatter_", 2)
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
         output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
@@ -342,6 +356,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError(f"{label} tensors on another rank than the root of a {kind}")
         return tensors
 
+    @recorded("c10d::alltoall_", 2)
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Send tensor r of a list to rank r; shapes may differ."""
         check_count(outputs, self.size(), "output")
@@ -352,6 +367,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._all_to_all(
             "all_to_all", inputs[0], opts, buffers, list(outputs), sends, receives)
 
+    @recorded("c10d::alltoall_base_", 2)
     def all_to_all_single(self, output: Tensor, input: Tensor,
                           output_split_sizes: Sequence[int] = (),
                           input_split_sizes: Sequence[int] = (), opts: Any = None) -> Work:
@@ -374,19 +390,25 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Messages
 
+    @recorded("c10d::send")
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
         self._check_peer(dest)
         x = TensorBuffers(staged=True).raw(only(tensors))
         return self._message(self._messages.isend(x, dest, tag), tensors)
 
+    @recorded("c10d::recv_")
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank."""
         self._check_peer(source)
-        return self.recv_anysource(tensors, tag, source)
+        return self._recv(tensors, tag, source)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0, source: int | None = None) -> Work:
-        """Receive a tensor from the rank that sends first, or from `source`."""
+    @recorded("c10d::recv_any_source_")
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive a tensor from the rank that sends first."""
+        return self._recv(tensors, tag, None)
+
+    def _recv(self, tensors: Tensors, tag: int, source: int | None) -> Work:
         buffers = TensorBuffers(staged=True)
         x = buffers.raw(only(tensors), written=True)
         return self._message(self._messages.irecv(x, source, tag, buffers.settled), tensors)
@@ -398,6 +420,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Barriers
 
+    @recorded("c10d::barrier", 0)
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has called; a timeout in the options applies to this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
@@ -405,6 +428,7 @@ class ProcessGroup(dist.ProcessGroup):
             "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
             limit_s if limit_s > 0 else None)
 
+    @recorded("c10d::monitored_barrier_", 0)
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:
         """Return when every rank has called; on rank 0 an error names the missing ranks.

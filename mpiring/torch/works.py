@@ -7,6 +7,7 @@ collectives would differ between ranks, so they run in a separate group; see `in
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ..engine.handle import Action, Handle, Lane
 from ..gpu.arrays import is_gpu_tensor
 from .private import call_after_backward
+from .profiling import waiting
 from .tensors import on_idle_stream, tensors_in
 
 _NO_TIMEOUT = timedelta(0)
@@ -177,11 +179,16 @@ class Work(dist.Work):
         if self._failure is not None:
             raise self._failure
         try:
-            self.handle.wait(timeout.total_seconds() or self.timeout_s)
+            self._complete(timeout.total_seconds() or self.timeout_s)
         except BaseException as error:
             self._error = error
             raise
         return True
+
+    def _complete(self, timeout_s: float | None = None) -> None:
+        """Wait; profilers see for how long."""
+        with nullcontext() if self.handle.done else waiting():
+            self.handle.wait(timeout_s)
 
     def is_completed(self) -> bool:
         """Return whether the operation is complete, or has failed.
@@ -226,7 +233,7 @@ class Work(dist.Work):
                 # At the end of the pass, DistributedDataParallel would wait in C++. The engine's
                 # thread would not know that, and would sleep between tests. This callback runs
                 # first.
-                call_after_backward(self.handle.wait)
+                call_after_backward(self._complete)
             except RuntimeError:
                 # No backward pass is running.
                 if not self.threaded:

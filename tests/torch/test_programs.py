@@ -17,7 +17,8 @@ def _torch():
     (3, "async thread"), (3, "async inline"), (1, "groups FOLDER"), (3, "groups FOLDER"),
     (2, "equal FOLDER/store 20 cpu"), (1, "equal FOLDER/store 5 accelerator"),
     (1, "abilities cpu"), (3, "abilities cpu"), (2, "abilities simulated"),
-    (2, "abilities accelerator"), (2, "reducers"), (2, "lifetimes"), (2, "defaults FOLDER")])
+    (2, "abilities accelerator"), (2, "reducers"), (2, "lifetimes"),
+    (2, "defaults FOLDER"), (2, "profiled FOLDER")])
 def test_a_program(ranks, command, tmp_path):
     program, *words = command.split()
     ended = run(ranks, PROGRAMS / f"torch_{program}.py",

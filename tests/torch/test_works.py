@@ -84,7 +84,7 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
     from mpiring.torch.works import Work
     calls = []
     lane = SimpleNamespace(pause=lambda: calls.append("pause"))
-    handle.wait = lambda: calls.append("wait")
+    handle.wait = lambda timeout_s: calls.append("wait")
     handle.when_done = lambda action: None
     work = Work(handle, [], threaded=True, lanes=[lane] * rests)
     x = torch.ones(1, requires_grad=True)
