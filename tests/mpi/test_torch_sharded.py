@@ -563,6 +563,20 @@ class Signs(Norms):
                     p -= group["lr"] / state["count"] * state["sum"].sign()
 
 
+class Begun(Signs):
+    """Makes its state when it is constructed, as Adagrad does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(count=0, sum=torch.full_like(p, 0.01))
+
+    def step(self, closure=None):
+        assert all(self.state[p] for group in self.param_groups for p in group["params"])
+        super().step(closure)
+
+
 class Counts(Signs):
     """Counts its steps in an attribute, by which its rate falls; and, as asked, in another way."""
 
@@ -579,7 +593,7 @@ class Counts(Signs):
                     p.data -= group["lr"] / self.steps[0] * p.grad
 
 
-@pytest.mark.parametrize("make", [Signs, Counts])
+@pytest.mark.parametrize("make", [Signs, Begun, Counts])
 def test_a_class_of_the_users_own(comm, make):
     (plain, right), (model, optimizer) = both(comm, make, lr=0.01)
     for step in range(6):
