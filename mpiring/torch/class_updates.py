@@ -248,7 +248,7 @@ class ClassUpdates:
         optimizer = self._class([{**saved, "params": [shard.parameter for shard in group]}
                                  for group, saved in zip(groups, settings)], **self._defaults)
         shards = list(chain.from_iterable(groups))
-        # Some classes make state when they are constructed, such as Adagrad before PyTorch 2.13.
+        # Some classes make state when they are constructed, such as Adagrad.
         shard_states = [state_of(shard, states, parameters, elementwise)
                         or optimizer.state.get(shard.parameter) for shard in shards]
         optimizer.load_state_dict({
