@@ -26,6 +26,7 @@ def operations(group):
     on_root = parts if RANK == 0 else None
     dist.all_reduce(x, group=group)
     dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.all_reduce(torch.eye(3).to_sparse(), group=group)
     dist.all_reduce_coalesced([x, rows], group=group)
     dist.broadcast(x.double(), 0, group=group)
     dist.reduce(x, 0, group=group)

@@ -70,7 +70,8 @@ class Transformer(nn.Module):
     def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_BYTE_VALUES, width)
-        self.position = nn.Parameter(torch.zeros(longest, width, device="cpu"))
+        self.position = nn.Parameter(
+            torch.zeros(longest, width, device=self.embedding.weight.device))
         layer = nn.TransformerEncoderLayer(
             width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(
