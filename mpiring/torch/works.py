@@ -187,7 +187,7 @@ class Work(dist.Work):
 
     def _complete(self, timeout_s: float | None = None) -> None:
         """Wait; profilers see for how long."""
-        with nullcontext() if self.handle.done else waiting():
+        with nullcontext() if self.handle.complete else waiting():
             self.handle.wait(timeout_s)
 
     def is_completed(self) -> bool:

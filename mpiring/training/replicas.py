@@ -174,7 +174,7 @@ class Replicas:
         Args:
             items: Items that differ.
             steps: Number of steps since the last comparison.
-            written: Whether the program of any rank has written parameters.
+            written: If true, the program of a rank has written parameters.
         """
         largest = 0.0
         # Largest difference in units, and number of numbers that differ.
