@@ -82,12 +82,13 @@ def test_a_program_that_fails_is_told_and_the_next_one_runs(program, status, tol
 
 
 LEAVES = """
-import atexit, builtins, multiprocessing, os, threading, time
+import builtins, multiprocessing, os, threading, time
 import mpiring
+from mpiring.launch import exits
 threading.Thread(target=lambda: time.sleep(60), name="a thread", daemon=True).start()
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
 builtins.kept = mpiring.init(), [os.open("/dev/null", 0) for _ in range(100)]
-atexit.unregister(kept[0]._group._close_at_exit)
+exits.unregister(kept[0]._group._close_at_exit)
 """
 
 

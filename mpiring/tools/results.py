@@ -144,12 +144,14 @@ def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[
         file.write(json.dumps(content, indent=1) + "\n")
 
 
-def read_json(path: str, fields: Mapping[str, Fields]) -> tuple[str, Environment, list[Row]]:
+def read_json(path: str, fields: Mapping[str, Fields] | None = None,
+              ) -> tuple[str, Environment, list[Row]]:
     """Return the benchmark, the environment and the rows in a file from `write_json`.
 
     Args:
         path: Name of the file; "-" for standard input.
-        fields: Fields that the environment and each row must have, by benchmark.
+        fields: Fields that the environment and each row must have, by benchmark; None to accept any
+            benchmark and any fields.
 
     Raises:
         ConfigError: The file cannot be read, or is not from `write_json` for these benchmarks.
@@ -163,13 +165,14 @@ def read_json(path: str, fields: Mapping[str, Fields]) -> tuple[str, Environment
         raise ConfigError(f"{path}: no file that --json has written ({exc})") from exc
     _refuse(path, "", content, _CONTENT)
     benchmark, about = content["benchmark"], content["environment"]
-    if benchmark not in fields:
+    if fields is not None and benchmark not in fields:
         raise ConfigError(f"{path}: it has results of {benchmark!r:.80}: expected those of "
                           f"{', '.join(fields)}")
     rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
-    _refuse(path, "environment: ", about, fields[benchmark][0])
+    about_fields, row_fields = ({}, {}) if fields is None else fields[benchmark]
+    _refuse(path, "environment: ", about, about_fields)
     for number, row in enumerate(rows, 1):
-        _refuse(path, f"row {number}: ", row, fields[benchmark][1])
+        _refuse(path, f"row {number}: ", row, row_fields)
     return benchmark, about, rows
 
 
