@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -366,6 +366,7 @@ class Averaging:
         if not running.averages:
             return
         missing = [*self.gradients.missing, *self._sparse.missing]
+        self._refuse_replaced({*missing})
         unreached = [name for name in missing if name not in running.accumulated]
         if unreached and not self._settings.find_unused_parameters:
             raise GradientError(
@@ -391,6 +392,16 @@ class Averaging:
                 f"rank {self.comm.rank}: {first_few(written, 3)} changed during the backward pass, "
                 f"when gradients are not yet means over ranks; update parameters after "
                 f"backward(), not in a hook (with Sharded, no rank needs memory for all state)")
+
+    def _refuse_replaced(self, missing: Set[str]) -> None:
+        """Raise GradientError if hooks have replaced gradients, which the step would not notice."""
+        replaced = [name for name, p in self.dense.items()
+                    if p.grad is not self._views[name] and name not in missing]
+        if replaced:
+            raise GradientError(
+                f"rank {self.comm.rank}: the gradients of {first_few(replaced, 3)} were dropped or "
+                f"replaced during the backward pass, when they are not yet means over ranks; use "
+                f"gradients after backward(), not in a hook")
 
     def _withhold(self) -> None:
         """Withhold the gradients in flight; gradients that the user drops stay dropped."""

@@ -281,6 +281,11 @@ def updates_during_backward_are_refused():
         with torch.no_grad():
             q.sub_(rate * q.grad)
 
+    def descend_unseen(rate, q):
+        """Update a parameter as LOMO does, so that no version counter shows it."""
+        q.data.sub_(rate * q.grad)
+        q.grad = None
+
     for words, hook_of in ((("SGD takes a step during the backward pass", "not in a hook"),
                             lambda q: functools.partial(step, torch.optim.SGD([q], lr=0.1))),
                            (("changed during the backward pass", "not in a hook"),
@@ -292,6 +297,13 @@ def updates_during_backward_are_refused():
             with model.no_sync() if local else contextlib.nullcontext():
                 fails(lambda model=model: loss_of(model, r).backward(), mpiring.GradientError,
                       f"rank {r}", *words)
+    for early in (False, True):
+        bare = net()
+        model = bare if early else DataParallel(bare, comm)
+        bare[2].bias.register_post_accumulate_grad_hook(functools.partial(descend_unseen, 0.1))
+        model = DataParallel(bare, comm) if early else model
+        fails(lambda model=model: loss_of(model, r).backward(), mpiring.GradientError, f"rank {r}",
+              "the gradients of 2.bias were dropped or replaced during the backward pass")
 
 
 class Branches(nn.Module):
