@@ -74,8 +74,8 @@ def note_write(x: object) -> None:
     if not is_tensor(x):
         return
     torch = sys.modules["torch"]
-    base = x if x._base is None else x._base
-    if x.requires_grad and base.is_leaf and torch.is_grad_enabled():
+    if (x.requires_grad and torch.is_grad_enabled()
+            and (x if x._base is None else x._base).is_leaf):
         raise ConfigError(
             f"a leaf tensor of shape {tuple(x.shape)} that requires a gradient, or a view of one, "
             f"cannot be changed in place while gradients are recorded; pass x.detach(), or call "
