@@ -114,11 +114,11 @@ class Averager(FusedTensors):
     @property
     def step_label(self) -> str:
         """The description of the current step and of the model, which ranks compare."""
-        # This rank has skipped a step of other ranks, unless all ranks have several optimizers.
-        more = (f"({self.updates} optimizer steps since its last averaged backward pass)"
-                if self.updates > min(self.steps, 1) else "")
-        return " ".join(filter(None, [self.label or f"step {self.steps}", self.label or more,
-                                      self.weighing.model]))
+        step = self.label or f"step {self.steps}"
+        if not self.label and self.updates > min(self.steps, 1):
+            # This rank has skipped a step of other ranks, unless all ranks have several optimizers.
+            step += f" ({self.updates} optimizer steps since its last averaged backward pass)"
+        return f"{step} {self.weighing.model}".rstrip()
 
     @property
     def step_started(self) -> bool:

@@ -245,14 +245,14 @@ class StepGradients:
         Collective: yes, among the process set's ranks. Blocking: yes.
         """
         self._withheld.release()
-        kept = {p: None if p.grad is None else p.grad.clone() for group in groups
+        incomplete = {p: None if p.grad is None else p.grad.clone() for group in groups
                 for p in group["params"] if self.counts.get(p) != self.passes}
-        for p in kept:
+        for p in incomplete:
             p.grad = None
         self._average(groups)
-        for p, gradient in kept.items():
+        for p, gradient in incomplete.items():
             p.grad = gradient
-        for p in self.counts.keys() - kept.keys():
+        for p in self.counts.keys() - incomplete.keys():
             del self.counts[p]
 
     def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
