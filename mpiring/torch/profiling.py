@@ -49,9 +49,9 @@ def _metadata(group: Any, name: str, tensors: Sequence[Any]) -> dict[str, Any]:
     """Return what Kineto writes for operations of NCCL."""
     outputs, inputs = ([*tensors_in([x])] for x in (tensors[:1], tensors[-1:]))
     values = {"Collective name": name.removeprefix("c10d::").rstrip("_"),
-            "In msg nelems": _count(inputs), "Out msg nelems": _count(outputs),
-            "Group size": group.size(), "Process Group Name": group.getGroupName(),
-            "Process Group Description": group.getGroupDesc()}
+              "In msg nelems": _count(inputs), "Out msg nelems": _count(outputs),
+              "Group size": group.size(), "Process Group Name": group.getGroupName(),
+              "Process Group Description": group.getGroupDesc()}
     if inputs:
         values["dtype"] = inputs[0].type().rpartition(".")[2].removesuffix("Tensor")
     return values

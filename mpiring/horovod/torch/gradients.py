@@ -246,7 +246,7 @@ class StepGradients:
         """
         self._withheld.release()
         incomplete = {p: None if p.grad is None else p.grad.clone() for group in groups
-                for p in group["params"] if self.counts.get(p) != self.passes}
+                      for p in group["params"] if self.counts.get(p) != self.passes}
         for p in incomplete:
             p.grad = None
         self._average(groups)
