@@ -30,6 +30,8 @@ FIRST_BUCKET_BYTES = 1 << 20
 # enough to justify its messages. In `simulate`, buckets of 4 MiB are about as fast per byte as
 # buckets of 25 MiB on up to 32 nodes; buckets of 8 MiB on up to 64.
 _LONGEST_BYTES, _SHORTEST_BYTES, _BYTES_PER_NODE = 25 << 20, 4 << 20, 128 << 10
+# A tensor is small if the model has more than this number of times its bytes.
+_SMALL = 200
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,21 @@ class BucketPlan:
     def dtype(self) -> np.dtype[Any]:
         """The dtype of all its tensors."""
         return self.tensors[0].dtype
+
+
+def backward_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return tensors in the order in which most backward passes complete them.
+
+    This is the reverse order. Small tensors come last, because a small tensor that is complete late
+    would delay a bucket of large tensors. Measured, with 8 buckets, as the share of a backward pass
+    that is over when a byte can be sent: an MLP, a convnet and a GPT are equal to three digits to
+    the true order; a transformer has 0.548 instead of 0.544, an LSTM 0.669 instead of 0.586.
+
+    Args:
+        tensors: Tensors in the model's order.
+    """
+    total = sum(tensor.padded_bytes for tensor in tensors)
+    return sorted(reversed(tensors), key=lambda tensor: _SMALL * tensor.padded_bytes < total)
 
 
 def usual_bytes(nodes: int) -> int:
@@ -243,13 +260,14 @@ class Bucket:
         return [name for name, part in parts.items() if part.size and not self.holds_finite(part)]
 
     def retire(self) -> None:
-        """Make views in host memory read-only, so that writes raise an error."""
+        """Fill the tensors with NaN, and make views in host memory read-only."""
+        self.poison()
         if self.device is None:
             for view in self.views.values():
                 view.flags.writeable = False
 
     def poison(self) -> None:
-        """Fill the tensors with NaN, so that use of a stale view is noticed."""
+        """Fill the tensors with NaN, so that use of their values is noticed."""
         self.flat[...] = np.nan
         # Padding is reduced with the tensors. On a GPU, all writes are in one stream.
         for gap in self._padding:

@@ -13,7 +13,7 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..gpu.arrays import is_on_gpu, vector_of
-from ..gpu.device import Device
+from ..gpu.device import Device, await_event
 from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..memory.reduction import quietly
@@ -23,7 +23,7 @@ from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
 from ..training.averager import Averager
-from ..training.fused import Fusion, Placement
+from ..training.fused import Fusion, Placement, Views
 from ..training.replicas import Replicas, Replicated, replicated_in
 from ..world import or_world
 
@@ -44,9 +44,8 @@ class DataParallel:
     The views hold the means afterwards, so the first write of a step must assign. To accumulate
     gradients over several batches, add later batches, and call `ready` for the last batch only.
 
-    Get the views from `dp.grads` in every step. After the first step, gradients move to new memory,
-    in the order in which they became ready. An older view can no longer be written to, and reads as
-    NaN from the second step on.
+    Views stay valid, except if bucket lengths are being tuned, or an `order` is loaded that these
+    buckets do not have. Then `dp.grads` has new views, and old views are read-only and read as NaN.
 
     Args:
         params: Arrays by name, contiguous, floating or complex; the same names, shapes and dtypes
@@ -57,9 +56,12 @@ class DataParallel:
             nodes the default is 4 MiB, or 128 KiB per node if this is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
             patterns to reducers; by default a plain mean.
-        deterministic: If true, do not reorder gradients after the first step. Two runs are then
-            bitwise identical even if gradients become ready in different orders.
-        order: Value of `order` from a checkpoint, to continue bitwise identically.
+        deterministic: If true, do not tune by the setting `autotune`, so that two runs on the same
+            machines are bitwise identical. Otherwise, this has no effect, because the order in
+            which gradients become ready does not matter.
+        order: Names of all parameters in the order in which gradients are fused, for example the
+            value of `order` from a checkpoint. By default the reverse order, with small parameters
+            last.
         autotune: If true, try bucket sizes, algorithms and numbers of operations in flight in the
             first 60 steps or fewer, and use the fastest, also in later jobs. By default the
             setting `autotune` decides. Views move during these steps.
@@ -90,7 +92,9 @@ class DataParallel:
         tensors, device = share(params, comm, **vars(fusion))
         self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)
-        self.grads = self.gradients.views
+        # The content of `grads`.
+        self._views = dict(self.gradients.views)
+        self.grads = Views(self._views, "grads")
         # `ready` reports the previous step, and no call of it follows the last step.
         weakref.finalize(self, self.gradients.nonfinite.report)
         # Parameters that an optimizer updates, and state passed to `watch`.
@@ -166,7 +170,30 @@ class DataParallel:
                     f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
                     f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
         self.gradients.wait()
+        self._build()
         self._replicas.end_step()
+
+    def _build(self) -> None:
+        """Replace the buckets if others are due; the means and the optimizer's state move.
+
+        Collective: if so. Blocking: if so.
+        """
+        before, due = self.gradients, self.gradients.due
+        if due is None:
+            return
+        before.close()
+        self.gradients = Averager(list(before.tensors.values()), self.comm, due,
+                                  Placement(before.device), before=before)
+        for name, view in self.gradients.views.items():
+            view[...] = self._views[name]
+        if before.device is not None:
+            # Packages other than CuPy may write on other streams.
+            await_event(before.device.gpu.mark())
+        for bucket in before.buckets:
+            bucket.retire()
+        self._views.update(self.gradients.views)
+        if before.optimizer is not None:
+            before.optimizer.follow(self.gradients)
 
     def watch(self, **state: Any) -> None:
         """Compare optimizer state between ranks, and restore it, in the same way as parameters.
@@ -223,8 +250,8 @@ class DataParallel:
         return self.gradients.steps
 
     @property
-    def order(self) -> list[str] | None:
-        """Names in the order in which gradients are fused; None in the first step."""
+    def order(self) -> list[str]:
+        """Names in the order in which gradients are fused."""
         return self.gradients.order
 
     @property
@@ -306,6 +333,7 @@ class DataParallel:
         Collective: yes. Blocking: yes.
         """
         self.gradients.load_own_state_dict(state_dict)
+        self._build()
 
 
 class AsyncDataParallel(ParameterServer):

@@ -152,8 +152,10 @@ class Fragment:
         self.names = [tensor.name for tensor in tensors]
         # Each averager needs its own Reducers, because they keep state between steps.
         copied = copy.deepcopy({name: reducers[name] for name in self.names})
+        # This is the order in earlier checkpoints.
+        order = self.names[::-1]
         self.gradients = Averager(
-            tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
+            tensors, comm, Fusion(settings.bucket_bytes, copied, order=order, autotune=False),
             Placement(weights.device, weights.mark))
         self.optimizer = SGD(self, settings.lr, settings.momentum,
                              nesterov=bool(settings.momentum), sharded=settings.sharded)

@@ -42,7 +42,7 @@ class TrainedModel(Protocol):
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory: shape (n,), in C order.
 
-        On a GPU the vector is a DeviceVector. Called again whenever buckets are rebuilt.
+        On a GPU the vector is a DeviceVector.
         """
 
     def wait(self) -> None:
@@ -144,12 +144,10 @@ class Optimizer:
             same |= {**described(self.settings), **rule.extra(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
-        # Shared with the slices, so that they hold no reference to this object.
-        self._vectors = names = list(rule.vectors)
+        self._vectors = list(rule.vectors)
         self._add_vectors(self.settings)
-        self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
-                                   lambda plan: state_dtypes(names, plan.dtype))
-        self._device = self._gradients.buckets[0].device
+        self._slices = ModelSlices(self._gradients, self._comm, dp.vector)
+        self._device = self._gradients.device
         # Number of the last step of the gradients that was applied or skipped.
         self._last_step = self._gradients.steps
         # Handles of weights in flight, by the index of the bucket.
@@ -260,7 +258,7 @@ class Optimizer:
         """Update this rank's parts with these settings by tensor; see `update`."""
         self._await_users_stream()
         self._add_vectors(now)
-        buckets = self._slices.current_parts()
+        buckets = self._slices.parts
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
@@ -276,7 +274,6 @@ class Optimizer:
                 part.end()
             done(index)
         self.steps += 1
-        self._slices.end_step()
 
     def _add_vectors(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         """Add the optional state vectors that the update of any tensor needs.
@@ -349,7 +346,7 @@ class Optimizer:
             checkpoints.save(step, replicated={"params": params},
                              sharded=optimizer.sharded_state_dict())
 
-        Collective: only if buckets were rebuilt since the last step. Blocking: yes.
+        Collective: no. Blocking: yes.
         """
         return self._saved(self._comm.rank, self._comm.size)
 
@@ -386,9 +383,24 @@ class Optimizer:
         Args:
             state_dict: State of this rank.
 
-        Collective: only if buckets were rebuilt since the last step. Blocking: yes.
+        Collective: no. Blocking: no.
         """
         self._load(*self._checked(state_dict, self._all_parts()))
+
+    def follow(self, gradients: Averager) -> None:
+        """Move the state to the slices of buckets that replace the earlier ones.
+
+        Args:
+            gradients: Averager of the same tensors.
+
+        Collective: yes. Blocking: yes.
+        """
+        saved, last_step = self.state_dict(), self._last_step
+        gradients.claim(self, scatters=self.sharded)
+        self._gradients = gradients
+        self._slices.cut(gradients)
+        self.load_alone(saved)
+        self._last_step = last_step
 
     def refuse_state(self, state_dict: Any) -> None:
         """Raise ConfigError if a state is of another model or optimizer.
@@ -425,7 +437,6 @@ class Optimizer:
         for part, vectors_of_part in contents:
             for vector, x in vectors_of_part.items():
                 vectors.copy_to(part.vector(vector), vectors.moved(x, self._device))
-        self._slices.end_step()
 
     def _saved(self, rank: int, size: int) -> dict[str, Any]:
         share = (0, 1) if self.sharded else (rank, size)
@@ -481,7 +492,7 @@ class Optimizer:
 
     def _all_parts(self) -> list[Part]:
         """Return this rank's parts of all buckets."""
-        return [part for bucket in self._slices.current_parts() for part in bucket]
+        return [part for bucket in self._slices.parts for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
         norms_of = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))

@@ -56,10 +56,10 @@ class GradientOwner(Protocol):
         """Record that a backward pass begins; raise GradientError if this is not allowed."""
 
     def take(self, averaging: "Averaging") -> None:
-        """Use the means of a step, which have arrived. Collective: yes."""
+        """Use the means of a step, which have arrived."""
 
     def follow(self, averaging: "Averaging") -> None:
-        """Follow the gradients to other buckets. Collective: yes."""
+        """Move everything to the slices of these buckets. Collective: yes."""
 
     def synchronize(self) -> None:
         """Return when all weights are complete."""
@@ -119,7 +119,7 @@ class Averaging:
         weighing: Weights of this rank's gradients.
         settings: Settings of the averaging.
         completed: Function that is called when all gradients of a step have arrived.
-        steps: Number of steps that were completed before.
+        before: Averager of the gradients that this one replaces.
 
     Attributes:
         active: Whether backward passes average if they reach no output of the model.
@@ -136,7 +136,7 @@ class Averaging:
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, weighing: Weighing, settings: Settings, *,
-                 completed: Callable[[], None], steps: int) -> None:
+                 completed: Callable[[], None], before: Averager | None = None) -> None:
         self.active, self.averaged, self.in_flight, self._weighing = True, True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
@@ -157,13 +157,12 @@ class Averaging:
         self.sends_early = not fill_only_node(comm) or gpu is not None
         with self._select_gpu():
             self.gradients = Averager(
-                specs, comm, settings, Placement(gpu, marker_of(first), self._move),
-                weighing=weighing, steps=steps, overlap=self.sends_early)
+                specs, comm, settings, Placement(gpu, marker_of(first)),
+                weighing=weighing, before=before, overlap=self.sends_early)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm, self.gradients)
-        self._views: dict[str, torch.Tensor] = {}
-        for name in self.dense:
-            self._move(name)
+        self._views = {name: in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
+                       for name, p in self.dense.items()}
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, WithheldGradient] = {}
         self._hooks = contextlib.ExitStack()
@@ -194,6 +193,8 @@ class Averaging:
 
         Raises:
             ConfigError: Some gradients are sparse.
+
+        Collective: yes. Blocking: no.
         """
         if len(self.dense) < len(self._parameters):
             raise ConfigError(
@@ -213,10 +214,7 @@ class Averaging:
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from this rank's own state; see Averager. Collective, blocking."""
         self.wait()
-        with self._select_gpu():
-            self.gradients.load_own_state_dict(state)
-            if self._owner is not None:
-                self._owner.follow(self)
+        self.gradients.load_own_state_dict(state)
 
     @property
     def in_backward(self) -> bool:
@@ -432,13 +430,6 @@ class Averaging:
             p.grad = None
         self._contribute(list(self._parameters))
         self.wait()
-
-    def _move(self, name: str) -> None:
-        """Move a gradient to another bucket, and drop the reference to the old memory."""
-        p, old = self.dense[name], self._views.get(name)
-        self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
-        if old is not None and p.grad is old:
-            p.grad = self._views[name]
 
 
 class SliceGradient(torch.Tensor):

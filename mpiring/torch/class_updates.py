@@ -223,7 +223,7 @@ class ClassUpdates:
         self._prepare(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
-        """Continue with the current memory of weights and gradients.
+        """Continue with other memory of weights and gradients.
 
         Raises:
             ConfigError: A trained parameter is in no group.

@@ -159,13 +159,16 @@ class DataParallel(Wrapper):
             costs a short message per step.
         broadcast_buffers: If true, copy rank 0's buffers to all ranks after each step. Otherwise
             each rank has separate buffers from the first step on.
-        deterministic: If true, do not reorder gradients after the first step. Two runs are then
-            bitwise identical even if gradients become ready in different orders.
+        deterministic: If true, do not tune by the setting `autotune`, so that two runs on the same
+            machines are bitwise identical. Otherwise, this has no effect, because the order in
+            which gradients become ready does not matter.
         defer_wait: If true, gradients are complete after `synchronize()`, or in `step()` of their
             optimizer, instead of at the end of the backward pass. Until then `p.grad` reads as NaN
             and cannot be written. Call `synchronize()` before clipping, and before `unscale_` or
             `step` of a GradScaler.
-        order: Value of `order` from a checkpoint, to continue bitwise identically.
+        order: Names of all parameters in the order in which gradients are fused, for example the
+            value of `order` from a checkpoint. By default the reverse order, with small parameters
+            last.
         autotune: If true, try bucket lengths, algorithms and numbers of operations in flight in the
             first 60 steps or fewer, and keep the fastest, also for later jobs. By default, the
             setting `autotune` applies. Freezing or thawing parameters ends the tuning.
@@ -221,7 +224,7 @@ class DataParallel(Wrapper):
         share_cores(comm)
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
-        self._follow_freezing()
+        self._build()
         # These hooks are never removed, because this breaks PyTorch's loop if hooks are running.
         register_optimizer_step_pre_hook(weak_hook(self.before_step))
         register_optimizer_step_post_hook(weak_hook(self.after_step))
@@ -231,7 +234,7 @@ class DataParallel(Wrapper):
         """Call the module, and prepare to average the gradients of the backward pass."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._follow_freezing()
+        self._build()
         with self._comm.recorder.phase("forward"):
             outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
@@ -357,7 +360,7 @@ class DataParallel(Wrapper):
 
     @property
     def order(self) -> list[str] | None:
-        """Names in the order in which gradients are fused; None in the first step."""
+        """Names in the order in which gradients are fused; None if no parameter is trained."""
         return None if self._averaging is None else self._averaging.gradients.order
 
     @property
@@ -486,7 +489,7 @@ class DataParallel(Wrapper):
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
                               f"give it all parameters, in groups, or close() it first")
         # Parameters may have been frozen since the last forward pass.
-        self._follow_freezing()
+        self._build()
         if self._averaging is None:
             raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
         if self._settings.defer_wait:
@@ -520,13 +523,17 @@ class DataParallel(Wrapper):
         if self._averaging is not None:
             self._averaging.gradients.rescale(factor)
 
-    def _follow_freezing(self) -> None:
-        """Build new buckets if the set of trained parameters has changed."""
+    def _build(self) -> None:
+        """Build buckets if parameters were frozen, thawed or replaced, or other buckets are due."""
         parameters = {name: p for name, p in without_waiting(self.module) if p.requires_grad}
         # Buckets keep their parameters alive: no other parameter can have the same id.
         trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
+        before = None if self._averaging is None else self._averaging.gradients
+        settings: Any = self._settings
         if trained == self._trained:
-            return
+            settings = None if before is None else before.due
+            if settings is None:
+                return
         if self._owner is not None:
             self._owner.synchronize()
         with same_on_all(self._comm, "DataParallel", error=BufferMismatchError,
@@ -536,19 +543,19 @@ class DataParallel(Wrapper):
             same["trained"] = [f"{name} {described(p)}" for name, p in parameters.items()]
         if self._averaging is not None:
             self._averaging.close()
-        steps = 0 if self._averaging is None else self._averaging.gradients.steps
         self._averaging = None
-        if self._trained is not None:
-            # Parameters may have been replaced.
+        if self._trained not in (None, trained) or self._owner is not None:
+            # Parameters may have been replaced, or slices of them written on some ranks only.
             copy_from(0, parameters.values(), self._comm)
             self._shared_buffers.copy()
         if parameters:
             self._averaging = Averaging(
                 parameters, sparse_parameters(self.module), self._comm, self._weighing,
-                self._settings, steps=steps,
+                settings, before=before,
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             if self._owner is not None:
                 self._averaging.give_to(self._owner)
+                self._owner.follow(self._averaging)
             self._averaging.active = self._syncs
             # The user's order applies only to the first set of trained parameters.
             self._settings = replace(self._settings, order=None)
@@ -586,6 +593,7 @@ class DataParallel(Wrapper):
         """
         if self._averaging is not None:
             self._averaging.load_own_state_dict(state_dict)
+            self._build()
 
 
 def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str,

@@ -138,24 +138,19 @@ class Sharded(torch.optim.Optimizer):
     def take(self, averaging: Averaging) -> None:
         """Give this rank's slices of the means to the optimizer, at the end of backward.
 
-        Collective: yes. Blocking: if buckets were rebuilt.
+        Collective: no.
         """
-        self.follow(averaging)
         self._assign_gradients()
         self._has_new_gradients = True
 
     def follow(self, averaging: Averaging) -> None:
-        """Move weights and state to the slices of the current buckets of the gradients.
+        """Move weights, which are equal on all ranks, and state to the slices of other buckets.
 
-        Collective: yes. Blocking: if buckets were built again.
+        Collective: yes. Blocking: yes.
         """
-        self.synchronize()
-        if averaging is not self._averaging or self._version != averaging.gradients.version:
-            # A new averaging starts from weights that were copied from rank 0.
-            written = self._weights.written() if averaging is self._averaging else []
-            self._updates.follow(self._lay_out(averaging))
-            self._weights.written_before = written
-            self.state = self._updates.optimizer.state
+        self._updates.follow(self._lay_out(averaging))
+        self.state = self._updates.optimizer.state
+        self._has_new_gradients = False
 
     def _assign_gradients(self) -> None:
         """Give the shards their gradients."""
@@ -431,7 +426,6 @@ class Sharded(torch.optim.Optimizer):
         parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():
             self._weights = self._kind(parameters, averaging.gradients, self._comm)
-        self._version = averaging.gradients.version
         if self._load_hooks is not None:
             self._load_hooks.weights = self._weights
         if self._guard is not None:

@@ -130,7 +130,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """The memory of weights and gradients, until buckets are rebuilt.
+    """The memory of weights and gradients.
 
     Attributes:
         parameters: The trained parameters, by name.

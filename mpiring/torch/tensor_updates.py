@@ -78,17 +78,20 @@ class TensorUpdates:
             group["params"] = [shard.parameter for shard in shards]
 
     def follow(self, layout: ShardLayout) -> None:
-        """Continue with the current memory of weights and gradients.
+        """Continue with other memory of the same weights and gradients.
 
         Raises:
             ConfigError: The set of trained parameters has changed.
+
+        Collective: yes. Blocking: yes.
         """
-        if layout.gradients is not self._model.gradients:
+        if layout.gradients.tensors != self._model.gradients.tensors:
             raise ConfigError(
                 f"rank {layout.comm.rank}: parameters were frozen, thawed or replaced, which "
                 f"{type(self._method).__name__} cannot follow; make another Sharded optimizer "
                 f"afterwards (close() this one first), or use one of torch.optim")
-        self._model.layout = layout
+        self._model.layout, self._model.gradients = layout, layout.gradients
+        self._method.follow(layout.gradients)
         self._cut()
 
     def update(self, send: Callable[[int], None]) -> None:

@@ -43,8 +43,6 @@ class WeightBuckets:
     Attributes:
         comm: The same.
         buckets: Buckets in the order of the gradients' buckets.
-        written_before: Names of the weights that the user had written since the last update when
-            these buckets replaced others.
 
     Collective: yes. Blocking: yes.
     """
@@ -63,7 +61,6 @@ class WeightBuckets:
         if self._device is not None:
             # CuPy clears the buckets on a separate stream.
             await_event(self._device.gpu.mark())
-        self.written_before = list[str]()
         # Description of user writes and of the update, which ranks compare.
         self._description = ""
         self._versions: dict[str, int] = {}
@@ -88,7 +85,6 @@ class WeightBuckets:
     def _record_versions(self) -> None:
         """Record that all ranks now have these weights."""
         self._versions = {name: version_of(self._parameters[name]) for name in self._views}
-        self.written_before = []
 
     def written(self) -> list[str]:
         """Return the names of weights that the user has written since the last update.
@@ -98,7 +94,7 @@ class WeightBuckets:
         Collective: no.
         """
         return [name for name, version in self._versions.items()
-                if name in self.written_before or version_of(self._parameters[name]) != version
+                if version_of(self._parameters[name]) != version
                 or self._parameters[name].data_ptr() != self._views[name].data_ptr()]
 
     def follow(self, update: str) -> None:

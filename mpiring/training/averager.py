@@ -5,9 +5,9 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,16 +49,15 @@ class Averager(FusedTensors):
     """Averages tensors in buckets over ranks while later tensors are still being written.
 
     In a step, write tensors into `views`, mark each with `ready`, and call `wait`. Buckets are sent
-    in the same order on all ranks. After the first step the buckets are rebuilt, once, in the order
-    in which rank 0's tensors became ready.
+    in the same order on all ranks.
 
     Args:
         tensors: Tensors, the same and in the same order on every rank.
         comm: Communicator of the ranks to average over.
         fusion: Settings by which tensors are fused and averaged.
         placement: Memory of the tensors.
-        weighing: Weighing that earlier buckets have used; by default, a new Weighing.
-        steps: Number of steps that were completed in earlier buckets.
+        weighing: Weighing of the gradients; by default, a new Weighing.
+        before: Averager that this one replaces between two steps; see `_continue`.
         overlap: If true, send buckets as soon as they are full. Otherwise `wait` sends them, one
             after another, since ranks compute on all cores until then. The same on all ranks.
 
@@ -88,18 +87,17 @@ class Averager(FusedTensors):
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator,
                  fusion: Fusion = Fusion(), placement: Placement = Placement(), *,
-                 weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
+                 weighing: Weighing | None = None, before: "Averager | None" = None,
+                 overlap: bool = True) -> None:
         super().__init__(tensors, comm, fusion, placement)
         self._overlaps = overlap
-        # Buckets that replace earlier buckets are not tuned again.
-        self._autotuner = (Autotuner(comm, overlaps=overlap)
-                           if not steps and is_wanted(fusion, comm) else None)
+        self._autotuner = Autotuner(comm, overlaps=overlap) if is_wanted(fusion, comm) else None
         self.weighing = weighing or Weighing(comm)
         self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
         self.replicas: Replicas | None = None
         self.compared: dict[str, str] = {}
         self.label = ""
-        self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
+        self.steps, self.updates, self.scatters, self.finite = 0, 0, False, True
         # Time at which each tensor became ready in the current step, in the order of these times.
         self._ready_s: dict[str, float] = {}
         # Reductions of the sent buckets; None for a completed reduction without overlap.
@@ -108,8 +106,22 @@ class Averager(FusedTensors):
         self._described_in: object = None
         # Ratio of the current scale of the tensors to their scale in the previous step.
         self._rescaled = 1.0
-        self._optimizer: weakref.ref[object] | None = None
+        self._optimizer: Callable[[], Any] = _no_optimizer
+        if before is not None:
+            self._continue(before)
         comm.prepare()
+
+    def _continue(self, before: "Averager") -> None:
+        """Continue the training of another Averager, and its tuning if it has demanded this one."""
+        self.weighing, self.nonfinite, self.replicas = (
+            before.weighing, before.nonfinite, before.replicas)
+        self.compared, self.label = before.compared, before.label
+        self.steps, self.finite, self.statistics = before.steps, before.finite, before.statistics
+        self._autotuner = None
+        if self.tensors == before.tensors and (
+                self.choice.bucket_bytes == before.choice.bucket_bytes):
+            self.choice, self._autotuner = before.choice, before._autotuner
+            self._comm.tunable.operations_in_flight = self.choice.operations
 
     @property
     def step_label(self) -> str:
@@ -148,9 +160,8 @@ class Averager(FusedTensors):
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
             self._refuse_name(name)
-        if not self._ready_s:
-            self._begin_step()
-        bucket = self.home[name]
+        if not self._ready_s and self.loaded_order is not None:
+            self._load_reducers()
         bucket.missing.remove(name)
         if self.mark is not None:
             bucket.written.append(self.mark())
@@ -162,7 +173,7 @@ class Averager(FusedTensors):
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
-    def _refuse_name(self, name: str) -> None:
+    def _refuse_name(self, name: str) -> NoReturn:
         if isinstance(name, str) and name in self.home:
             raise GradientError(
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
@@ -179,16 +190,11 @@ class Averager(FusedTensors):
         call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
                     bucket.flat.nbytes)
         build = self.choice.applied(
-            reduction.scatter if self._leaves_slices else reduction.reduce, bucket.flat.nbytes)
+            reduction.scatter if self.scatters else reduction.reduce, bucket.flat.nbytes)
         if self._overlaps:
             return self.tally.submit(call, build, device=reduction.device, ready=bucket.written)
         self.tally.run(call, build, device=reduction.device, ready=bucket.written)
         return None
-
-    @property
-    def _leaves_slices(self) -> bool:
-        # Only complete means can be moved to other buckets.
-        return self.scatters and self.is_final
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
         """Wait until every tensor is the mean over ranks, and end the step.
@@ -217,7 +223,8 @@ class Averager(FusedTensors):
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         for compressor in self.compressors:
             compressor.commit_step(self.finite)
-        self._end_step(list(self._ready_s))
+        for bucket in self.buckets:
+            bucket.expect_all()
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
         self.compared.pop("rescale", None)
         self._record_step(waited_s)
@@ -226,7 +233,7 @@ class Averager(FusedTensors):
             self._autotuner = None
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; values are moved. See FusedTensors."""
+        """Use other settings from the next step on; see FusedTensors."""
         # A rank with different settings would wait for messages that no rank sends.
         self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
         super().use(choice)
@@ -246,7 +253,7 @@ class Averager(FusedTensors):
                 # This overlaps with later buckets in flight.
                 start, stop = bucket.bounds(size)[rank:rank + 2]
                 bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
-            if self._leaves_slices:
+            if self.scatters:
                 bucket.mark_as_junk(but=self.own_slice(bucket))
         self._handles.clear()
         finite = all(bucket.finite for bucket in self.buckets)
@@ -301,13 +308,13 @@ class Averager(FusedTensors):
                 "reducers": [compressor.state_dict() for compressor in self.compressors]}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of `own_state_dict` on this rank.
+        """Resume from the result of `own_state_dict` on this rank; other buckets may then be due.
 
         Raises:
             ConfigError: The state belongs to another model or to other Reducers.
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: yes.
+        Collective: no.
         """
         self._refuse_during_step("load_own_state_dict()")
         refuse_other_state(state, ("order", "reducers"), "of a DataParallel")
@@ -319,8 +326,7 @@ class Averager(FusedTensors):
         for compressor, reducer_state in zip(self.compressors, states):
             compressor.load_state_dict(reducer_state)
         if state["order"] is not None:
-            self._fused, self.is_final = self._ordered(state["order"]), True
-            self._follow_plan()
+            self._demand(order=state["order"])
 
     def close(self) -> None:
         """Release Reducers, so that other buckets, also of another model, can use them."""
@@ -341,18 +347,17 @@ class Averager(FusedTensors):
         """From the next step on, give each rank the means of its slices only; see `own_slice`.
 
         After a step, the other elements of the buckets are undefined, with a NaN in each tensor
-        that is not completely in the slices. Copy the slices before the next step, since rebuilding
-        buckets discards them. If a slice of any rank contains NaN or Inf, all buckets of all ranks
-        are filled with NaN.
+        that is not completely in the slices. If a slice of any rank contains NaN or Inf, all
+        buckets of all ranks are filled with NaN. Tuning ends.
 
         Raises:
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: if settings are being tuned, which this call ends.
+        Collective: yes. Blocking: no.
         """
         self._refuse_during_step("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
-            # From now on buckets must not move, but the buckets of a trial may be slow.
+            # The settings of a trial may be slow.
             self.use(self._autotuner.first)
             self._autotuner = None
         self.scatters = True
@@ -369,6 +374,11 @@ class Averager(FusedTensors):
         bounds, rank = self.bounds(bucket), self._comm.rank if self.scatters else 0
         return slice(bounds[rank], bounds[rank + 1])
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that has claimed the tensors, while it exists; otherwise None."""
+        return self._optimizer()
+
     def refuse_claim(self, *, scatters: bool) -> None:
         """Raise an error if `claim` is not possible.
 
@@ -381,7 +391,7 @@ class Averager(FusedTensors):
 
         Collective: no.
         """
-        other = self._optimizer() if self._optimizer is not None else None
+        other = self.optimizer
         if other is not None:
             raise ConfigError(
                 f"rank {self._comm.rank}: {other!r} updates this model already; give groups of "
@@ -407,6 +417,10 @@ class Averager(FusedTensors):
         if self.replicas is not None:
             self.replicas.by_optimizer = True
         self._optimizer = weakref.ref(optimizer)
+
+
+def _no_optimizer() -> None:
+    """Return None, like a weak reference to an optimizer that does not exist."""
 
 
 class NonFinite:

@@ -1,13 +1,15 @@
-"""Fuses named tensors into buckets, and moves them when buckets are rebuilt."""
+"""Fuses named tensors into buckets, and chooses how each bucket is averaged."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
+from ..buckets.bucket import (
+    Bucket, BucketPlan, TensorSpec, backward_order, plan, usual_bytes,
+)
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..errors import ConfigError, GradientError, MpiringError
@@ -30,9 +32,8 @@ class Fusion:
     Attributes:
         bucket_bytes: Length of a bucket; None for `usual_bytes`.
         reducer: Reducer that averages buckets; or a mapping from names and patterns to Reducers.
-        deterministic: If true, keep the first plan, so that results do not depend on the order in
-            which tensors became ready.
-        order: Value of `order` in a saved state, to continue with the same buckets.
+        deterministic: If true, autotune is off.
+        order: Names in the order in which to fuse them; None for `backward_order`.
         autotune: If true, find the fastest settings in the first steps; None for Config's setting.
     """
 
@@ -45,21 +46,16 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of an adapter's tensors, and the function to call when tensors have moved.
+    """The memory of an adapter's tensors.
 
     Attributes:
         device: GPU that holds the tensors; None for host memory.
         mark: Function that returns the event after which the GPU has written a ready tensor; by
             default, it marks CuPy's stream.
-        moved: Function to call with a tensor's name when its view has moved to a new bucket. It
-            must drop the old view, because an old bucket's memory is freed once all its views have
-            moved. Without this function, old buckets are filled with NaN, to reveal the use of an
-            old view.
     """
 
     device: Device | None = None
     mark: Callable[[], Event] | None = None
-    moved: Callable[[str], None] | None = None
 
 
 class Views(Mapping[str, Array]):
@@ -128,9 +124,7 @@ class BucketReduction:
 
 
 class FusedTensors:
-    """Fuses tensors into buckets, which are rebuilt when a better order is known.
-
-    At first, tensors are fused in reverse order, which is the order of most backward passes.
+    """Tensors that are fused into buckets, once.
 
     Args:
         tensors: Tensors, the same and in the same order on every rank.
@@ -140,16 +134,15 @@ class FusedTensors:
 
     Attributes:
         tensors: Tensors by name, in the given order.
-        views: Views by name; replaced by new views when buckets are rebuilt.
+        views: Views by name.
         buckets: Buckets in the order in which they are sent.
-        version: Number of times that buckets were built.
         reductions: Reduction of each bucket.
         home: Bucket of each tensor.
         compressors: Reducers that have a state.
-        mark: Function `mark` of the placement.
+        device, mark: GPU and function `mark` of the placement.
         gpu: Description of the GPU that holds the buckets; "" for host memory.
-        choice: Length of buckets, and other settings that change the speed.
-        is_final: Whether the order is final.
+        choice: Settings that change the speed; see `due` for the length of buckets.
+        order: Names in the order in which the tensors are fused.
         dense_bytes: Number of bytes that this rank would send to other nodes in a step without
             compression.
 
@@ -163,103 +156,86 @@ class FusedTensors:
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, fusion: Fusion,
                  placement: Placement) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
-        self._comm, self._moved = comm, placement.moved
-        self._device, self.mark = placement.device, placement.mark
-        self.gpu = "" if self._device is None else str(self._device)
-        if self._device is not None and self.mark is None:
-            self.mark = self._device.gpu.mark
+        self.device, self.mark, self._comm = placement.device, placement.mark, comm
+        self.gpu = "" if self.device is None else str(self.device)
+        if self.device is not None and self.mark is None:
+            self.mark = self.device.gpu.mark
         self._reducers = reducers_of(self.tensors, fusion.reducer)
         self.compressors = compressors(self._reducers.values())
         self.choice = Choice(
             usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
             else fusion.bucket_bytes, comm.config.operations_in_flight)
-        self._arrays: dict[str, Array] = {}
-        self.views = Views(self._arrays, "grads")
-        self.home: dict[str, Bucket] = {}
-        self.buckets: list[Bucket] = []
-        self.version = 0
-        self.reductions: list[BucketReduction] = []
-        # Replaced buckets; the user may still have views into them.
-        self._retired: list[Bucket] = []
-        self.is_final = fusion.deterministic or fusion.order is not None
         for compressor in self.compressors:
             compressor.serve(self)
-        if not self._resume():
-            self._fused = (list(tensors[::-1]) if fusion.order is None else
-                           self._ordered(fusion.order))
-            self._rebuild()
+        order = self.loaded_order or fusion.order
+        self.order = [tensor.name for tensor in (
+            backward_order(tensors) if order is None else self._ordered(order))]
+        self._fusion = replace(fusion, bucket_bytes=self.choice.bucket_bytes, order=self.order)
+        self._due: Fusion | None = None
+        self.buckets: list[Bucket] = []
+        self.reductions: list[BucketReduction] = []
+        empty = functools.partial(comm.empty, device=self.device or "cpu")
+        for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
+            self.buckets.append(Bucket(index, bucket_plan, empty, self.device))
+            self.reductions.append(self._reduction_of(self.buckets[-1]))
+        if self.device is not None:
+            # Packages other than CuPy may write on other streams.
+            await_event(self.device.gpu.mark())
+        self.views = {name: view for bucket in self.buckets for name, view in bucket.views.items()}
+        self.home = {name: bucket for bucket in self.buckets for name in bucket.views}
+        self._load_reducers()
+        nodes = comm.memory_groups
+        (local,) = [len(ranks) for ranks in nodes if comm.rank in ranks]
+        self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local
+                               for bucket in self.buckets)
 
     @property
-    def order(self) -> list[str] | None:
-        """The names in the order in which they are fused; None while it may change."""
-        return [tensor.name for tensor in self._fused] if self.is_final else None
-
-    def _begin_step(self) -> None:
-        """Apply a state that a Reducer has loaded, and discard the buckets that were replaced.
-
-        Collective: if there is such a state. Blocking: if there is.
-        """
-        self._resume()
-        for bucket in self._retired:
-            bucket.poison()
-        self._retired = []
-
-    def _end_step(self, ready: Sequence[str]) -> None:
-        """Mark all tensors as missing; after the first step, fuse them in rank 0's order.
-
-        Args:
-            ready: Names in the order in which this rank's tensors became ready.
-
-        Collective: yes, after the first step. Blocking: after the first step.
-        """
-        if not self.is_final:
-            self.is_final = True
-            self.fuse(self._comm.broadcast_object(list(ready), root=0))
-        for bucket in self.buckets:
-            bucket.expect_all()
-
-    def fuse(self, order: Sequence[str]) -> None:
-        """Fuse the tensors in another order; values are moved.
-
-        Args:
-            order: All names.
-
-        Collective: yes. Blocking: yes.
-        """
-        self._fused = [self.tensors[name] for name in order]
-        self._follow_plan()
+    def loaded_order(self) -> Sequence[str] | None:
+        """The order in a state that the user has loaded into a Reducer, until it is applied."""
+        return next((compressor.loaded_order for compressor in self.compressors
+                     if compressor.loaded_order is not None), None)
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; values are moved.
+        """Use other settings from the next step on; other buckets may then be due.
 
         Args:
             choice: The settings.
 
-        Collective: yes. Blocking: yes.
+        Collective: no.
         """
         self.choice, self._comm.tunable.operations_in_flight = choice, choice.operations
-        self._follow_plan()
+        self._demand(bucket_bytes=choice.bucket_bytes)
 
-    def _follow_plan(self) -> None:
-        """Rebuild the buckets if the plan has changed."""
-        if self.plan(self.choice.bucket_bytes) != tuple(bucket.plan for bucket in self.buckets):
-            self._rebuild()
+    @property
+    def due(self) -> Fusion | None:
+        """The settings of the buckets that are to replace these; None while these are right."""
+        if self.loaded_order is not None:
+            self._demand(order=self.loaded_order)
+        return self._due
 
-    def _resume(self) -> bool:
-        """Build the buckets of the state that a Reducer has loaded; return whether there is one."""
-        orders = [compressor.loaded_order for compressor in self.compressors
-                  if compressor.loaded_order is not None]
-        if not orders:
-            return False
-        self._fused = [self._ordered(order) for order in orders][0]
-        # This call fails unless all ranks have loaded a state.
-        self._comm.submit(Call("load", "the states of all ranks' reducers"),
-                          lambda collectives: collectives.barrier()).wait()
-        self.is_final = True
-        self._rebuild()
-        return True
+    def _demand(self, **settings: Any) -> None:
+        """Demand buckets with other settings.
 
-    def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
+        Raises:
+            ConfigError: An order is of another model.
+        """
+        due = replace(self._due or self._fusion, **settings)
+        plans = tuple(bucket.plan for bucket in self.buckets)
+        self._due = None if self._plan(due.order, due.bucket_bytes) == plans else due
+
+    def _load_reducers(self) -> None:
+        """Give the Reducers their buckets, and apply the states that the user has loaded."""
+        for compressor in self.compressors:
+            buckets = [reduction.bucket for reduction in self.reductions
+                       if reduction.reducer is compressor]
+            # This call fails unless all ranks have loaded a state, or none has.
+            state = "" if compressor.loaded_order is None else " and a loaded state"
+            self._comm.submit(
+                Call("attach buckets", f"{len(buckets)} buckets of {compressor!r}{state}"),
+                functools.partial(compressor.attach_buckets, buckets=buckets, order=self.order),
+            ).wait()
+
+    def _ordered(self, order: Any) -> list[TensorSpec]:
         """Return the tensors in the order of a saved state.
 
         Raises:
@@ -276,61 +252,21 @@ class FusedTensors:
 
     def plan(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
         """Return the plans of the buckets for another bucket length."""
-        return plan(self._fused, bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+        return self._plan(self.order, bucket_bytes)
 
-    def _rebuild(self) -> None:
-        """Build buckets, one after another, and move the tensors into them."""
-        if self._moved is None:
-            self._retired += self.buckets
-        self.buckets, self.reductions = [], []
-        self.version += 1
-        self.home.clear()
-        empty = functools.partial(self._comm.empty, device=self._device or "cpu")
-        if self._arrays and self.mark is not None:
-            # The GPU may not have written the tensors that are moved.
-            await_event(self.mark())
-        for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
-            bucket = Bucket(index, bucket_plan, empty, self._device)
-            self.buckets.append(bucket)
-            self._move_into(bucket)
-            self.reductions.append(self._reduction_of(bucket))
-        if self._device is not None:
-            # Packages other than CuPy may write on other streams.
-            await_event(self._device.gpu.mark())
-        order = [tensor.name for tensor in self._fused]
-        for compressor in self.compressors:
-            buckets = [reduction.bucket for reduction in self.reductions
-                       if reduction.reducer is compressor]
-            self._comm.submit(
-                Call("attach buckets", f"{len(buckets)} buckets of {compressor!r}"),
-                functools.partial(compressor.attach_buckets, buckets=buckets, order=order)).wait()
-        for bucket in self._retired:
-            bucket.retire()
-        nodes = self._comm.memory_groups
-        (local,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
-        self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local
-                               for bucket in self.buckets)
-
-    def _move_into(self, bucket: Bucket) -> None:
-        for name, view in bucket.views.items():
-            old = self._arrays.get(name)
-            self._arrays[name] = view
-            self.home[name] = bucket
-            if old is not None:
-                view[...] = old
-                del old
-                if self._moved is not None:
-                    self._moved(name)
+    def _plan(self, order: Any, bucket_bytes: Any) -> tuple[BucketPlan, ...]:
+        return plan(self._ordered(order), bucket_bytes,
+                    lambda tensor: id(self._reducers[tensor.name]))
 
     def _reduction_of(self, bucket: Bucket) -> BucketReduction:
         reducer = self._reducers[bucket.plan.tensors[0].name]
-        if self._device is not None and (
+        if self.device is not None and (
                 not getattr(reducer, "on_gpus", True)
-                or isinstance(reducer, Compressor) and not self._device.gpu.programmable):
-            return _on_host(bucket, self._device, self._comm, reducer)
+                or isinstance(reducer, Compressor) and not self.device.gpu.programmable):
+            return _on_host(bucket, self.device, self._comm, reducer)
         reduce, scatter = (functools.partial(build, reducer, bucket=bucket)
                            for build in (reduce_of, scatter_of))
-        return BucketReduction(reducer, bucket, reduce, scatter, self._device)
+        return BucketReduction(reducer, bucket, reduce, scatter, self.device)
 
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,

@@ -90,8 +90,6 @@ def test_retired_views_cannot_be_mistaken_for_gradients():
     bucket.retire()
     with pytest.raises(ValueError, match="read-only"):
         view += 1
-    assert (view == 0).all()
-    bucket.poison()
     assert np.isnan(view).all()
 
 

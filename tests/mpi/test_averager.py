@@ -9,6 +9,7 @@ import mpiring
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.training.averager import Averager
 from mpiring.training.fused import Fusion
+from mpiring.training.search import Choice
 
 pytestmark = pytest.mark.mpi
 
@@ -32,23 +33,51 @@ def write(averager, comm, step, order=ORDER):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [100, 300])
-def test_tensors_become_their_means_whatever_the_buckets(overlap, bucket_bytes, comm):
-    averager = Averager(TENSORS, comm, Fusion(bucket_bytes), overlap=overlap)
+@pytest.mark.parametrize("fused", [None, OTHER])
+def test_tensors_become_their_means_whatever_the_buckets(overlap, bucket_bytes, fused, comm):
+    averager = Averager(TENSORS, comm, Fusion(bucket_bytes, order=fused), overlap=overlap)
     assert len(averager.buckets) > (2 if bucket_bytes == 100 else 1)
-    averager.fuse(OTHER)
-    assert list(averager.home) == OTHER and averager.order is None
+    assert averager.order == (fused or [*SHAPES][::-1])
+    assert sorted(averager.home) == sorted(SHAPES)
+    views = dict(averager.views)
     for step, order in enumerate((OTHER, ORDER, OTHER)):
         assert averager.steps == step
-        means = write(averager, comm, step)
+        means = write(averager, comm, step, order)
         averager.wait()
-        assert averager.finite and (step or averager.order == ORDER)
-        for _ in range(2):
-            for name, mean in means.items():
-                np.testing.assert_allclose(averager.views[name], mean, rtol=1e-5, atol=1e-5)
-            averager.fuse(order)
-            assert averager.order == order
-            together = ["c", "a"] if order == ORDER and bucket_bytes == 300 else order[:1]
-            assert list(averager.buckets[0].views) == together
+        assert averager.finite and averager.due is None
+        for name, mean in means.items():
+            assert averager.views[name] is views[name]
+            np.testing.assert_allclose(views[name], mean, rtol=1e-5, atol=1e-5)
+
+
+def test_an_averager_continues_another_one(comm):
+    """Its steps and what is compared; its settings, if only the buckets are others."""
+    before = Averager(TENSORS, comm, Fusion(100))
+    write(before, comm, 0)
+    before.wait()
+    before.compared["optimizer"] = "after an update"
+    before.use(Choice(300, 3, short="native"))
+    assert before.due == Fusion(300, order=before.order)
+    before.use(Choice(100, 3, short="native"))
+    assert before.due is None, "these buckets fit again"
+    before.load_own_state_dict({"order": ORDER, "reducers": []})
+    due = before.due
+    assert due.order == ORDER and due.bucket_bytes == 100
+    before.close()
+    assert comm.tunable.operations_in_flight == comm.config.operations_in_flight
+    after = Averager(TENSORS, comm, due, before=before)
+    assert after.steps == 1 and after.order == ORDER and after.due is None
+    assert after.weighing is before.weighing and after.compared["optimizer"] == "after an update"
+    assert after.choice == before.choice and comm.tunable.operations_in_flight == 3
+    means = write(after, comm, 1)
+    after.wait()
+    for name, mean in means.items():
+        np.testing.assert_allclose(after.views[name], mean, rtol=1e-5, atol=1e-5)
+    after.close()
+    fewer = Averager(TENSORS[:2], comm, Fusion(100), before=after)
+    assert fewer.steps == 2 and fewer.choice.short == "auto"
+    with pytest.raises(mpiring.ConfigError, match="the loaded state is of another model: it has"):
+        fewer.load_own_state_dict({"order": ORDER, "reducers": []})
 
 
 def test_seconds_in_which_two_buckets_are_under_way_count_once(apart):

@@ -47,29 +47,36 @@ def test_gradients_become_the_mean(comm, bucket_bytes, dtype):
         step(dp, comm, number, list(SHAPES)[::-1])
 
 
-def test_buckets_follow_the_order_of_rank_0_after_the_first_step(comm):
+def test_views_stay_whatever_the_order_of_the_gradients(comm):
     dp = DataParallel(model(0), comm, bucket_bytes=500)
-    odd_order = ["b2", "w1", "scale", "b1", "w2"]
-    first = dict(dp.grads)
-    # Ranks may differ in their order: rank 0's is taken.
-    step(dp, comm, 1, odd_order if comm.rank == 0 else list(SHAPES))
-    assert dp.grads["w1"] is not first["w1"]
-    assert (first["w1"] == (comm.size + 1) / 2).all()
-    with pytest.raises(ValueError, match="read-only"):
-        first["w1"][...] = 0
-    step(dp, comm, 2, odd_order)
-    assert np.isnan(first["w1"]).all(), "a view that was kept must not look like a gradient"
-    kept = dict(dp.grads)
-    step(dp, comm, 3, list(SHAPES))
-    assert all(dp.grads[name] is view for name, view in kept.items()), "moved more than once"
+    kept, order = dict(dp.grads), dp.order
+    assert sorted(order) == sorted(SHAPES)
+    for number in range(1, 4):
+        # Ranks may differ in their order.
+        step(dp, comm, number, ["b2", "w1", "scale", "b1", "w2"] if comm.rank else list(SHAPES))
+        assert dp.order == order
+        assert all(dp.grads[name] is view for name, view in kept.items())
 
 
-def test_deterministic_keeps_the_first_plan(comm):
-    dp = DataParallel(model(0), comm, bucket_bytes=500, deterministic=True)
-    first = dict(dp.grads)
-    step(dp, comm, 1, ["b2", "w1", "scale", "b1", "w2"])
-    step(dp, comm, 2, ["b2", "w1", "scale", "b1", "w2"])
-    assert all(dp.grads[name] is view for name, view in first.items())
+def test_the_order_of_an_older_checkpoint_is_taken(comm):
+    """Means move, and a view that was kept cannot be mistaken for a gradient."""
+    dp, older = DataParallel(model(0), comm, bucket_bytes=500), ["b2", "w1", "scale", "b1", "w2"]
+    step(dp, comm, 1, list(SHAPES))
+    kept, grads = dict(dp.grads), dp.grads
+    dp.load_own_state_dict({"order": older, "reducers": []})
+    assert dp.order == older and dp.steps == 1 and dp.grads is grads
+    assert [*dp.gradients.buckets[0].views] == ["b2"]
+    for name, view in kept.items():
+        assert (grads[name] == (comm.size + 1) / 2).all() and np.isnan(view).all()
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 0
+    step(dp, comm, 2, list(SHAPES))
+    now = dict(grads)
+    dp.load_own_state_dict(dp.own_state_dict())
+    assert all(grads[name] is view for name, view in now.items()), "the order is the same"
+    again = DataParallel(model(0), comm, bucket_bytes=500, order=older)
+    assert [list(bucket.views) for bucket in again.gradients.buckets] == [
+        list(bucket.views) for bucket in dp.gradients.buckets]
 
 
 def test_gradients_are_written_into_and_not_replaced(comm):

@@ -305,7 +305,7 @@ class StepGradients:
             averaging = StepAveraging(
                 part, {p for name, p in part.items() if name in sparse}, loan.comm,
                 (SumWeighing if combination.op == Sum else Weighing)(loan.comm),
-                Settings(bucket_bytes, reducers), completed=lambda: None, steps=0)
+                Settings(bucket_bytes, reducers), completed=lambda: None)
             self._averagings.append(averaging)
             self._averaging_of.update(dict.fromkeys(part.values(), averaging))
 
