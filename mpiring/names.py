@@ -57,8 +57,8 @@ DATA_PARALLEL: Mapping[str, str] = {
                     "use comm, a mpiring.Communicator, such as comm.split(color)"),
     **dict.fromkeys(("gradient_as_bucket_view", "init_sync"),
                     "leave it out: mpiring always does this"),
-    "static_graph": "leave it out: buckets follow the order of the first step; for unused "
-                    "parameters there is find_unused_parameters=True",
+    "static_graph": "leave it out: buckets do not depend on the graph; for unused parameters there "
+                    "is find_unused_parameters=True",
     "find_unused_parameters": "leave it out: call ready(name) also for a gradient that is zero",
     "broadcast_buffers": "leave it out: only the arrays in params are kept equal",
     "compression": "use reducer, such as mpiring.reducers.Cast()",

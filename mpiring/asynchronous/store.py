@@ -22,7 +22,7 @@ _WEIGHTS = "w"
 class _Gradients:
     """Gradient of one update, with the interface of an Averager."""
 
-    steps, step_label, version = 0, "", 1
+    steps, step_label, device = 0, "", None
     scatters, step_started, finite, replicas = False, False, True, None
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:

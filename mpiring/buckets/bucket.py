@@ -133,7 +133,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
     """Fuse tensors, in the given order, into buckets of one dtype and one kind each.
 
     Args:
-        tensors: Tensors in the order in which they become ready.
+        tensors: Tensors in the order in which to fuse them; see `backward_order`.
         bucket_bytes: Limit on the length of a bucket; a larger tensor gets a separate bucket. For
             the first buckets, the limit is FIRST_BUCKET_BYTES, then twice as much, and so on. For
             the last buckets, it is half of the remaining bytes, but at least the first limit.
@@ -141,7 +141,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
             a bucket.
 
     Returns:
-        The buckets, in the order in which their last tensor becomes ready.
+        The buckets, in the order of their last tensors.
 
     Raises:
         ConfigError: `bucket_bytes` is not positive.

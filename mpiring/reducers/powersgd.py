@@ -38,8 +38,7 @@ class PowerSGD(Compressor):
 
     Args:
         rank: Rank r of the approximation, at least 1.
-        start_step: Number of initial steps, which use plain means. With 0, Q restarts once, when
-            buckets are rebuilt after the first step.
+        start_step: Number of initial steps, which use plain means.
         min_compression: Smallest ratio of uncompressed to compressed size for which a matrix is
             compressed.
         reducer: Reducer that averages P, Q and the vectors, such as Cast("bfloat16"). By default,

@@ -1,4 +1,4 @@
-"""State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
+"""State per slice of a bucket: named vectors, saved by tensor and range.
 
 Examples are residuals of Reducers and momenta of optimizers: data about slices that a rank keeps
 from step to step.
@@ -252,9 +252,7 @@ class BucketState:
 
 
 class BucketStates:
-    """State of this rank's slices of all buckets of a model.
-
-    It follows tensors when buckets are rebuilt, and is saved by tensor and range.
+    """State of this rank's slices of all buckets of a model; `rebuild` moves it to other buckets.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ _EDITION = 1
 MAX_STEPS = 60
 # The first step with other settings allocates memory; the fastest of the following steps counts.
 _IGNORED_STEPS, _TIMED_STEPS = 1, 2
-# The step that orders the gradients comes first, and a comparison last.
+# A step that is not timed comes first, and a comparison last.
 _MAX_TRIALS = (MAX_STEPS - 1) // (_IGNORED_STEPS + _TIMED_STEPS) - 2 * TURNS
 # On any network, the additional messages of shorter buckets cost more time than they hide.
 _SHORTEST_BUCKET = 256 << 10

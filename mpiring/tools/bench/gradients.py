@@ -45,7 +45,7 @@ def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Ar
         if wrong:
             raise WrongAnswerError(f"{training.name} on rank {rank}: the gradients {wrong} are not "
                                    f"the means over ranks")
-    # Buckets may be rebuilt after the first step; this does not count toward the peak.
+    # The optimizer creates its state in the first step; this does not count toward the peak.
     training.step()
     growth.forget_peak()
     use(training)

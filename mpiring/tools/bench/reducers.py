@@ -59,7 +59,7 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
 }
 NAMES = (ALONE, *METHODS)
 KIND = "transformer"
-# The first step rebuilds the buckets, and the second is the first to write to their memory.
+# The first step is the first to write to the memory of buckets and of messages.
 UNSETTLED_STEPS = 2
 _INTERFACES = Path("/sys/class/net")
 _LOOPBACK = "lo"

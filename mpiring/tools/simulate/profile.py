@@ -13,7 +13,7 @@ from ..traces import Event, JobTrace, RankTrace, open_job
 from .cluster import refuse_large
 
 # Number of steps to skip. Immediately before the first recorded step, memory was touched for the
-# first time, and buckets were rebuilt.
+# first time.
 _WARM_UP = 1
 # A step that computes this many times as long as the median includes other work, like validation.
 _LONG = 2.0
@@ -72,12 +72,6 @@ class Profile:
     def nbytes(self) -> int:
         """Total length of all gradients, in bytes."""
         return sum(tensor.size * tensor.dtype.itemsize for tensor in self.tensors)
-
-    @property
-    def order(self) -> list[int]:
-        """Numbers of the tensors, in the order in which their gradients become ready."""
-        mean_s = [fmean(times) for times in zip(*(step.ready_s for step in self.steps))]
-        return sorted(range(len(mean_s)), key=lambda tensor: mean_s[tensor])
 
 
 def read_profile(folder: str, job: str | None) -> Profile:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...buckets.bucket import BucketPlan, plan, usual_bytes
+from ...buckets.bucket import BucketPlan, backward_order, plan, usual_bytes
 from ...config import Config
 from ...simulated.network import SimulatedNetwork, cyclic
 from ...transport.base import Schedule
@@ -109,7 +109,7 @@ class Workload:
     @cached_property
     def buckets(self) -> Sequence[BucketPlan]:
         """The buckets, in the order in which they are sent."""
-        return plan([self.profile.tensors[number] for number in self.profile.order],
+        return plan(backward_order(self.profile.tensors),
                     self.bucket_bytes or usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
