@@ -181,6 +181,7 @@ class DataParallel:
         before, due = self.gradients, self.gradients.due
         if due is None:
             return
+        buckets = before.buckets
         before.close()
         self.gradients = Averager(list(before.tensors.values()), self.comm, due,
                                   Placement(before.device), before=before)
@@ -189,7 +190,7 @@ class DataParallel:
         if before.device is not None:
             # Packages other than CuPy may write on other streams.
             await_event(before.device.gpu.mark())
-        for bucket in before.buckets:
+        for bucket in buckets:
             bucket.retire()
         self._views.update(self.gradients.views)
         if before.optimizer is not None:

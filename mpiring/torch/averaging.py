@@ -210,6 +210,8 @@ class Averaging:
         self.wait()
         self.gradients.close()
         self._hooks.close()
+        # The memory of the gradients is freed, although an owner may still have this object.
+        self._views = {}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from this rank's own state; see Averager. Collective, blocking."""
@@ -221,7 +223,7 @@ class Averaging:
         """Whether a backward pass is running."""
         return self._pass() is not None
 
-    def watch(self, outputs: object, forward: ForwardPass) -> None:
+    def watch(self, outputs: object, forward: ForwardPass, gone: Callable[[], None]) -> None:
         """Watch for backward passes through these outputs of the model.
 
         The end of such a pass must be detected, even if it reaches no parameter.
@@ -229,11 +231,12 @@ class Averaging:
         Args:
             outputs: Outputs of the model.
             forward: The forward pass.
+            gone: Function to call in such a pass if this object does not exist any more.
         """
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 leaves = leaf_nodes(output.grad_fn, self._trained)
-                output.register_hook(weak_hook(self._reached_output, leaves, forward))
+                output.register_hook(weak_hook(self._reached_output, leaves, forward, gone=gone))
 
     def wait(self) -> None:
         """Return when all gradients have arrived.

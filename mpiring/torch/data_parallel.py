@@ -3,7 +3,7 @@
 import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -239,7 +239,8 @@ class DataParallel(Wrapper):
             outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.watch(
-                outputs, ForwardPass(self._averaging.active, _samples_in(args, kwargs)))
+                outputs, ForwardPass(self._averaging.active, _samples_in(args, kwargs)),
+                functools.partial(_refuse_gone, weakref.ref(self), self._comm.rank))
         return outputs
 
     def synchronize(self) -> None:
@@ -601,6 +602,14 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
     """Rename keys of a state, for a module that contains the DataParallel."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
+
+
+def _refuse_gone(model: Callable[[], DataParallel | None], rank: int) -> None:
+    """Raise GradientError if a model does not exist any more."""
+    if model() is None:
+        raise GradientError(
+            f"rank {rank}: the DataParallel was deleted before the backward pass through its "
+            f"outputs, whose gradients nothing would average; keep the DataParallel in a variable")
 
 
 def _samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -169,8 +169,13 @@ def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communi
                 f"{parameters[first].device}; expected all of them on one device")
 
 
-def weak_hook(method: Callable[..., object], *args: Any) -> Callable[..., None]:
-    """Return a hook that calls a method, with `args` first, only while the method's object exists.
+def _nothing(*_: object) -> None:
+    """Do nothing, in place of a hook."""
+
+
+def weak_hook(method: Callable[..., object], *args: Any,
+              gone: Callable[[], None] = _nothing) -> Callable[..., None]:
+    """Return a hook that calls a method, with `args` first, or `gone` without the method's object.
 
     Python's garbage collector does not find cycles through tensor hooks, and some hooks are never
     removed.
@@ -179,7 +184,9 @@ def weak_hook(method: Callable[..., object], *args: Any) -> Callable[..., None]:
 
     def hook(*more: Any) -> None:
         living = reference()
-        if living is not None:
+        if living is None:
+            gone()
+        else:
             living(*args, *more)
 
     return hook
@@ -190,7 +197,3 @@ class UncopiedHook(functools.partial[None]):
 
     def __reduce__(self) -> Any:
         return functools.partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in place of a hook."""

@@ -329,12 +329,13 @@ class Averager(FusedTensors):
             self._demand(order=state["order"])
 
     def close(self) -> None:
-        """Release Reducers, so that other buckets, also of another model, can use them."""
+        """Release the buckets and Reducers, which other buckets, also of another model, can use."""
         operations = self._comm.config.operations_in_flight
         if self.choice.operations != operations:
             self._comm.tunable.operations_in_flight = operations
         for compressor in self.compressors:
             compressor.release()
+        self.buckets, self.reductions, self.views, self.home = [], [], {}, {}
 
     def _refuse_during_step(self, call: str) -> None:
         if self._ready_s:

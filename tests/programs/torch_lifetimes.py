@@ -104,8 +104,14 @@ def layers_that_come_twice_are_explained():
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
+    model = DataParallel(Twice(), comm)
     with pytest.raises(mpiring.GradientError, match="completed twice.*use_reentrant=False"):
-        DataParallel(Twice(), comm)(X).sum().backward()
+        model(X).sum().backward()
+
+
+def a_model_that_is_gone_averages_nothing_in_silence():
+    with pytest.raises(mpiring.GradientError, match="was deleted before the backward pass"):
+        DataParallel(net(), comm)(X).sum().backward()
 
 
 def mistakes_of_all_ranks_are_named():
@@ -141,5 +147,6 @@ for how in (True, False):
 dropped_models_leave_nothing()
 parameters_may_be_replaced()
 mistakes_of_all_ranks_are_named()
+a_model_that_is_gone_averages_nothing_in_silence()
 layers_that_come_twice_are_explained()
 print("all is well", flush=True)
