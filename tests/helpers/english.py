@@ -2,14 +2,12 @@
 
 `python tests/helpers/english.py [PATH ...]` prints file, line, rule, remedy, and their number. The
 rules are files of Vale (https://vale.sh), which reads pages only; this also reads docstrings,
-comments and the help of options.
+the help of options, and the comments of modules, batch scripts, recipes and programs on pages.
 """
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,8 @@ STYLES = ROOT / "docs" / "styles" / "mpiring"
 # "On the host: …" explains a value; "Number of …" names it.
 _ENTRY = re.compile(r"(?i)(?:about|after|as|at|before|between|beyond|by|for|from|how|in|of|on|over"
                     r"|per|that|to|under|what|when|where|whether|which|who|whose|with|without)\b")
+# A comment, but not "#!", "#:", "# noqa" and "# type:". The words of an indented one are a program.
+_COMMENT = re.compile(r"(?:^|(?<=\s))#(?:$| (?! {2}|noqa|type:)(.*))")
 
 
 class Text(NamedTuple):
@@ -85,7 +85,11 @@ def of_page(text):
         return "\n" * match.group().count("\n")
 
     text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
-    text = re.sub(r"^( *)(`{3,}).*?^ *\2", blank, text, flags=re.MULTILINE | re.DOTALL)
+    program = re.compile(r"^( *)(`{3,})(.*?)^ *\2", re.MULTILINE | re.DOTALL)
+    for hit in program.finditer(text):
+        if not hit[3].startswith("text"):
+            yield from of_comments(hit[3], 1 + text[:hit.start()].count("\n"))
+    text = program.sub(blank, text)
     text = re.sub(r"^:{3,}.*$|^:\w[\w-]*:.*$|^\(\S+\)=$|^\+\+\+$", "", text, flags=re.MULTILINE)
     # A rule of a table, a list's mark, a quotation and a definition each begin a new text.
     blocks = re.split(r"(\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.|>|:) )|\n(?=\|)|\n(?=#)|(?<=\|)\n)", text)
@@ -142,20 +146,27 @@ def of_module(text):
                      if isinstance(part, ast.Constant) and isinstance(part.value, str)]
             yield Text(node.value.lineno, "entry" if node.arg == "help" else "text",
                        plain("".join(words)))
-    comment, start = "", 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"#(!|:| noqa| type:)", token.string):
-            start = start if comment else token.start[0]
-            comment += token.string.lstrip("# ") + " "
-        elif comment and token.type not in {tokenize.NL, tokenize.COMMENT}:
-            yield Text(start, "text", plain(comment))
-            comment = ""
+    yield from of_comments(text)
+
+
+def of_comments(text, line=1):
+    """Yield the Texts of comments; lines that hold nothing else continue a comment."""
+    words, start = [], line
+    for number, row in enumerate([*text.splitlines(), ""], line):
+        hit = _COMMENT.search(row)
+        said = hit[1] if hit else None
+        if words and not (said and not row[:hit.start()].strip()):
+            yield Text(start, "text", plain(" ".join(words)))
+            words = []
+        if said:
+            start = start if words else number
+            words.append(said)
 
 
 def breaks(path, checked=None):
-    """Yield line, rule and remedy of each violation in a page or a module."""
-    text = path.read_text()
-    for part in of_page(text) if path.suffix == ".md" else of_module(text):
+    """Yield line, rule and remedy of each violation in a file."""
+    read = {".md": of_page, ".py": of_module}.get(path.suffix, of_comments)
+    for part in read(path.read_text()):
         for rule in checked or rules():
             for remedy in rule.breaks(part):
                 yield part.line, rule.name, remedy
@@ -164,13 +175,14 @@ def breaks(path, checked=None):
 
 
 def files(paths):
-    """Return the pages and modules under some paths; by default, all that the rules apply to."""
+    """Return the files under some paths; by default, all that the rules apply to."""
     paths = paths or [ROOT / name for name in (
-        "mpiring", "benchmarks", "examples", "docs", "slurm", "packaging", "README.md",
-        "CONTRIBUTING.md", "CHANGELOG.md")]
+        "mpiring", "benchmarks", "examples", "docs", "slurm", "packaging", ".ci", "README.md",
+        "CONTRIBUTING.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml")]
     return sorted(path for top in paths
                   for path in ([top] if top.is_file() else top.rglob("*"))
-                  if path.suffix in {".md", ".py"})
+                  if path.suffix in {".md", ".py", ".sbatch", ".yaml", ".def", ".cfg", ".toml"}
+                  or path.name in {"Dockerfile", "run"})
 
 
 def main(names):

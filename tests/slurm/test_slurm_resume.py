@@ -96,7 +96,7 @@ def test_attempts_are_bounded(trainings):
     training.job.cancel("--signal=USR1", "--batch")
     shown = training.job.wait()
     assert shown["ExitCode"] == "75:0" and shown["Restarts"] == "0"
-    assert "not finished after 1 attempts: submit it again to go on" in training.job.output
+    assert "not finished after 1 attempts: submit it again to resume" in training.job.output
     again = trainings.start("again", checkpoint=training.folder, step_s=0)
     again.job.wait_for("finished in attempt 1")
     assert again.weights() == trainings.undisturbed.weights()

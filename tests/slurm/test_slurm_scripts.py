@@ -96,7 +96,7 @@ def test_gpus_are_seen_by_all_ranks_of_a_node(slurm):
     assert seen.wait()["JobState"] == "COMPLETED", seen.output
     assert seen.output.count(f": {['0,1', '1']}") == 4, seen.output
     assert refused.wait()["ExitCode"] == "2:0"
-    assert "1 ranks for 2 GPUs: ask for as many --ntasks-per-node" in refused.output
+    assert "1 ranks for 2 GPUs: set --ntasks-per-node" in refused.output
 
 
 @pytest.mark.any_mpi
