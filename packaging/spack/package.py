@@ -1,6 +1,6 @@
-# For Spack: repos/spack_repo/builtin/packages/py_mpiring/package.py of spack-packages, or a
-# private repository (spack repo create). Spack builds mpi4py with the MPI of the site that
-# its configuration names.
+# Package for Spack: repos/spack_repo/builtin/packages/py_mpiring/package.py of spack-packages, or a
+# private repository (spack repo create). Spack builds mpi4py with the MPI library that the
+# configuration of the site names.
 from spack_repo.builtin.build_systems.python import PythonPackage
 
 from spack.package import *

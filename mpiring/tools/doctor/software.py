@@ -19,7 +19,7 @@ _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
 _OPTIONAL = {
     "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
                                 "first"),
-    "numba": ("16-bit sums on a node and codecs, several times as fast",
+    "numba": ("faster 16-bit sums on a node, and faster codecs",
               "pip install 'mpiring[fast]'"),
     "xxhash": ("faster hashes of checkpoints and weights", "pip install 'mpiring[fast]'"),
     "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
