@@ -1,6 +1,6 @@
 """Compares optimizers as batches grow, with equal grids of learning rates, on any number of ranks.
 
-python examples/compare_optimizers.py --quick                   # seconds, to see what it does
+python examples/compare_optimizers.py --quick                   # a trial, in seconds
 mpirun -n 2 python examples/compare_optimizers.py --task digits --runs runs.csv
 mpirun -n 2 python examples/compare_optimizers.py --task bytes --runs runs.csv
 
@@ -44,9 +44,10 @@ parser.add_argument("--factor", type=float, default=4.0, help="ratio of neighbor
 parser.add_argument("--seeds", type=int, default=3)
 parser.add_argument("--samples", type=int, default=32768, help="samples per run, with repetitions")
 parser.add_argument("--at-once", type=int, default=128,
-                    help="samples per pass and rank; batches of more are accumulated")
-parser.add_argument("--runs", metavar="FILE", help="CSV file of runs; runs in it are not repeated")
-parser.add_argument("--quick", action="store_true", help="a small grid and few samples")
+                    help="samples per pass and rank; larger batches are accumulated")
+parser.add_argument("--runs", metavar="FILE",
+                    help="CSV file of results; runs in it are not repeated")
+parser.add_argument("--quick", action="store_true", help="use a small grid and few samples")
 args = parser.parse_args()
 if args.quick:
     args.batch, args.rates, args.seeds, args.samples = [32, 128], 2, 1, 512

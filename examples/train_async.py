@@ -1,7 +1,7 @@
 """Trains a network in plain NumPy on real handwritten digits, on ranks of different speeds.
 
 mpirun -n 4 python examples/train_async.py                          # a parameter server
-mpirun -n 4 python examples/train_async.py --staleness none         # no rank ever waits
+mpirun -n 4 python examples/train_async.py --staleness none         # no rank waits
 mpirun -n 4 python examples/train_async.py --way pairs              # averages in random pairs
 mpirun -n 4 python examples/train_async.py --way synchronous        # an allreduce in each step
 mpirun -n 4 python examples/train_async.py --straggler 30,0.25      # some steps 30 ms longer
@@ -36,12 +36,13 @@ parser.add_argument("--way", choices=["server", "pairs", "synchronous"], default
 parser.add_argument("--staleness", type=lambda x: None if x == "none" else int(x), default=4,
                     help="largest number of steps by which a rank may be ahead, or 'none'")
 parser.add_argument("--straggler", type=straggling, default=(0.0, 0.0), metavar="MS,SHARE",
-                    help="sleep MS milliseconds in this share of the steps, at random")
+                    help="pause in milliseconds, and share of the steps that have it, at random")
 parser.add_argument("--compute", type=float, default=0.0, metavar="MS",
-                    help="sleep MS milliseconds in every step, as if the model were larger")
+                    help="pause in every step, as if the model were larger")
 parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--batch", type=int, default=32, help="images per step, over all ranks")
-parser.add_argument("--learning-rate", type=float, default=0.3, help="initial rate; falls to 0")
+parser.add_argument("--learning-rate", type=float, default=0.3,
+                    help="initial rate, which falls to 0")
 parser.add_argument("--seed", type=int, default=1)
 args = parser.parse_args()
 
@@ -52,7 +53,7 @@ images = (images / 16.0 - 0.3).astype(np.float32)
 test, train_set = np.split(np.random.default_rng(0).permutation(len(images)), [len(images) // 5])
 mine = train_set[comm.rank::comm.size]
 batch = max(1, args.batch // comm.size)
-# The same on all ranks, whose shares may differ by an image.
+# All ranks take the same number of steps, although their shares may differ by an image.
 steps = args.epochs * (len(train_set) // comm.size // batch)
 
 random = np.random.default_rng(args.seed)

@@ -1,4 +1,4 @@
-"""Trains with PyTorch's own DistributedDataParallel, over MPI: a stock script, one line changed.
+"""Trains with PyTorch's own DistributedDataParallel over MPI. Only one line is special.
 
 mpirun -n 4 python examples/train_ddp_backend.py
 srun -n 4 python examples/train_ddp_backend.py
@@ -19,13 +19,13 @@ from torch.utils.data.distributed import DistributedSampler
 import mpiring.torch  # noqa: F401 (registers the back end)
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--backend", default="mpiring", help="gloo, for comparison, under torchrun")
+parser.add_argument("--backend", default="mpiring", help="back end, or gloo under torchrun")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--batch", type=int, default=96, help="images per step, over all ranks")
 parser.add_argument("--save", metavar="FILE", help="file for the weights")
 args = parser.parse_args()
 
-# The changed line. It needs no address, port or RANK, because MPI knows them.
+# This line is special. It needs no address, port or RANK, because MPI provides them.
 dist.init_process_group(args.backend, "mpi://" if args.backend == "mpiring" else "env://")
 rank, size = dist.get_rank(), dist.get_world_size()
 

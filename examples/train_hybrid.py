@@ -25,7 +25,7 @@ import mpiring
 from mpiring.torch import DataParallel, DistributedSampler
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--tensor", type=int, default=2, help="ranks that share each layer")
+parser.add_argument("--tensor", type=int, default=2, help="number of ranks that share each layer")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all ranks")
 parser.add_argument("--context", type=int, default=64, help="bytes per sequence")
@@ -33,7 +33,8 @@ parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--layers", type=int, default=2)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--report", type=int, default=20, help="steps between two reports")
-parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<number>.pt, in parts")
+parser.add_argument("--save", metavar="PREFIX",
+                    help="prefix of the files PREFIX<number>.pt, each with a part of the weights")
 args = parser.parse_args()
 
 comm = mpiring.init()
@@ -47,7 +48,7 @@ if args.batch % (comm.size // args.tensor):
 # layer and direction. Ranks with the same part of the weights split the batch.
 tensor = comm.split(comm.rank // args.tensor)
 data = comm.split(comm.rank % args.tensor)
-# The same seed on all ranks: each rank creates complete layers, and keeps a part of them.
+# With the same seed, each rank creates the same complete layers. It keeps a part of them.
 torch.manual_seed(1)
 
 
@@ -116,7 +117,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         n, length, _ = x.shape
-        # Head after head, so that a rank's outputs are complete heads.
+        # The outputs are in the order of the heads, so that a rank has complete heads.
         qkv = self.attend(self.norm1(x)).view(n, length, self.heads, 3, -1).permute(3, 0, 2, 1, 4)
         seen = F.scaled_dot_product_attention(*qkv, is_causal=True)
         x = x + self.project(seen.transpose(1, 2).flatten(2))

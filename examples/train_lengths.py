@@ -3,7 +3,7 @@
 python examples/train_lengths.py                                # one rank
 mpirun -n 4 python examples/train_lengths.py                    # four ranks, the same result
 mpirun -n 4 python examples/train_lengths.py --framework numpy  # plain NumPy instead of PyTorch
-mpirun -n 4 python examples/train_lengths.py --checkpoint run1  # stop it, resume on 3
+mpirun -n 4 python examples/train_lengths.py --checkpoint run1  # stop and resume it
 
 Each function is a sample, and each byte is a token, predicted from the bytes before it. All batches
 have about the same number of tokens, and so do the ranks' shares of a batch. The loss on held-out
@@ -31,12 +31,12 @@ parser.add_argument("--tokens", type=int, default=16384, help="largest number of
 parser.add_argument("--longest", type=int, default=1024, help="length to which functions are cut")
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
-parser.add_argument("--modules", type=int, help="number of modules to use; all by default")
+parser.add_argument("--modules", type=int, help="number of modules to use (default: all)")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
-                    help="written every --report steps and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
-parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per report")
+                    help="folder to resume from, and to save to every --report steps and at a stop")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of the job")
+parser.add_argument("--metrics", metavar="FILE", help="file that gets a line of JSON per report")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
 args = parser.parse_args()
 

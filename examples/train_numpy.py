@@ -4,7 +4,7 @@ python examples/train_numpy.py                  # one rank
 mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result in less time
 srun -n 4 python examples/train_numpy.py        # the same under Slurm
 mpirun -n 4 python examples/train_numpy.py --dtype float16      # half the bytes
-mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop it, resume it
+mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop and resume it
 mpirun -n 4 python examples/train_numpy.py --device cuda        # on GPUs, with CuPy
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels. The global batch is
@@ -27,7 +27,7 @@ from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
 
-# How nodes compress gradients for each other: fewer bytes take less time on a slow network.
+# Methods to compress gradients between nodes, which saves time on a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
             "int8": lambda: ErrorFeedback(Int8()), "onebit": lambda: OneBit(warmup_steps=45),
             "topk": lambda: TopK(warmup_steps=75), "powersgd": lambda: PowerSGD(rank=2)}
@@ -40,16 +40,17 @@ parser.add_argument("--momentum", type=float, default=0.9)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
-                    help="cuda: GPUs, assigned to the ranks of a node in turn")
+                    help="device; the GPUs of a node are assigned to its ranks in turn")
 parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
                     help="dtype of weights, gradients and messages; arithmetic is float32")
-parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
+parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="Reducer between nodes")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
-                    help="written after each epoch and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
-parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per epoch")
-parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<rank>.npz")
+                    help="folder to resume from, and to save to after each epoch and at a stop")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of the job")
+parser.add_argument("--metrics", metavar="FILE", help="file that gets a line of JSON per epoch")
+parser.add_argument("--save", metavar="PREFIX",
+                    help="prefix of the files PREFIX<rank>.npz with the weights")
 args = parser.parse_args()
 
 comm = mpiring.init()
@@ -64,7 +65,7 @@ shuffled = np.random.default_rng(0).permutation(len(images))
 test, train_set = np.split(shuffled, [len(images) // 5])
 test = xp.asarray(test)
 
-# Three layers. Only rank 0's initial weights matter: they are broadcast.
+# Three layers. Rank 0's initial weights are broadcast to all ranks.
 dtype = ml_dtypes.bfloat16 if args.dtype == "bfloat16" else np.dtype(args.dtype)
 sizes = [images.shape[1], args.hidden, args.hidden, 10]
 random = np.random.default_rng(args.seed)
@@ -75,11 +76,11 @@ for layer, (rows, columns) in enumerate(zip(sizes, sizes[1:]), start=1):
     params[f"b{layer}"] = xp.zeros(columns, dtype)
 dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=REDUCERS[args.reducer]())
 
-# Weights of 16 bits are updated in float32, and their gradients must not vanish. In float32 the
-# masters are the weights themselves, and the scale, a power of two, rounds nothing.
+# 16-bit weights are updated in float32, and the loss is scaled so that their gradients do not
+# vanish. With float32 the masters are the weights themselves, and the scale changes no result.
 masters, scaler = MasterWeights(dp), LossScaler(dp)
 velocity = {name: xp.zeros_like(master) for name, master in masters.items()}
-loss = np.zeros(2)                              # of this rank in this epoch: sum, images
+loss = np.zeros(2)                              # sum over this epoch, and number of images
 state = TrainState(comm, seed=args.seed, model=masters, scaler=scaler, velocity=velocity,
                    own={"loss": loss})
 step = state.restore(args.checkpoint)           # 0 without a checkpoint
@@ -98,7 +99,7 @@ def forward(x):
     return inputs, x
 
 
-@np.errstate(over="ignore")        # of float16: such a step is skipped, with a smaller scale next
+@np.errstate(over="ignore")        # if float16 overflows, the step is skipped
 def backward(inputs, error):
     """Write every layer's gradient and mark it ready, the last layer first."""
     for layer in reversed(range(1, len(sizes))):
@@ -107,7 +108,7 @@ def backward(inputs, error):
         dp.ready(f"w{layer}")
         dp.grads[f"b{layer}"][...] = error.sum(axis=0)
         dp.ready(f"b{layer}")
-        # While these are sent, the next layer's gradients are computed.
+        # mpiring sends these while the next layer's gradients are computed.
         if layer > 1:
             error = (error @ params[f"w{layer}"].T) * (x > 0)
 

@@ -2,7 +2,7 @@
 
 python examples/train_torch.py                                    # one rank
 mpirun -n 4 python examples/train_torch.py                        # four ranks, the same result
-mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop it, resume it
+mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop and resume it
 mpirun -n 4 python examples/train_torch.py --device cuda          # on GPUs, assigned in turn
 
 The data are the modules of the standard library that runs this program: about ten million
@@ -27,7 +27,7 @@ from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
 from mpiring.torch import DataParallel, DistributedSampler, TrainState, device_for
 
-# How nodes compress gradients for each other: fewer bytes take less time on a slow network.
+# Methods to compress gradients between nodes, which saves time on a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
             "int8": lambda: ErrorFeedback(Int8()), "onebit": lambda: OneBit(warmup_steps=20),
             "topk": lambda: TopK(warmup_steps=50), "powersgd": lambda: PowerSGD(rank=4)}
@@ -39,14 +39,14 @@ parser.add_argument("--context", type=int, default=128, help="bytes per sequence
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
-parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
+parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="Reducer between nodes")
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
-                    help="cuda: GPUs, assigned to the ranks of a node in turn")
+                    help="device; the GPUs of a node are assigned to its ranks in turn")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
-                    help="written every --report steps and when the job is stopped, and resumed")
-parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before this time")
-parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per report")
+                    help="folder to resume from, and to save to every --report steps and at a stop")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of the job")
+parser.add_argument("--metrics", metavar="FILE", help="file that gets a line of JSON per report")
 parser.add_argument("--save", metavar="FILE", help="file for the final weights")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
 args = parser.parse_args()

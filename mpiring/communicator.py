@@ -181,7 +181,7 @@ class Communicator(OfRank):
                 works in the memory of one node, "hierarchical" in the memory of each node and then
                 between nodes. The algorithms "ring" and "direct" exchange messages, and "native"
                 calls MPI. Sums of 16-bit numbers are computed in float32 and rounded once. With
-                "hierarchical" they are rounded once more between nodes, with "ring" at every hop.
+                "hierarchical" they are rounded again between nodes, with "ring" at every hop.
 
         Raises:
             ConfigError: The array, op or algorithm is invalid, or they do not fit each other.

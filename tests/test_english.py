@@ -5,13 +5,18 @@ import pytest
 
 # Of each rule a text that breaks it, and one that does not.
 SAMPLES = {
-    "Clauses": ("What ranks call is compared, takes an hour.", "What is a rank? A process."),
+    "Clauses": ("What ranks call is compared, takes an hour.\n\nBehind the name stands a program.\n\n"
+                "Of srun, request the cores.\n\nA lost node ends it: else it would restart.\n\n"
+                "New; is written in the background.",
+                "What is a rank? A process. Of these, one is new: it is written first."),
     "Colons": ("One: two; three.", "One: two, three."),
     "Ends": ("It does that, too.", "It also does that; two things."),
     "Headings": ("# What to mind", "# Limitations"),
     "Length": (31 * "word " + ".", 30 * "word " + "."),
     "Possessives": ("An optimizer of PyTorch's.", "The size of PyTorch's wheel."),
-    "Words": ("Calls of mpiring go on beside the file that lies in a folder.", "`beside` is code."),
+    "Words": ("Calls of mpiring go on beside the file that lies in a folder.\n\n"
+              "Options win over these lines.\n\nSlurm takes them along.\n\nIt tests without pause.\n\n"
+              "One has to ask again.", "`beside` is code."),
 }
 
 
@@ -33,6 +38,8 @@ import argparse
 parser = argparse.ArgumentParser(description="whoever")
 parser.add_argument("--x", help="of one"
                     " bucket")
+parser.add_argument("--y", help="used by f")
+parser.add_argument("--z", action="store_true", help="print it")
 
 
 def f(x):
@@ -48,7 +55,38 @@ def f(x):
     """
 ''')
     assert [(line, name) for line, name, _ in english.breaks(path)] == [
-        (1, "Clauses"), (13, "Entries"), (7, "Words"), (8, "Entries"), (5, "Clauses")]
+        (1, "Clauses"), (15, "Entries"), (7, "Words"), (8, "Clauses"), (8, "Entries"),
+        (10, "Entries"), (5, "Clauses")]
+
+
+def test_comments_of_scripts_and_of_programs_on_pages_are_read(tmp_path):
+    script, page = tmp_path / "train.sbatch", tmp_path / "page.md"
+    script.write_text("""#!/bin/bash
+# Whoever
+# submits it:
+#
+#   sbatch whoever
+#
+#SBATCH --nodes=2   # of one job
+echo "$#" a#b       # what else
+""")
+    page.write_text("""A page.
+
+```python
+x = 1               # new; is whoever's
+```
+```text
+# whoever
+```
+""")
+    assert [(line, name) for path in (script, page) for line, name, _ in english.breaks(path)] == [
+        (2, "Words"), (7, "Clauses"), (4, "Clauses"), (4, "Words")]
+
+
+def test_files_that_users_copy_are_read():
+    read = {str(path.relative_to(english.ROOT)) for path in english.files([])}
+    assert read >= {"slurm/train.sbatch", "examples/train_torch.py", "packaging/Dockerfile",
+                    "packaging/mpijob.yaml", "packaging/mpiring.def", ".ci/run", "setup.cfg"}
 
 
 def test_no_text_breaks_a_rule():

@@ -1,4 +1,4 @@
-"""Brings the inventories up to date: `python docs/inventories/update.py`, with a network.
+"""Updates the inventories: `python docs/inventories/update.py`, with a network.
 
 An inventory tells Sphinx on which page another project documents a name. Those in this folder have
 the names that mpiring's reference mentions, so that the site builds without a network. To add one,

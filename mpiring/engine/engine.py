@@ -1,8 +1,8 @@
 """Advances operations: in the caller's thread during a wait, otherwise in a background thread.
 
-MPI makes no progress by itself, so a thread must test requests. A thread that tests without pause
+MPI makes no progress by itself, so a thread must test requests. A thread that tests continuously
 takes a core from the computation. The engine's thread therefore sleeps between tests, longer if
-operations rarely move. While a caller waits, the caller tests instead, without pause.
+operations rarely move. While a caller waits, the caller tests instead, continuously.
 """
 
 import itertools

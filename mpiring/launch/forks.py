@@ -24,7 +24,7 @@ class Gate(Protocol):
     """An object to change in a fork; a gate can stop fast calls, see record.counter."""
 
     def fork(self) -> None:
-        """Close the gate in a fork, for good."""
+        """Close the gate in a fork permanently."""
 
 
 class OfRank:

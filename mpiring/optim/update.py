@@ -119,6 +119,6 @@ def _define(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any
     """Return a function with these lines as its body."""
     text = f"def update({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
     namespace: dict[str, Any] = {"sqrt": np.sqrt}
-    exec(text, namespace)  # noqa: S102  # of a module's constant
+    exec(text, namespace)  # noqa: S102  # the lines are a module's constant
     function: Callable[..., Any] = namespace["update"]
     return function

@@ -73,7 +73,7 @@ def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
 def allgather(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
     """Return the whole numbers of all ranks, shape (ranks, numbers).
 
-    This rank sleeps between tests. MPI would test without pause, which delays ranks on the same
+    This rank sleeps between tests. MPI would test continuously, which delays ranks on the same
     core.
 
     Collective: yes. Blocking: yes.

@@ -1,6 +1,6 @@
 """All numbers that determine how callers and the engine wait: spin, give the core away, sleep.
 
-Most ranks arrive within microseconds, so a waiting rank first checks without pause. Then another
+Most ranks arrive within microseconds, so a waiting rank first checks continuously. Then another
 rank may need the core, so it gives the core away between checks. Finally, it sleeps.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # With more than two ranks per core, ranks sleep sooner and longer, see `patience`.
 
-# Number of checks of flags, or steps of a schedule, without pause in Python, and number of checks
+# Number of immediate checks of flags, or steps of a schedule, in Python, and number of checks
 # in compiled code. Then, number of checks between which the core is given away. In shared memory,
 # most calls are complete after these checks. The engine runs all other calls.
 SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
@@ -65,7 +65,7 @@ class Patience(NamedTuple):
     """How a rank waits for other ranks of its node, given how many of them share a core.
 
     Attributes:
-        spins, compiled_spins: Number of checks without pause, by Python and by compiled code.
+        spins, compiled_spins: Number of immediate checks, by Python and by compiled code.
         yields: Number of further checks, between which both give the core away.
         wait_yields: Number of times that a caller who waits for the engine gives its core away
             before it sleeps.

@@ -19,6 +19,9 @@ STYLES = ROOT / "docs" / "styles" / "mpiring"
 # "On the host: …" explains a value; "Number of …" names it.
 _ENTRY = re.compile(r"(?i)(?:about|after|as|at|before|between|beyond|by|for|from|how|in|of|on|over"
                     r"|per|that|to|under|what|when|where|whether|which|who|whose|with|without)\b")
+# A flag may say what to do, "print the findings as JSON", but an option with a value names it.
+_OPTION = re.compile(rf"{_ENTRY.pattern}|(?:append|draw|print|run|save|show|sleep|stop|used|write"
+                     r"|written)\b|[-\w]+:")
 # A comment, but not "#!", "#:", "# noqa" and "# type:". The words of an indented one are a program.
 _COMMENT = re.compile(r"(?:^|(?<=\s))#(?:$| (?! {2}|noqa|type:)(.*))")
 
@@ -141,11 +144,14 @@ def of_module(text):
                 first = node.body[0]
                 yield from of_docstring(re.sub(f"(?m)^ {{{first.col_offset}}}", "", docstring),
                                         first.lineno)
-        if isinstance(node, ast.keyword) and node.arg in {"help", "description"}:
-            words = [part.value for part in ast.walk(node.value)
-                     if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-            yield Text(node.value.lineno, "entry" if node.arg == "help" else "text",
-                       plain("".join(words)))
+        given = {keyword.arg: keyword.value for keyword in getattr(node, "keywords", ())}
+        for name in given.keys() & {"help", "description"}:
+            words = [part.value for part in sorted(
+                (part for part in ast.walk(given[name]) if isinstance(part, ast.Constant)
+                 and isinstance(part.value, str)), key=lambda part: (part.lineno, part.col_offset))]
+            valued = getattr(node.func, "attr", "") == "add_argument" and "action" not in given
+            scope = "text" if name == "description" else "option" if valued else "entry"
+            yield Text(given[name].lineno, scope, plain("".join(words)))
     yield from of_comments(text)
 
 
@@ -170,7 +176,8 @@ def breaks(path, checked=None):
         for rule in checked or rules():
             for remedy in rule.breaks(part):
                 yield part.line, rule.name, remedy
-        if part.scope == "entry" and (hit := _ENTRY.match(part.text)):
+        begins = {"entry": _ENTRY, "option": _OPTION}.get(part.scope)
+        if begins and (hit := begins.match(part.text)):
             yield part.line, "Entries", f"Begin with a noun, or 'If true,', not '{hit.group()}'."
 
 
