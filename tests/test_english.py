@@ -5,8 +5,8 @@ import pytest
 
 # Of each rule a text that breaks it, and one that does not.
 SAMPLES = {
-    "Clauses": ("What ranks call is compared, takes an hour.\n\nBehind the name stands a program.\n\n"
-                "Of srun, request the cores.\n\nA lost node ends it: else it would restart.\n\n"
+    "Clauses": ("What ranks call is compared, takes an hour.\n\nBehind the name is a program.\n\n"
+                "Of srun, request cores.\n\nA lost node ends it: else it would restart.\n\n"
                 "New; is written in the background.",
                 "What is a rank? A process. Of these, one is new: it is written first."),
     "Colons": ("One: two; three.", "One: two, three."),
@@ -15,8 +15,8 @@ SAMPLES = {
     "Length": (31 * "word " + ".", 30 * "word " + "."),
     "Possessives": ("An optimizer of PyTorch's.", "The size of PyTorch's wheel."),
     "Words": ("Calls of mpiring go on beside the file that lies in a folder.\n\n"
-              "Options win over these lines.\n\nSlurm takes them along.\n\nIt tests without pause.\n\n"
-              "One has to ask again.", "`beside` is code."),
+              "Options win over these lines.\n\nSlurm takes them along.\n\n"
+              "It tests without pause.\n\nOne has to ask again.", "`beside` is code."),
 }
 
 
@@ -62,25 +62,25 @@ def f(x):
 def test_comments_of_scripts_and_of_programs_on_pages_are_read(tmp_path):
     script, page = tmp_path / "train.sbatch", tmp_path / "page.md"
     script.write_text("""#!/bin/bash
-# Whoever
-# submits it:
+# Submit
+# it anew:
 #
-#   sbatch whoever
+#   sbatch anew
 #
 #SBATCH --nodes=2   # of one job
-echo "$#" a#b       # what else
+echo "$#" a#b       # ends amid steps
 """)
     page.write_text("""A page.
 
 ```python
-x = 1               # new; is whoever's
+x = 1               # amid
 ```
 ```text
-# whoever
+# amid
 ```
 """)
     assert [(line, name) for path in (script, page) for line, name, _ in english.breaks(path)] == [
-        (2, "Words"), (7, "Clauses"), (4, "Clauses"), (4, "Words")]
+        (2, "Words"), (7, "Clauses"), (8, "Words"), (4, "Words")]
 
 
 def test_files_that_users_copy_are_read():
