@@ -69,6 +69,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
+def test_groups_of_guides_have_the_pages_of_the_sidebar():
+    text = (ROOT / "docs" / "how_to" / "index.md").read_text()
+    for group in text.split("\n## ")[1:]:
+        caption, names = re.search(r":caption: (.*)\n\n(.*?)\n```", group, re.DOTALL).groups()
+        assert group.partition("\n")[0] == caption
+        assert re.findall(r"^- \[.*?\]\((\w+)\.md\): ", group, re.MULTILINE) == names.split()
+
+
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_fits_into_its_box(page):
     """At 1280 pixels, the box of a program or an output on the site shows 100 columns."""
