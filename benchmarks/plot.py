@@ -24,7 +24,8 @@ _LINEAR_RANGE = 10
 def declare(parser: ArgumentParser) -> None:
     """Declare the files."""
     parser.description = "Draws the results of a study."
-    parser.add_argument("results", metavar="FILE.json", help="results of a study, or - for standard input")
+    parser.add_argument("results", metavar="FILE.json",
+                        help="results of a study, or - for standard input")
     parser.add_argument("plot", metavar="FILE.png")
     parser.set_defaults(action=_plot)
 

@@ -28,7 +28,7 @@ html_logo = "pictures/icon.svg"
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {"navigation_with_keys": False, "header_links_before_dropdown": 7,
                       "logo": {"text": "mpiring", "alt_text": "mpiring"},
-                      "secondary_sidebar_items": ["page-toc"], "show_toc_level": 3,
+                      "secondary_sidebar_items": ["page-toc"], "show_toc_level": 2,
                       "pygments_light_style": "a11y-high-contrast-light",
                       "pygments_dark_style": "a11y-high-contrast-dark"}
 html_sidebars = {"index": [], "install": [], "project/*": []}

@@ -109,7 +109,7 @@ def _draw_rows(axes: "Axes", ranks: Sequence[Sequence[tuple[str, list[_Bar]]]], 
             for at, end, text in zip(began, ended, texts):
                 if 0 < len(text) * _LETTER < (end - at) / (last - zero):
                     axes.text(((at + end) / 2 - zero) / 1e3, len(names), text, ha="center",
-                              va="center", fontsize=6, color="white")
+                              va="center", fontsize=6, color="black")
             names.append(name)
         axes.axhline(len(names) - 0.5, color=INK, linewidth=0.6)
     axes.set_yticks(range(len(names)), names)
