@@ -283,30 +283,26 @@ class Averaging:
         """
         if not adds_to_gradients(leaves):
             return
-        running = self._begun(forward.averages)
+        running = self._pass() or self._begin(forward.averages)
         if forward not in running.forwards:
             running.forwards.add(forward)
             running.averages = running.averages or forward.averages
             self._weighing.samples = (self._weighing.samples or 0) + forward.samples
 
-    def _begun(self, averages: bool) -> BackwardPass:
-        """Return the pass that is running; if it has just begun, register `_end` for its end.
-
-        The end of a nested pass, from reentrant checkpointing, does not matter.
+    def _begin(self, averages: bool) -> BackwardPass:
+        """Begin a pass, and register `_end` for its end; the end of a nested pass does not matter.
         """
-        running = self._pass()
-        if running is None:
-            self.wait()
-            if self._owner is not None:
-                self._owner.begin()
-            running = BackwardPass(averages, versions_of(self._parameters.values()))
-            self._pass = weakref.ref(running)
-            call_after_backward(functools.partial(self._end, running))
+        self.wait()
+        if self._owner is not None:
+            self._owner.begin()
+        running = BackwardPass(averages, versions_of(self._parameters.values()))
+        self._pass = weakref.ref(running)
+        call_after_backward(functools.partial(self._end, running))
         return running
 
     def _accumulated(self, name: str, p: Parameter) -> None:
         """Put a gradient to which a pass has added into its bucket; a full bucket is sent."""
-        running = self._begun(self.active)
+        running = self._pass() or self._begin(self.active)
         averages = running.averages
         if not averages:
             running.accumulated.add(name)
@@ -316,7 +312,8 @@ class Averaging:
 
     def _add(self, name: str, p: Parameter, *, averages: bool) -> None:
         """Put a gradient into its bucket; if `averages`, it is complete."""
-        if p.grad is not None and p.grad.requires_grad:
+        gradient = p.grad
+        if gradient is not None and gradient.requires_grad:
             raise GradientError(
                 f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
                 f"(create_graph=True), which averaging would tear; call backward on the bare "
@@ -328,20 +325,20 @@ class Averaging:
 
     def _put(self, name: str, p: Parameter, *, averages: bool) -> None:
         """Replace a gradient by its view, weighed if it will be averaged; or write zeros."""
-        view = self._views[name]
+        view, gradient = self._views[name], p.grad
         weight = self._weighing.factor if averages else 1.0
-        if p.grad is None or weight == 0:
+        if gradient is None or weight == 0:
             view.zero_()
-            p.grad = None if p.grad is None else view
-        elif p.grad is not view:
-            if p.grad.layout is not torch.strided:
+            p.grad = None if gradient is None else view
+        elif gradient is not view:
+            if gradient.layout is not torch.strided:
                 raise GradientError(
-                    f"rank {self.comm.rank}: the gradient of {name} is {p.grad.layout}; only "
+                    f"rank {self.comm.rank}: the gradient of {name} is {gradient.layout}; only "
                     f"those of Embedding and EmbeddingBag may be sparse")
             if weight == 1:
-                view.copy_(p.grad)
+                view.copy_(gradient)
             else:
-                torch.mul(p.grad, weight, out=view)
+                torch.mul(gradient, weight, out=view)
             p.grad = view
         elif weight != 1:
             view.mul_(weight)
@@ -350,7 +347,7 @@ class Averaging:
         if name not in self.dense:
             self._sparse.ready(name, self._weighing.factor)
             return
-        if not self.gradients.expects(name):
+        if name not in self.gradients.home[name].missing:
             raise GradientError(
                 f"rank {self.comm.rank}: the gradient of {name} was completed twice in one "
                 f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "

@@ -171,7 +171,8 @@ class Averager(FusedTensors):
             if bucket.missing:
                 break
             self._handles.append(self._send(bucket))
-        self._comm.poke()
+        if not self._comm.threaded:
+            self._comm.poke()
 
     def _refuse_name(self, name: str) -> NoReturn:
         if isinstance(name, str) and name in self.home:
