@@ -11,7 +11,7 @@ from .base import HEADER_BYTES, LANES
 # Node memory: a segment of AREAS areas for each rank.
 
 AREAS: Final = 4
-SLOT_BYTES: Final = 512 << 10
+SLOT_BYTES: Final = 1 << 20
 NOTE_WORDS: Final = 8
 # A lane has a flag on its own cache line, and two notes that are used alternately: barrier number c
 # of an operation writes note `c & 1`.

@@ -531,9 +531,9 @@ def _reduce(words: Any, at: int, start: int, n: int) -> None:
         operands.combine.combine(operands.slices, *operands.slices)
     elif n > 0:
         sources = [slot[at:at + n] for slot in operands.slots]
-        sources[words[CALL_RANK]] = x[start:start + n]
+        sources[words[CALL_RANK]] = out = x[start:start + n]
         # Only slots of PIECES are read again.
-        operands.combine.combine(sources, *(sources if kind == PIECES else [x[start:start + n]]))
+        operands.combine.combine(sources, *(sources if kind == PIECES else [out]))
 
 
 def _count(words: Any, ns: int) -> int:

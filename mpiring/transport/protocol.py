@@ -291,9 +291,9 @@ def _writing(d: Any) -> Any:
         half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
         if call[CALL_KIND] == ROWS:
             for r in range(p):
-                part = CALL_BASES + 2 * (p + r)
-                start, n = piece_of(call, j, call[part], call[part + 1])
                 if r != call[CALL_RANK]:
+                    part = CALL_BASES + 2 * (p + r)
+                    start, n = piece_of(call, j, call[part], call[part + 1])
                     copy(call, half + r * call[CALL_WIDTH], start, n)
         elif call[CALL_KIND] == PIECES:
             if 0 < j < call[CALL_LAST]:

@@ -13,7 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
+from mpiring.collectives.operation import Tuning
 from mpiring.memory.arrays import chunks_of
+from mpiring.transport.layout import CALL_KIND, CALL_LENGTH, SLOTS
 from mpiring.transport.node_call import NodeCall
 
 pytestmark = pytest.mark.mpi
@@ -57,10 +59,12 @@ def test_contract(some):
 
 
 def test_contract_of_the_others(some):
-    p, rank, longest = some.size, some.rank, 128 << 10
-    # What is longer is no round.
+    p, rank, longest = some.size, some.rank, Tuning.moved_bytes // 4
+    # What is longer is no round. A reduce_scatter of the longest ones is in three pieces and more.
     for op, dtype, n in (*contract.cases((0, 1, 3, 1001)), ("max", "float32", longest),
-                         ("max", "float32", longest + 1)):
+                         ("max", "float32", longest + 1), ("sum", "float32", 3 * longest + 5),
+                         ("mean", "float64", 2 * longest + 1), ("sum", "int8", 9 * longest),
+                         ("sum", "float16", 5 * longest + 3)):
         mine, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
         for step in range(2):
             x = contract.contribution(rank, n, dtype)
@@ -75,6 +79,8 @@ def test_contract_of_the_others(some):
                 x = whole.copy() if rank == root else ones.copy()
                 x.flags.writeable = rank != root or step > 0
                 assert some.broadcast(x, root=root) is x and np.array_equal(x, whole)
+    if some._fast_calls.memory is not None:
+        assert max(a[CALL_LENGTH] for a in node_calls(some) if a[CALL_KIND] <= SLOTS) == longest
 
 
 def test_the_others_on_arrays_and_roots_of_all_kinds(some):
