@@ -6,6 +6,7 @@ figure on a page: its picture, table, commands, machine, and date.
 """
 
 import hashlib
+import os
 import re
 import shlex
 import sys
@@ -94,7 +95,8 @@ def origin(figure):
         return ", ".join(filter(None, [threads and f"`OMP_NUM_THREADS={threads}`",
                                        _PRIORITIES.get(about.get("scheduling"))]))
 
-    links = ", ".join(f"[{name}.json](data/{name}.json)" for name in figure.results)
+    folder = os.path.relpath(HERE / "data", (HERE / figure.page).parent)
+    links = ", ".join(f"[{name}.json]({folder}/{name}.json)" for name in figure.results)
     facts = [" and ".join(sorted({about["date"][:10] for about in abouts})),
              either(f"{about['cpu']}, {about['cores']} cores" for about in machines
                     if "cpu" in about),

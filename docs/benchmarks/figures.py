@@ -68,6 +68,9 @@ FIGURES = [
       for ranks, buffer, words in ((2, "private", "private memory"), (2, "empty", "comm.empty"),
                                    (4, "private", "private memory"))),
 
+    _figure("../how_to/which_algorithm", "numba", "latency_numpy_2 latency_numba_2", "",
+            tabulated.with_and_without, None),
+
     *(_figure("between_hosts", name, results, alt, tabulated.of_limit_table, drawn.barred(
         drawn.of_limit, "allreduce of 16 MiB; hosts × ranks; links of 1 Gbit/s",
         "time / what the bytes need on the links (dashed: 1)", 1))

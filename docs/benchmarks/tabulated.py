@@ -127,6 +127,22 @@ def latency_table(buffer):
     return table
 
 
+def with_and_without(without, compiled):
+    """Return a table of calls without and with compiled code, by size, and of MPI's over them."""
+    lines = {}
+    for result, words in (without, "without numba"), (compiled, "with numba"):
+        for row in result.rows:
+            if row["contender"] == OURS:
+                name = OUR_NAMES.get(row["test"], row["test"])
+                lines.setdefault((name, words), []).append(
+                    f"{number(row['median_us'], 2)} ({quotient(row['native_over_this'])})")
+    sizes = sorted({row["bytes"] for row in without.rows})
+    names = dict.fromkeys(name for name, _ in lines)
+    return markdown(["µs (MPI / mpiring)", *map(size_text, sizes)], [
+        [f"`{name}`, {words}", *cells] for each in names
+        for (name, words), cells in lines.items() if name == each])
+
+
 def step_table(*titles):
     """Return a table of training steps, with chosen columns."""
     columns = {

@@ -27,9 +27,8 @@ class Tuning:
             second barrier costs less. Measured on 2 and 4 ranks: it is faster up to 4 KiB each.
         compiles: True if every rank may compile code.
         moved_bytes: Limit on vectors that a node scatters, gathers and broadcasts in one piece
-            with one barrier; the length of a staging slot. Measured on 2 and 4 ranks, with and
-            without compiled code: at 1 MiB it takes 0.4 to 0.8 of the time of pieces and messages,
-            at 4 MiB longer than those.
+            with one barrier; the length of a staging slot. Measured on 2 and 4 ranks: at 1 MiB it
+            takes 0.3 to 0.7 of the time of pieces and messages. At 4 MiB it takes longer.
         staged_bytes: Length of the pieces in which a node combines private vectors, so that the
             pieces of two ranks stay in a core's cache. Measured.
         rows_bytes: Length of the pieces that a rank of a node writes at a time for the others, for

@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant("operations/agreement.py", "if bytes(other_header) != header:", "if False:", AGREEMENT),
     Mutant("operations/agreement.py", "if not node.agrees():", "if False:",
            "tests/mpi/test_different_calls.py", 2),
-    Mutant("operations/agreement.py", "({zlib.crc32(text):08x})", "(…)", AGREEMENT),
+    Mutant("operations/agreement.py", "({zlib.crc32(header):08x})", "(…)", AGREEMENT),
     # Windows and arrays.
     Mutant("operations/windows.py", "segment[offset:offset + x.nbytes]", "segment[:x.nbytes]",
            WINDOWS, 2),
