@@ -25,7 +25,7 @@ if MPI.COMM_WORLD.size == 1:
 
 
 # Where there is compiled code, see test_real_mpi.
-HAS_CODE = bool(mpiring.Config().tuning_folder)
+HAS_CODE = bool(mpiring.Config().tuning_folder) and mpiring.Config().machine_code
 
 
 def rounds(comm):
