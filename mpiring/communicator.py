@@ -703,7 +703,7 @@ class Communicator(OfRank):
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
         The end of the program closes open communicators. A communicator that is garbage-collected
-        earlier releases its thread. It keeps about 2 MiB per rank and one MPI communicator, of
+        earlier releases its thread. It keeps about 4 MiB per rank and one MPI communicator, of
         which MPICH has 2,048. A ResourceWarning (`python -W default`) names the line that created
         it.
 

@@ -243,7 +243,7 @@ def allgather_chunks(operation: Operation, chunks: Sequence[Array]) -> Schedule[
 
     MPI usually reads the memory of the sending process, and copies once. For NumPy arrays of 16 and
     64 MiB, copies through a staging slot took 1.5 to 2.5 times as long (measured on 2 and 4 ranks).
-    For 2 and 4 MiB on 2 ranks, copies in pieces of 256 KiB took as long as messages.
+    For 2 and 4 MiB on 2 ranks, NumPy's copies in pieces of 256 KiB took as long as messages.
 
     Args:
         operation: Operation of the ranks of one node.
