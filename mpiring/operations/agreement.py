@@ -69,7 +69,7 @@ class Call:
 
 
 # Cached, because most calls repeat an earlier text, and both together take 7 µs.
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _header(text: str) -> bytes:
     header = text.encode()
     if len(header) > HEADER_BYTES:
@@ -79,7 +79,7 @@ def _header(text: str) -> bytes:
     return header.ljust(HEADER_BYTES)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _digest(header: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little") >> 1
 
