@@ -150,7 +150,7 @@ class Communicator(OfRank):
         name = f"{dtype_name(like.dtype)} {like.shape}"
         if str(device) != "cpu":
             gpu = device_named(device, self.local_rank)
-            call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes)
+            call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes, prepares=True)
             vector: Any = self.run(call, lambda collectives: collectives.empty(
                 like.shape, like.dtype), device=gpu)
             return gpu.gpu.array(vector, like.shape)
@@ -158,7 +158,7 @@ class Communicator(OfRank):
             self._group.check_open()
             return np.empty(like.shape, like.dtype)
         return self._group.run(
-            Call("empty", name, nbytes=like.nbytes),
+            Call("empty", name, nbytes=like.nbytes, prepares=True),
             lambda collectives: collectives.empty(like.shape, like.dtype))
 
     def allreduce(self, x: A, *, op: Op = "sum", algorithm: AlgorithmName = "auto") -> A:
@@ -453,7 +453,7 @@ class Communicator(OfRank):
         """
         return objects.broadcast(self._group, obj, self._root(root))
 
-    def allgather_object(self, obj: T, *, label: str = "allgather_object") -> list[T]:
+    def allgather_object(self, obj: T, *, label: str = objects.UNLABELED) -> list[T]:
         """Return the objects that all ranks passed, in rank order.
 
         Args:

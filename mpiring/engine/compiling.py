@@ -36,6 +36,6 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     for share in (wanted[memory.rank::len(memory.ranks)] if memory else [], wanted):
         for compilation in share:
             compilation(compiles=True)
-        group.run(Call("barrier", "(while sums are compiled)"),
+        group.run(Call("barrier", "(while sums are compiled)", prepares=True),
                   lambda collectives: collectives.barrier(), patient=waiting.OPENING_S)
     group.fast_calls.forget()

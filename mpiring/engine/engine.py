@@ -509,6 +509,11 @@ def report_all(last: int) -> str:
     return next((engine.report(last) for engine in _live()), "")
 
 
+def has_communicated() -> bool:
+    """Return whether this process has sent data of the program in a communicator in use."""
+    return any(engine.recorder.has_data for engine in _live())
+
+
 def ender() -> JobEnder | None:
     """Return the function that ends the job of the engine that failed, or of the oldest engine."""
     return next((engine.end_job for engine in _live() if engine.end_job is not None), None)

@@ -12,9 +12,10 @@ from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
 from ..jit import cache
-from ..launch import exits, forks
+from ..launch import exits, forks, silence
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
+from ..memory.arrays import chunks_of
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
 from ..operations.algorithms import Case, candidates, choose
@@ -29,7 +30,7 @@ from ..record.trace_file import TraceFile
 from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
-from .engine import Engine
+from .engine import Engine, has_communicated
 from .fast_calls import FastCalls
 from .handle import Handle
 from .messages import Messages
@@ -98,6 +99,7 @@ class Group(forks.OfRank):
         self.fast_calls = FastCalls(self, self.sharing.memory if is_fast else None)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
+        silence.watch()
         exits.register(self._close_at_exit)
 
     def _create_resources(self) -> None:
@@ -187,7 +189,8 @@ class Group(forks.OfRank):
             self.tune()
 
     def _run_tuning(self, step: str, build: Build[T]) -> T:
-        return self.run(Call("tune", f"(before the first allreduce between nodes): {step}"), build)
+        call = Call("tune", f"(before the first allreduce between nodes): {step}", prepares=True)
+        return self.run(call, build)
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
         """Begin an operation in the background.
@@ -356,7 +359,7 @@ class Group(forks.OfRank):
         # Native collectives and MPI's split must be called in the same order on all ranks.
         self._wait_for_all()
         # MPI's call cannot stall once every rank has arrived.
-        self.run(Call("split"), lambda collectives: collectives.barrier())
+        self.run(Call("split", prepares=True), lambda collectives: collectives.barrier())
         comm = self._transport.comm
         part = create_communicator(
             comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
@@ -397,7 +400,7 @@ class Group(forks.OfRank):
         """
         if self._messages is None:
             # MPI's call cannot stall once every rank has arrived.
-            self.run(Call("messages"), lambda collectives: collectives.barrier())
+            self.run(Call("messages", prepares=True), lambda collectives: collectives.barrier())
             from ..transport.mpi import Mailbox, MpiTransport
             transport = MpiTransport(self._transport.comm)
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
@@ -434,7 +437,7 @@ class Group(forks.OfRank):
         """
         self.stop_trace()
         # Clocks are compared by plain MPI messages, which would wait forever for a missing rank.
-        self.run(Call("start trace"), lambda collectives: collectives.barrier())
+        self.run(Call("start trace", prepares=True), lambda collectives: collectives.barrier())
         self._trace = self.recorder.trace = TraceFile(
             self._transport.comm, folder, self.sharing.topology.node_rank)
         for counter in tuple(self.recorder.counters):
@@ -448,7 +451,7 @@ class Group(forks.OfRank):
         trace, self._trace = self._trace, None
         if trace is None:
             return ""
-        self.run(Call("stop trace"), lambda collectives: collectives.barrier())
+        self.run(Call("stop trace", prepares=True), lambda collectives: collectives.barrier())
         self.recorder.trace = None
         for counter in tuple(self.recorder.counters):
             counter.open(GATE_TRACED)
@@ -479,7 +482,7 @@ class Group(forks.OfRank):
         if self.size > 1:
             self._wait_for_all()
             # Other ranks may compute for hours before they also close.
-            self.run(Call("close"), lambda collectives: collectives.barrier(), patient=True)
+            self._close_together()
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
@@ -488,6 +491,14 @@ class Group(forks.OfRank):
             self._messages.free()
         self._mailbox.close()
         self._transport.free()
+
+    def _close_together(self) -> None:
+        """Wait until all ranks close, and note whether any of them has communicated."""
+        communicated = np.zeros(self.size, np.bool_)
+        communicated[self.rank] = has_communicated()
+        self.run(Call("close", prepares=True), lambda collectives: collectives.allgather_chunks(
+            chunks_of(communicated, self.size)), patient=True)
+        silence.note(self.rank, self.size, communicated=bool(communicated.any()))
 
     def survivors(self) -> "Survivors":
         """Return the object by which these ranks can continue after one of them has died."""

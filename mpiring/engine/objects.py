@@ -1,6 +1,7 @@
 """Sends Python objects between ranks as bytes; most fit into one short message."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from .group import Group
 
 # Sizes of the first message, which holds most objects, and of the length field at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
+# Label of a program's own call; labels of other calls say what is compared.
+UNLABELED = "allgather_object"
 
 
 def broadcast(group: Group, obj: T, root: int) -> T:
@@ -37,14 +40,15 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
     pickled, _ = _pickle(obj)
     heads = np.empty((group.size, _HEAD_BYTES), np.uint8)
     heads[group.rank] = _head(pickled)
-    _run_short(group, Call(label), "allgather", heads.reshape(-1), None)
+    call = Call(label, prepares=label != UNLABELED)
+    _run_short(group, call, "allgather", heads.reshape(-1), None)
     lengths = [_length(head) for head in heads]
     payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
                 for head, nbytes in zip(heads, lengths)]
     if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
         payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
         payloads[group.rank] = pickled
-        group.run(Call(label, f"of up to {max(lengths)} bytes"),
+        group.run(replace(call, detail=f"of up to {max(lengths)} bytes"),
                   lambda collectives: collectives.allgather_chunks(payloads))
     unpickled = [pickle.loads(payload.data) for payload in payloads]
     for rank, (_, problem) in enumerate(unpickled):

@@ -51,7 +51,7 @@ class Persistent(OfRank, Generic[T]):
         self._begin: Callable[[int, int], int] | None = None
         self._words_address = self._vector_address = 0
         # All ranks must make the same operations in the same order.
-        group.run(Call("persistent", str(call), nbytes=call.nbytes),
+        group.run(Call("persistent", str(call), nbytes=call.nbytes, prepares=True),
                   lambda collectives: collectives.barrier())
         if vector is None:
             return

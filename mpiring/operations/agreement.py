@@ -46,6 +46,8 @@ class Call:
         nbytes: Number of bytes of the array, for the record; 0 if unknown. It may differ between
             ranks.
         remedy: Advice to a user whose ranks have made different calls of this kind.
+        prepares: True if the call sends none of the program's data: it compares arguments, or
+            creates or closes something.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Call:
     label: str = ""
     nbytes: int = field(default=0, compare=False)
     remedy: str = field(default=_REMEDY, compare=False)
+    prepares: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return " ".join(text for text in (self.kind, self.detail, self.label) if text)

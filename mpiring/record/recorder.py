@@ -102,6 +102,11 @@ class Recorder(OfRank):
         self._steps += 1
         self._step_ended_s = now
 
+    @property
+    def has_data(self) -> bool:
+        """Whether one of the last operations has sent data of the program."""
+        return not all(flight.call.prepares for flight in self._last(CAPACITY))
+
     def lines(self, last: int = CAPACITY) -> list[str]:
         """Return a line for each of the last operations, the newest last."""
         now = time.monotonic()

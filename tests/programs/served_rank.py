@@ -35,6 +35,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiring
+from mpiring.launch import silence
 
 # What one program may leave: packages open files at their first use, and autograd's graphs keep
 # what a hook holds, if that holds a parameter. Tests of lifetimes count for themselves.
@@ -269,7 +270,10 @@ def serve(address):
     weakref.finalize(serve, int)
     # What mpiring leaves for the whole life of a process, and PyTorch, which adds to the filters of
     # warnings, are there before the first program.
-    mpiring.init().close()
+    with mpiring.init() as comm:
+        comm.barrier()
+    # Programs are silent or not by themselves.
+    silence.warn()
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
     at_exit = ExitFunctions()
