@@ -1,21 +1,63 @@
-"""Runs what the README shows; `pages` says how its blocks are run."""
+"""Runs what the README shows, as readers see it, and checks that they can read it quickly."""
 
 import re
+import textwrap
 
 import pages
 import pytest
-from launching import ROOT, launch, python
+from launching import ROOT, installed, launch, needed, python
+
+import mpiring
 
 README = ROOT / "README.md"
 COMMANDS = [line for example in pages.examples(README) if example.language == "sh"
             for line in example.shown.splitlines()]
+MAX_WORDS, SCREEN_LINES, SCREEN_COLUMNS = 900, 45, 100
+
+
+def tokens():
+    """Return the blocks of the page as Markdown's own parser sees them."""
+    return needed("markdown_it").MarkdownIt("commonmark", {"html": True}).enable("table").parse(
+        README.read_text())
+
+
+def visible(token):
+    """Return the text of a block that readers see: no comments, no targets of links."""
+    return token.content if token.type == "fence" else "".join(
+        "\n" if child.type == "softbreak" else child.content for child in token.children or ()
+        if child.type in ("text", "code_inline", "softbreak"))
+
+
+@pytest.mark.parametrize("example", [each for each in pages.parameters([README])
+                                     if each.values[0].language == "sh"])
+def test_commands(example, tmp_path):
+    example.check(tmp_path)
 
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("example", pages.parameters([README]))
-def test_example(example, tmp_path):
-    example.check(tmp_path)
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_a_program_runs_as_rendered(package, tmp_path):
+    """It is copied from the page, without hidden lines before or after it."""
+    installed(package)
+    program, = (token.content for token in tokens()
+                if token.type == "fence" and f"from mpiring.{package} import" in token.content)
+    assert len(program.splitlines()) <= 22
+    (tmp_path / "train.py").write_text(program)
+    ended = launch(3, "train.py", cwd=tmp_path)
+    assert ended.status == 0, ended.output
+    found = re.findall(r"(\d+), rank (\d): ([\d.]+), weights \[+(.*?)\]+$", ended.output, re.M)
+    assert len(found) == len(ended.output.splitlines()), ended.output
+    last = max(int(step) for step, *_ in found)
+    weights = {text for step, _, _, text in found if int(step) == last}
+    assert len(weights) == 1 and {rank for _, rank, *_ in found} == {"0", "1", "2"}
+    assert [float(number) for number in weights.pop().split(", ")] == pytest.approx(
+        [1, 2], abs=0.05)
+    for each in "012":
+        losses = [float(loss) for _, rank, loss, _ in found if rank == each]
+        assert losses[-1] < losses[0] / 10
+    # Each rank reads its own share.
+    assert len({loss for step, _, loss, _ in found if step == "0"}) == 3
 
 
 @pytest.mark.launch
@@ -28,6 +70,13 @@ def test_the_first_command_trains():
     assert ended.status == 0, ended.output
     accuracy = float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1])
     assert accuracy >= 97
+    shown, = (token.content for token in tokens() if token.info == "text")
+    assert form_of(shown) == form_of(ended.output.splitlines()[-1])
+
+
+def form_of(line):
+    """Return a line of output without its numbers, which vary."""
+    return re.sub(r"[\d.,]+", "0", line).split()
 
 
 def test_the_second_command_finds_all_tests_without_pytorch():
@@ -39,6 +88,29 @@ def test_the_second_command_finds_all_tests_without_pytorch():
     assert "tests/test_real_mpi.py::" in found.stdout
 
 
-def test_the_loop_changes_by_at_most_four_lines():
-    first, _ = re.findall(r"^```diff\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len([line for line in first.splitlines() if line.startswith("+")]) <= 4
+def test_it_is_short():
+    text = " ".join(visible(token) for token in tokens() if token.type in ("inline", "fence"))
+    assert len(text.split()) <= MAX_WORDS
+
+
+def test_the_first_screen_says_what_it_is_for_whom_and_what_to_type():
+    screen = []
+    for token in tokens():
+        if token.type in ("inline", "fence"):
+            screen += [line for shown in visible(token).splitlines()
+                       for line in textwrap.wrap(shown, SCREEN_COLUMNS)] + [""]
+    screen = screen[:SCREEN_LINES]
+    for text in ("Train PyTorch, NumPy, and CuPy models", "Use it if", "Do not use it if",
+                 COMMANDS[0], "test accuracy"):
+        assert any(text in line for line in screen), text
+    assert not any("comm.empty" in visible(token) for token in tokens())
+
+
+def test_what_others_read_of_the_project_agrees():
+    """Version and license stand in README, in setup.cfg and in the file for citations."""
+    cited = dict(re.findall(r"^([a-z-]+): \"?(.*?)\"?$", (ROOT / "CITATION.cff").read_text(), re.M))
+    settings = (ROOT / "setup.cfg").read_text()
+    assert cited["version"] == mpiring.__version__
+    assert f"\nversion = {cited['version']}\n" in settings
+    assert f"\nlicense_expression = {cited['license']}\n" in settings
+    assert f"Version {cited['version']} (alpha). {cited['license']}." in README.read_text()

@@ -2,8 +2,8 @@
 
 import measured
 from measured import (
-    ALONE, CONTENDERS, MPI, NARROW, OURS, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
-    case_of, hosts_of,
+    ALONE, CONTENDERS, GLOO, MPI, NARROW, OURS, PARALLEL, STEP_NAMES, allreduces, at_best_level,
+    by_size, case_of, hosts_of,
 )
 from tabulated import LOADERS, LOCAL, best_rate
 
@@ -130,6 +130,27 @@ def speed(path, training, calls):
             axes.set_xticks([])
             axes.spines["bottom"].set_visible(False)
             axes.margins(x=0.35)
+
+
+def in_short(path, *results):
+    """Draw the picture of README: training steps with mpiring and with Gloo."""
+    names = {"mpiring": PARALLEL, "Gloo + DDP": GLOO}
+    titles = "2 ranks on one node", "2 hosts, 1 Gbit/s"
+    with picture(path, [1.8], 2, "PyTorch training step / its computation alone, with 95 % "
+                 "intervals; shorter is better") as (both,):
+        for axes, result, title in zip(both, results, titles):
+            ratios = [measured.over(result.rows, row, contender=ALONE) for key in names.values()
+                      for row in result.rows if row["contender"] == key]
+            bars(axes, [(name, value, "", name == "mpiring")
+                        for name, (value, *_) in zip(names, ratios)])
+            for place, (value, low, high) in enumerate(ratios):
+                axes.errorbar(value, place, xerr=[[value - low], [high - value]],
+                              color=COLORS[1], capsize=4)
+                axes.text(high + 0.1, place, f"{value:.2f} ({low:.2f} to {high:.2f})",
+                          va="center")
+            axes.axvline(1, color=INK, linestyle="--", linewidth=1.5)
+            axes.set(title=title, xlim=(0, 4.6), xticks=[0, 1, 2, 3],
+                     xlabel="dashed: computation alone")
 
 
 def sixteen_bits(result):

@@ -46,7 +46,9 @@ _TRAINING = "training step / compute alone"
 FIGURES = [
     Figure("speed", "", ("steps_2", "allreduce_2"), "", None, drawn.speed,
            HERE.parent / "pictures"),
-    Figure("readme", "../../README.md", ("allreduce_2", "steps_2", "steps_hosts_2"), "",
+    Figure("in_short", "", ("steps_2", "steps_hosts_2"), "", None, drawn.in_short,
+           HERE.parent / "pictures"),
+    Figure("readme", "../../README.md", ("steps_2", "steps_hosts_2", "allreduce_2"), "",
            tabulated.headlines, None, commands=False),
 
     *(_figure("allreduce", f"allreduce_{ranks}_{buffer}", f"allreduce_{ranks}",

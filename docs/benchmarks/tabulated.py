@@ -73,23 +73,21 @@ def allreduces_of_libraries(*results):
          for result, table in zip(results, tables) for nbytes in sizes])
 
 
-def headlines(calls, node, hosts):
-    """Return README's table: a few results, each with its baselines."""
+def headlines(node, hosts, calls):
+    """Return README's table: a few results, each over its baseline, with the interval if known."""
     rows = []
-    for buffer, words in (("empty", "arrays of `comm.empty`"), ("private", "other arrays")):
-        times = by_size(allreduces(buffer)(calls.rows))[64 << 20]
-        rows.append([f"[allreduce](docs/benchmarks/allreduce.md) of 64 MiB, {words}, one node",
-                     f"{number(times[OURS] / 1e3)} ms",
-                     "; ".join(f"{CONTENDERS[name]} {number(times[name] / 1e3)} ms"
-                               for name in CONTENDERS if name in times and name != OURS)])
     for result, words in (node, "one node"), (hosts, "two hosts, 1 Gbit/s"):
-        times = {row["contender"]: f"{number(row['median_ms'])} ms" for row in result.rows}
-        size = f"{result.rows[0]['parameters'] / 1e6:.1f} M"
-        rows.append([f"[PyTorch step](docs/benchmarks/training_steps.md), {size}, {words}",
-                     times[PARALLEL],
-                     "; ".join(f"{STEP_NAMES.get(name, name)} {time}"
-                               for name, time in times.items() if "mpiring" not in name)])
-    return markdown(["2 ranks", "mpiring", "baselines"], rows)
+        steps = {row["contender"]: row for row in result.rows}
+        ours = steps[PARALLEL]
+        rows.append([f"[PyTorch step](docs/benchmarks/training_steps.md), {words}",
+                     *(f"{number(steps[name]['median_ms'])} ms" for name in (PARALLEL, GLOO)),
+                     *(ratio(measured.over(result.rows, ours, contender=name))
+                       for name in (GLOO, ALONE))])
+    times = by_size(allreduces("private")(calls.rows))[64 << 20]
+    rows.append(["[allreduce](docs/benchmarks/allreduce.md) of 64 MiB, one node",
+                 *(f"{number(times[name] / 1e3)} ms" for name in (OURS, "Gloo")),
+                 quotient(times[OURS] / times["Gloo"]), "-"])
+    return markdown(["2 ranks", "mpiring", "Gloo", "mpiring / Gloo", "mpiring / compute"], rows)
 
 
 def of_limit_table(*results):
