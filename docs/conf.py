@@ -1,5 +1,6 @@
 """Builds the documentation: `sphinx-build -W -n docs build/docs`, with the group `docs`."""
 
+import configparser
 import dataclasses
 import importlib
 import inspect
@@ -7,6 +8,7 @@ import os
 import posixpath
 import re
 import sys
+from pathlib import Path
 
 import mpiring
 
@@ -18,6 +20,15 @@ from inventories.update import URLS  # noqa: E402
 project = "mpiring"
 author = "mpiring developers"
 version = release = mpiring.__version__
+
+
+def repository():
+    """Return a link to the repository, the first URL of the package's metadata, if it has one."""
+    settings = configparser.ConfigParser(interpolation=None)
+    settings.read(Path(__file__).parents[1] / "setup.cfg")
+    urls = re.findall(r"https?://\S+", settings["metadata"].get("project_urls", ""))
+    return f"[Repository]({urls[0]})" if urls else "[README](/project/readme.md)"
+
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary",
               "sphinx.ext.intersphinx", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
@@ -38,7 +49,8 @@ html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 exclude_patterns = ["styles"]
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+myst_substitutions = {"version": version, "repository": repository()}
+myst_enable_extensions = ["colon_fence", "substitution"]
 
 # Docstrings are plain text, in which `x` is code; optional packages need not be installed.
 default_role = "code"
