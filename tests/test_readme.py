@@ -5,7 +5,7 @@ import textwrap
 
 import pages
 import pytest
-from launching import ROOT, installed, launch, needed, python
+from launching import ROOT, installed, launch, needed, python, shell
 
 import mpiring
 
@@ -86,6 +86,14 @@ def test_the_second_command_finds_all_tests_without_pytorch():
                    CI="", PYTEST_ADDOPTS="")
     assert found.returncode == 0 and " tests collected" in found.stdout, found.stdout[-5000:]
     assert "tests/test_real_mpi.py::" in found.stdout
+
+
+def test_ci_cuts_its_commands_out_of_the_page():
+    script = (ROOT / ".ci" / "run").read_text()
+    variable, = re.findall(r"^two_at_a_time=.*$", script, re.M)
+    first, last = re.findall(r"^(grep .*README\.md.*) >", script, re.M)
+    assert shell(first).output == f"{COMMANDS[0]}\n"
+    assert shell(f"{variable}; {last}").output.splitlines() == COMMANDS[-2:]
 
 
 def test_it_is_short():

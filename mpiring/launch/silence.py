@@ -45,8 +45,8 @@ def warn() -> None:
     has_failed = hasattr(sys, "last_value")
     if size > 1 and not (_rank or communicated or has_failed or forks.in_fork):
         _log.warning(
-            "mpiring has sent nothing between the %d ranks of this job: ranks that train a model "
-            "have trained %d separate ones. Wrap the model in mpiring.torch.DataParallel or "
-            "mpiring.numpy.DataParallel (torch.nn.DataParallel averages nothing over ranks). If "
-            "the ranks communicate by mpi4py or not at all, ignore this, or hide it: "
-            "logging.getLogger(\"mpiring\").setLevel(\"ERROR\")", size, size)
+            "mpiring has sent nothing between the %d ranks of this job (calls of mpi4py are not "
+            "counted). If they train a model, each rank has trained its own: wrap the model in "
+            "DataParallel of mpiring.torch or mpiring.numpy; torch.nn.DataParallel averages "
+            "nothing over ranks. To hide this: "
+            "logging.getLogger(\"mpiring\").setLevel(\"ERROR\")", size)

@@ -19,7 +19,7 @@ def test_ranks_that_send_nothing_are_told_once(way, tmp_path):
     ended = run(3, PROGRAMS / "silent.py", way, cwd=tmp_path)
     assert ended.status == 0 and ended.output.count(WARNING) == 1, ended.output
     line, = ended.output.splitlines()
-    assert "mpiring.torch.DataParallel" in line
+    assert "DataParallel of mpiring.torch" in line
 
 
 @pytest.mark.launch
