@@ -18,7 +18,7 @@ from mpiring import Config
 from mpiring.__main__ import parse
 
 REFERENCE = ROOT / "docs" / "reference"
-TEXTS = [*pages.PAGES, *ROOT.glob("C*.md"), *ROOT.glob("*/README.md")]
+TEXTS = [*pages.PAGES, *ROOT.glob("[CS]*.md"), *ROOT.glob("*/README.md")]
 
 
 def without_code(text):

@@ -29,7 +29,7 @@ def note(rank: int, size: int, *, communicated: bool) -> None:
 
     Args:
         rank, size: Number of this rank in it, and its number of ranks.
-        communicated: Whether one of its ranks has communicated, in any communicator.
+        communicated: True if one of its ranks has communicated, in any communicator.
     """
     global _communicated, _rank, _size
     _communicated |= communicated
