@@ -4,7 +4,8 @@ A comment is directly before every block of Python or shell commands, and every 
 says how to run the block, in parts separated by ", ":
 
     ranks: 3            a program, started on 3 ranks; a diff's program is its new text
-    more                continues the program before it on the page
+    notebook            cells of a notebook, run by one process without a launcher
+    more                continues the program or the cells before it on the page
     run                 shell commands, run in a folder with links to the checkout's folders
     parse               shell commands that would take too long: only their options are parsed
     not run: a reason   the same, for commands that cannot be run here
@@ -31,8 +32,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CLIENTS = ROOT / "docs" / "how_to" / "clients.md"
 _BLOCK = re.compile(r"(?:^<!-- *((?:(?!-->).)*?)\s*-->\n)?^```(python|sh|diff)\n(.*?)^```$",
                     re.MULTILINE | re.DOTALL)
-_OPTIONS = {"python": {"ranks", "more", "not run"}, "sh": {"run", "parse", "not run"}}
-_OPTIONS["diff"] = _OPTIONS["python"]
+_OPTIONS = {"python": {"ranks", "notebook", "more", "not run"},
+            "sh": {"run", "more", "parse", "not run"}, "diff": {"ranks", "more", "not run"}}
 _FOLDERS = ("benchmarks", "examples", "slurm", "tests", "docs", "packaging", "mpiring")
 
 
@@ -63,7 +64,8 @@ class Example:
             program.write_text(self.text)
             # A failure ends the job.
             start = launch if "fails" in self.options else run
-            ended = start(int(self.options["ranks"]), program, cwd=folder)
+            ended = (shell("python program.py", cwd=folder) if "notebook" in self.options else
+                     start(int(self.options["ranks"]), program, cwd=folder))
         assert (ended.status == 0) == ("fails" not in self.options), ended.output
         assert self.options.get("fails", "") in ended.output
 
@@ -82,9 +84,10 @@ def examples(page):
         if language == "diff":
             text = "".join(line[1:] for line in text.splitlines(True) if not line.startswith("-"))
         before, _, after = f"\n{code}\n".partition("\n---\n")
-        whole = text if language == "sh" else f"{before}\n{text}{after}\n"
+        whole = f"{before}\n{_of_cell(text)}{after}\n"
         if "more" in options:
-            program = next((each for each in found[::-1] if "ranks" in each.options), None)
+            program = next((each for each in found[::-1]
+                            if {"ranks", "notebook"} & each.options.keys()), None)
             assert program, f"{place} continues no program"
             program.text += whole
             program.shown += text
@@ -140,10 +143,19 @@ def _check_command(words):
             benchmarks.parse(name, importlib.import_module(module).declare, words)
 
 
+def _of_cell(text):
+    """Return a block without the marks that only notebooks know: `%%writefile` and `!`."""
+    if match := re.match(r"%%writefile (\S+)\n", text):
+        written = text[match.end():]
+        return f"__import__('pathlib').Path({match[1]!r}).write_text({written!r})\n"
+    return re.sub("^!(.*)$", lambda line: f"__import__('subprocess').run({line[1]!r}, shell=True, "
+                  "check=True)", text, flags=re.MULTILINE)
+
+
 def _parsed(line, place):
     if line.startswith("not run"):
         assert re.fullmatch(r"not run: \S.+", line), f"{place}: give a reason: {line}"
         return {"not run": line.partition(": ")[2]}
     parts = dict(re.fullmatch(r"(\w+)(?:: (.*))?", part).groups() for part in line.split(", "))
-    assert parts.keys() <= {"ranks", "more", "run", "parse", "needs", "fails"}, f"{place}: {line}"
+    assert parts.keys() <= {"ranks", "notebook", "more", "run", "parse", "needs", "fails"}, f"{place}: {line}"
     return parts

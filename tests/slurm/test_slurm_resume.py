@@ -5,6 +5,7 @@ import re
 import signal
 import time
 
+import pages
 import pytest
 from launching import PROGRAMS, ROOT, SOON_S, needed
 
@@ -87,6 +88,24 @@ def test_a_signal_ends_no_worker_of_a_data_loader(slurm):
     for job in jobs.values():
         assert job.wait()["ExitCode"] == "75:0", job.output
         assert job.output.count("\nstopped at step") == 2, job.output
+
+
+def test_the_program_of_the_page_goes_on_with_four_nodes(slurm, tmp_path):
+    needed("torch")
+    program = tmp_path / "train.py"
+    program.write_text(pages.example("docs/how_to/slurm_resume.md", "Stopping").shown)
+    job = slurm.submit(
+        PREEMPTIBLE, PROGRAMS / "slow_attempt.py", 2, program, tmp_path / "run1", 60,
+        options=["--nodes=4", "--ntasks-per-node=1"])
+    job.wait_for("step 20 ")
+    job.cancel("--signal=USR1")
+    job.wait_for("finished in attempt 2")
+    assert job.wait()["Restarts"] == "1"
+    (stopped,) = re.findall(r"^stopped at step (\d+): SIGUSR1", job.output, re.MULTILINE)
+    assert 20 <= int(stopped) < 60
+    assert re.findall(r"^begin at step (\d+)", job.output, re.MULTILINE) == ["0", stopped]
+    steps = re.findall(r"^step (\d+) ", job.output, re.MULTILINE)
+    assert steps == [str(step) for step in range(10, 70, 10)], "no step was done twice"
 
 
 def test_attempts_are_bounded(trainings):
