@@ -10,14 +10,15 @@ from launching import PROGRAMS, installed, launch
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
-@pytest.mark.parametrize(("client", "package"), [
-    ("trainer", "transformers"), ("accelerate", "accelerate"), ("lightning", "lightning")])
-def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
-    """Bit by bit: on two ranks there is one order in which to sum."""
+@pytest.mark.parametrize(("client", "package", "ranks"), [
+    ("trainer", "transformers", 2), ("accelerate", "accelerate", 2), ("lightning", "lightning", 2),
+    ("deepspeed", "deepspeed", 2), ("deepspeed", "deepspeed", 3)])
+def test_a_client_does_what_it_does_over_gloo(client, package, ranks, tmp_path):
+    """Bitwise on two ranks, where a sum has one order."""
     installed(package)
-    ended = launch(2, PROGRAMS / "torch_clients.py", client, tmp_path)
+    ended = launch(ranks, PROGRAMS / "torch_clients.py", client, tmp_path)
     assert ended.status == 0, ended.output
-    assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
+    assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == ranks
 
 
 @pytest.mark.parametrize("example", pages.parameters([pages.CLIENTS]))
