@@ -157,5 +157,5 @@ def _parsed(line, place):
         assert re.fullmatch(r"not run: \S.+", line), f"{place}: give a reason: {line}"
         return {"not run": line.partition(": ")[2]}
     parts = dict(re.fullmatch(r"(\w+)(?:: (.*))?", part).groups() for part in line.split(", "))
-    assert parts.keys() <= {"ranks", "notebook", "more", "run", "parse", "needs", "fails"}, f"{place}: {line}"
+    assert parts.keys() <= {"needs", "fails"}.union(*_OPTIONS.values()), f"{place}: {line}"
     return parts
