@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpiring.text import count
-from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, label_log, name_bars
+from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars
 from mpiring.tools.entries import listed, number, text
 from mpiring.tools.plot import STEPS, Drawing, model_title, step_bars
 from mpiring.tools.results import draw_json
@@ -40,11 +40,11 @@ def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     positions, names = range(len(rows)), [row["contender"] for row in rows]
     axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
         COLORS[0] if name == "TokenBatches" else GRAY for name in names])
-    axes[0].set_xlabel("real tokens per second")
+    axes[0].set_xlabel("real tokens per second\nlonger is better")
     for i, loss in enumerate(("padding", "idle")):
         axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
                      [row[f"{loss}_percent"] for row in rows], 0.4, color=COLORS[i], label=loss)
-    axes[1].set_xlabel("% of tokens, % of a step")
+    axes[1].set_xlabel("% of tokens, % of a step\nshorter is better")
     axes[1].legend(frameon=False)
     for panel in axes:
         name_bars(panel, names)
@@ -70,8 +70,8 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
         panel.axhline(target, color=INK, linestyle="--", linewidth=1, label="target")
     reached = [row[key][-1] for row in trained if row[key][-1]]
     if reached and max(reached) > _LINEAR_RANGE * min(reached):
-        panel.set_xscale("log")
-        label_log(panel.xaxis)
+        # A method that has sent nothing yet has no place on this axis.
+        panel.set_xscale("log", nonpositive="mask")
 
 
 def _loader_title(row: Row, rows: Sequence[Row]) -> str:

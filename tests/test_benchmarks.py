@@ -4,11 +4,12 @@ import re
 import sys
 
 import pytest
-from launching import ROOT
+from launching import ROOT, needed
 
 HERE = ROOT / "docs" / "benchmarks"
 sys.path.insert(0, str(HERE))
 import draw  # noqa: E402
+import drawn  # noqa: E402
 import english  # noqa: E402
 from figures import FIGURES  # noqa: E402
 from measured import result_of  # noqa: E402
@@ -25,6 +26,22 @@ def test_a_figure_shows_its_data(figure):
         page = (HERE / figure.page).read_text()
         assert draw.written(page, figure) == page, AGAIN
         assert not re.search(r"\bnan\b", draw.text_of(figure))
+
+
+def test_pictures_of_bars_tell_which_is_better():
+    for figure in FIGURES:
+        if figure.draw:
+            texts = re.findall(">([^<>]+)</t", figure.picture.read_text())
+            has_curves = {"array size", "nodes", "batch", "time of training (s)"} & {*texts}
+            assert has_curves or any(re.search("(shorter|longer) is better|exact prediction", text)
+                                     for text in texts), figure.name
+
+
+def test_a_limit_crosses_no_text():
+    axes = needed("matplotlib.figure").Figure().subplots()
+    lengths = (0.5, 0.95, 1.2)
+    drawn.bars(axes, [("", length, f"{length}", True) for length in lengths], limit=1)
+    assert [text.xy[0] for text in axes.texts] == [0.5, 1, 1.2]
 
 
 def test_every_file_is_shown():

@@ -9,10 +9,14 @@ from tabulated import LOADERS, LOCAL, best_rate
 
 from benchmarks import plot as studies
 from mpiring.tools import plot
-from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars, picture
+from mpiring.tools.picture import (
+    COLORS, GRAY, INK, curve_style, label_measured, name_bars, picture,
+)
 from mpiring.tools.simulate import step_command
 
 _BAR_INCHES, _FRAME_INCHES = 0.29, 1.0
+# Most that the text at a bar's end takes, over the length of the longest bar.
+_TEXT_WIDTH = 0.15
 
 
 def plotted(select=lambda rows: rows):
@@ -28,15 +32,19 @@ def short_calls(buffer):
                                  if row["buffer"] == buffer])
 
 
-def bars(axes, entries):
+def bars(axes, entries, limit=None):
     """Draw horizontal bars: of each its name, value, the text at its end, and whether it is ours.
 
-    Ours are blue, others gray.
+    Ours are blue, others gray. A limit is a dashed line, which crosses no text.
     """
     names, values, texts, ours = zip(*entries)
     colors = [COLORS[0] if mine else GRAY for mine in ours]
     drawn_bars = axes.barh(range(len(names)), values, color=colors, height=0.7)
-    axes.bar_label(drawn_bars, texts, padding=4)
+    for text, value in zip(axes.bar_label(drawn_bars, texts, padding=4), values):
+        if limit and value < limit < value + _TEXT_WIDTH * max(values):
+            text.xy = limit, text.xy[1]
+    if limit:
+        axes.axvline(limit, color=COLORS[1], linestyle="--", linewidth=1.5)
     name_bars(axes, names)
     for label, mine in zip(axes.get_yticklabels(), ours):
         label.set_color(COLORS[0] if mine else INK)
@@ -56,10 +64,8 @@ def barred(entries, title, label, limit=None):
         found = entries(*results)
         height = _FRAME_INCHES + _BAR_INCHES * len(found)
         with picture(path, [height], 1, title) as ((axes,),):
-            bars(axes, found)
+            bars(axes, found, limit)
             axes.set_xlabel(label)
-            if limit:
-                axes.axvline(limit, color=COLORS[1], linestyle="--", linewidth=1.5)
 
     return draw
 
@@ -98,7 +104,7 @@ def models(path, result):
     names = list(dict.fromkeys(row["model"] for row in result.rows))
     of = {name: [row for row in result.rows if row["model"] == name] for name in names}
     with picture(path, [0.5 + _BAR_INCHES * len(rows) for rows in of.values()], 1,
-                 "training step / compute alone, 2 ranks on one node") as grid:
+                 "training step / compute alone, 2 ranks on one node; shorter is better") as grid:
         for (axes,), (name, rows) in zip(grid, of.items()):
             bars(axes, steps()(type(result)("", {}, rows)))
             axes.set_title(f"{name}, {rows[0]['parameters'] / 1e6:.1f} M parameters", loc="left")
@@ -121,14 +127,13 @@ def speed(path, training, calls):
              row["median_ms"], f"{row['median_ms']:.0f} ms", "mpiring" in row["contender"])
             for row in training.rows],
         "allreduce of 64 MiB": [
-            (name, times[buffer][contender], f"{times[buffer][contender] / 1e3:.3g} ms",
+            (name, times[buffer][contender] / 1e3, f"{times[buffer][contender] / 1e3:.3g} ms",
              contender == OURS) for (buffer, contender), name in names.items()]}
     with picture(path, [2.9], 2, caption) as (both,):
         for axes, (title, entries) in zip(both, panels.items()):
             bars(axes, entries)
             axes.set_title(title, loc="left")
-            axes.set_xticks([])
-            axes.spines["bottom"].set_visible(False)
+            axes.set_xlabel("ms, median; shorter is better")
             axes.margins(x=0.35)
 
 
@@ -248,7 +253,5 @@ def large_batches(path, *results):
                 scores = [best_rate([row for row in result.rows if row["method"] == method
                                      and row["batch"] == batch], sign)[0] for batch in cases]
                 axes.plot(cases, scores, label=method, **curve_style(i))
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(cases, list(map(str, cases)))
-            axes.set_xlabel("batch")
+            label_measured(axes, cases, str, "batch")
             axes.set_title(f"{result.rows[0]['task']}: {label}", loc="left")

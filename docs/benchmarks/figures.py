@@ -42,7 +42,10 @@ def _figure(page, name, results, alt, table, draw):
     return Figure(name, f"{page}.md", tuple(results.split()), alt, table, draw)
 
 
-_TRAINING = "training step / compute alone"
+_SHORTER, _LONGER = "; shorter is better", "; longer is better"
+_TRAINING = f"training step / compute alone{_SHORTER}"
+_OF_BOUND = ("training step / max(compute, time of the bytes on a link) (dashed: 1)\n"
+             "shorter is better")
 FIGURES = [
     Figure("speed", "", ("steps_2", "allreduce_2"), "", None, drawn.speed,
            HERE.parent / "pictures"),
@@ -75,7 +78,8 @@ FIGURES = [
 
     *(_figure("between_hosts", name, results, alt, tabulated.of_limit_table, drawn.barred(
         drawn.of_limit, "allreduce of 16 MiB; hosts × ranks; links of 1 Gbit/s",
-        "time / what the bytes need on the links (dashed: 1)", 1))
+        f"time / what the bytes need on the links (dashed: 1){_SHORTER}",
+        1))
       for name, results, alt in (
           ("hosts", "hosts_3 hosts_4 hosts_4x2 hosts_4x2_dealt",
            "Allreduce between hosts over the limit of the links"),
@@ -94,7 +98,7 @@ FIGURES = [
                                  "extra, MiB"),
             drawn.barred(drawn.steps("over_bound"),
                          "transformer of 12.9 M parameters, 2 hosts, 1 Gbit/s",
-                         "training step / max(compute, time of the bytes on a link)", 1)),
+                         _OF_BOUND, 1)),
 
     _figure("overlap", "overlap", "overlap_hosts_2", "Share of hidden communication",
             tabulated.overlap, drawn.plotted()),
@@ -102,22 +106,23 @@ FIGURES = [
     _figure("sixteen_bits", "sixteen_node", "sixteen_2",
             "Time of 16-bit numbers over float32 on one node", tabulated.sixteen_bits,
             drawn.barred(drawn.sixteen_bits, "allreduce by 2 ranks on one node, comm.empty",
-                         "time / that of as many numbers in float32 (dashed: 1)", 1)),
+                         f"time / that of as many numbers in float32 (dashed: 1){_SHORTER}", 1)),
     _figure("sixteen_bits", "sixteen_hosts", "sixteen_hosts_4",
             "Time of 16-bit numbers over float32 between hosts", tabulated.sixteen_bits,
             drawn.barred(drawn.sixteen_bits, "allreduce by 4 hosts, links of 1 Gbit/s",
-                         "time / that of as many numbers in float32 (dashed: half of it)", 0.5)),
+                         "time / that of as many numbers in float32 (dashed: half of it)"
+                         f"{_SHORTER}", 0.5)),
 
     *(_figure("reducers", name, results, f"Training steps with each Reducer{words}",
               tabulated.reducers, drawn.barred(
                   drawn.reducers, f"transformer of 12.9 M parameters, {where}",
-                  "training step / compute alone, median over seeds"))
+                  f"training step / compute alone, median over seeds{_SHORTER}"))
       for name, results, words, where in (
           ("reducers", "reducers_hosts_2", "", "2 hosts, 1 Gbit/s"),
           ("reducers_slow", "reducers_slow", " at 100 Mbit/s", "4 hosts, 100 Mbit/s"))),
     _figure("reducers", "codecs", "codecs", "Numbers encoded per second",
             tabulated.codecs, drawn.barred(drawn.codecs, "one core, 4 M numbers",
-                                           "1e9 numbers encoded per second")),
+                                           f"1e9 numbers encoded per second{_LONGER}")),
 
     _figure("local_training", "local_slow_network", "local_slow_network",
             "Loss against seconds and against bytes", tabulated.local_times, drawn.plotted()),
@@ -126,11 +131,11 @@ FIGURES = [
     _figure("local_training", "local_losses", "local_losses", "Losses after 40 steps",
             tabulated.local_losses, drawn.barred(
                 drawn.local_losses, "transformer of 0.87 M parameters, 4 ranks, three seeds",
-                "bits per byte after 40 steps (less is better)")),
+                f"bits per byte after 40 steps{_SHORTER}")),
     _figure("local_training", "stragglers", "local_awake local_asleep",
             "Samples per second with delayed ranks", tabulated.stragglers, drawn.barred(
                 drawn.stragglers, "4 ranks, each asleep in a quarter of its steps",
-                "samples per second")),
+                f"samples per second{_LONGER}")),
 
     _figure("sharded", "sharded_node", "sharded_2",
             "Sharded training steps on one node over compute",
@@ -142,32 +147,33 @@ FIGURES = [
             drawn.barred(
                 drawn.steps("over_bound"),
                 "transformer of 12.9 M parameters, AdamW, 2 hosts, 1 Gbit/s",
-                "training step / max(compute, time of the bytes on a link)", 1)),
+                _OF_BOUND, 1)),
     _figure("sharded", "updates", "updates", "Rates of the optimizers",
             tabulated.updates, drawn.barred(drawn.updates, "one core, 16 M numbers",
-                                            "rate / that of a copy (dashed: 1)", 1)),
+                                            f"rate / that of a copy (dashed: 1){_LONGER}", 1)),
 
     _figure("unequal_lengths", "batches", "batches", "Tokens per second, padding and idle time",
             tabulated.batches, drawn.plotted()),
     _figure("prefetch", "prefetch", "prefetch prefetch_switch",
             "Training steps with loaded data over steps with data in memory", tabulated.prefetch,
             drawn.barred(drawn.prefetch, "1 rank with 1 thread; a loader of 0.8 of a step",
-                         "step / step on data in memory (dashed: 1)", 1)),
+                         f"step / step on data in memory (dashed: 1){_SHORTER}", 1)),
     _figure("memory", "memory", "memory_shared_2 memory_shared_4 memory_ring_2 memory_ring_4 "
             "memory_direct_4 memory_hierarchical",
             "Memory for the communication of gradients", tabulated.memory, drawn.barred(
-                drawn.memory, "buckets of 18 MiB; hosts × ranks", "MiB beyond the gradients")),
+                drawn.memory, "buckets of 18 MiB; hosts × ranks",
+                f"MiB beyond the gradients{_SHORTER}")),
     _figure("scaling", "scaling", "simulate", "Predicted time and efficiency over nodes",
             tabulated.scaling, drawn.plotted()),
     _figure("scaling", "predictions", "measured_3 predictions",
             "Predicted over measured times", tabulated.predictions, drawn.barred(
                 drawn.predictions, "allreduce between 3 hosts, links of 1 Gbit/s",
-                "predicted / measured (dashed: 1)", 1)),
+                "predicted / measured (dashed: 1, an exact prediction)", 1)),
     _figure("scaling", "steps_predicted", "steps_against_node steps_against_1gbit "
             "steps_against_100mbit", "Predicted over measured training steps",
             tabulated.predicted_steps, drawn.barred(
                 drawn.predicted_steps, "transformer of 12.9 M parameters, AdamW; hosts × ranks",
-                "predicted / measured (dashed: 1)", 1)),
+                "predicted / measured (dashed: 1, an exact prediction)", 1)),
     _figure("scaling", "steps_scaling", "steps_scaling", "Training steps and efficiency over nodes",
             tabulated.scaled_steps, drawn.scaled_steps),
     _figure("large_batches", "large_batches", "large_batches_digits large_batches_bytes",

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ConfigError
 from ..text import ranks_on_nodes
 from .entries import FLAG, Field, number, text, whole
-from .picture import COLORS, GRAY, INCHES, INK, curve_style, label_log, name_bars, picture
+from .picture import (
+    COLORS, GRAY, INCHES, INK, curve_style, label_measured, limit_style, name_bars, picture,
+)
 from .table import Environment, Row
 from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MAX_LABELS = 4
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
@@ -26,7 +27,7 @@ _SIZES = {"contender": text(), "thread_level": text(), "bytes": whole(1),
 CLUSTER = {"cluster": text()}
 STEPS = {"contender": text(), "median_ms": number(0), "efficiency_percent": number(0, nan=True),
          "hidden_percent": number(nan=True, optional=True), "model": text(optional=True),
-         "parameters": number(0)}
+         "thread_level": text(optional=True), "parameters": number(0)}
 
 
 class Drawing(NamedTuple):
@@ -117,10 +118,10 @@ def _over_size(axes: "Sequence[Axes]", rows: Sequence[Row], *keys: str) -> None:
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
         for panel, key in zip(axes, keys):
-            panel.loglog(sizes, [row[key] for row in members], **style)
+            panel.plot(sizes, [row[key] for row in members], **style)
     for panel in axes:
-        panel.set_xlabel("array size")
-        _label_sizes(panel, sorted({row["bytes"] for row in rows}))
+        panel.set_yscale("log")
+        label_measured(panel, [row["bytes"] for row in rows], size_text, "array size")
 
 
 def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -128,26 +129,15 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     known = {row["bytes"]: row for row in rows if row["limit_us"] == row["limit_us"]}
     if not known:
         return
-    on_node = any(row["contender"] in LIMITS for row in rows)
+    name = next((row["contender"] for row in rows
+                 if row["contender"] in LIMITS and row["this_over_limit"] == 1),
+                "limit: link rate")
     members = [known[size] for size in sorted(known)]
     sizes = [row["bytes"] for row in members]
-    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
-                             "label": "memory copy" if on_node else "limit: link rate"}
+    style = {**limit_style(len(members)), "label": name}
     axes[0].plot(sizes, [row["limit_us"] for row in members], **style)
     # busbw is inversely proportional to the time.
     axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **style)
-
-
-def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
-    """Label as many sizes as there is space for, including the largest."""
-    shown = [sizes[-1]]
-    for size in reversed(sizes[:-1]):
-        if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MAX_LABELS):
-            shown.append(size)
-    panel.set_xticks(shown, [size_text(size) for size in shown])
-    panel.set_xticks([], minor=True)
-    panel.set_yticks([], minor=True)
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
 def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -160,12 +150,12 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].barh(positions, added, left=compute, color=COLORS[1], label="added by communication")
     axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], positions,
                  "|", color=INK, markersize=12, label="compute + communication alone")
-    axes[0].set_xlabel("time (ms, median)")
+    axes[0].set_xlabel("time (ms, median)\nshorter is better")
     hidden = axes[1].barh(positions, [row["overlap_percent"] for row in rows], color=COLORS[0])
     axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
     axes[1].set_xlim(0, 115)
     axes[1].set_xticks(range(0, 101, 20))
-    axes[1].set_xlabel("communication hidden (%)")
+    axes[1].set_xlabel("communication hidden (%)\nlonger is better")
     name_bars(axes[0], names)
     name_bars(axes[1], [""] * len(names))
 
@@ -174,16 +164,24 @@ def step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, labeled with the scaling efficiency."""
     bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
         COLORS[0] if "mpiring" in row["contender"] else GRAY for row in rows])
-    axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
-    name_bars(axes[0], [row["contender"] for row in rows])
+    axes[0].bar_label(bars, [", ".join(_shares(row)) for row in rows], padding=3)
+    levels = {row.get("thread_level", "") for row in rows}
+    name_bars(axes[0], [
+        f"{row['contender']} ({row.get('thread_level', '')})" if len(levels) > 1 else
+        row["contender"] for row in rows])
     axes[0].margins(x=0.2)
-    axes[0].set_xlabel("time of a training step (ms, median); in %: the first one's time over it")
+    notes = [f"percentage: time of {rows[0]['contender']} / this time"]
+    if any(len(_shares(row)) > 1 for row in rows):
+        notes = [f"first {notes[0]}",
+                 "second percentage: part of communication that is hidden behind compute"]
+    axes[0].set_xlabel("\n".join([
+        "time of a training step (ms, median); shorter is better", *notes]))
 
 
-def _share(row: Row) -> str:
+def _shares(row: Row) -> list[str]:
     hidden = row.get("hidden_percent", float("nan"))
-    text = f"{row['efficiency_percent']:.0f} %"
-    return text if hidden != hidden else f"{text}, {hidden:.0f} % hidden"
+    return [f"{value:.0f} %{words}" for value, words in (
+        (row["efficiency_percent"], ""), (hidden, " hidden")) if value == value]
 
 
 def _reducer_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -205,10 +203,9 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
                  markersize=8, markerfacecolor="none", markeredgecolor=INK,
                  label="what auto takes")
     limits = {row["nodes"]: row["limit_ms"] for row in rows}
-    axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
+    axes[0].plot(list(limits), list(limits.values()), **limit_style(len(limits)),
                  label="byte limit")
-    axes[0].set_yscale("log")
-    label_log(axes[0].yaxis)
+    axes[0].set_yscale("log", nonpositive="mask")
     axes[0].set_ylabel("time of an allreduce (ms)")
     axes[1].set_ylabel("byte limit / time (%)")
 
@@ -223,17 +220,13 @@ def over_nodes(axes: "Sequence[Axes]", rows: Sequence[Row], name_key: str, time_
     """
     for i, name in enumerate(dict.fromkeys(row[name_key] for row in rows)):
         members = [row for row in rows if row[name_key] == name]
-        style = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2}
+        style = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2,
+                 "clip_on": False}
         for panel, key in zip(axes, (time_key, "efficiency_percent")):
             panel.plot([row["nodes"] for row in members], [row[key] for row in members], **style)
-    axes[1].set_ylim(0, 105)
-    nodes = list(dict.fromkeys(row["nodes"] for row in rows))
-    shown = nodes[::-1][::max(1, -(-len(nodes) // 7))]
+    axes[1].set_ylim(0, 1.08 * max(100, *(row["efficiency_percent"] for row in rows)))
     for panel in axes:
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("nodes")
-        panel.set_xticks(shown, [str(number) for number in shown])
-        panel.set_xticks([], minor=True)
+        label_measured(panel, [row["nodes"] for row in rows], str, "nodes")
 
 
 def _title_by(key: str) -> Callable[[Row, Sequence[Row]], str]:

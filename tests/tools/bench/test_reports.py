@@ -247,7 +247,7 @@ def test_a_picture_of_pytorch_tells_what_was_hidden():
 
 
 def test_what_a_picture_shows():
-    """No two curves look alike, and no two labels touch."""
+    """No two curves look alike."""
     assert set(plot.LIMITS) == contenders.LIMITS.keys()
     names = [NATIVE, *(f"mpiring {name}" for name in NAMES), "Gloo", "Horovod"]
     found = [of_allreduce(name, [1e-3], nbytes) for name in names
@@ -258,8 +258,6 @@ def test_what_a_picture_shows():
     assert {line.get_label() for line in curves} == set(names)
     looks = {(line.get_color(), line.get_marker()) for line in curves}
     assert len(looks) == len({color for color, _ in looks}) == len(names)
-    labels = [label.get_text() for label in time.get_xticklabels()]
-    assert labels == ["8 MiB", "128 KiB", "512 B", "8 B"]
     assert list(limit.get_xdata()) == [1 << 20] and list(limit.get_ydata()) == [500]
     most = (1 << 20) / 0.5e-3 / 1e9 * 1.5
     assert list(bandwidth.get_lines()[-1].get_ydata()) == pytest.approx([most])
