@@ -23,7 +23,8 @@ WIDTH = 110
 _FILES = ("--json", "--csv", "--plot")
 _MARK = "data: sha256 "
 _SOFTWARE = {"mpiring": "mpiring", "mpi_library": "", "python": "Python", "mpi4py": "mpi4py",
-             "numpy": "NumPy", "numba": "numba", "torch": "PyTorch", "horovod": "Horovod"}
+             "numpy": "NumPy", "numba": "numba", "torch": "PyTorch", "cupy-cuda13x": "CuPy",
+             "horovod": "Horovod"}
 _PRIORITIES = {"SCHED_RR 10": "`chrt -r 10`", "SCHED_OTHER, nice -15": "`nice -n -15`"}
 
 
@@ -86,6 +87,8 @@ def origin(figure):
     def either(texts):
         return " or ".join(filter(None, dict.fromkeys(texts)))
 
+    devices = [about.get("device", "") for about in machines] + [
+        row.get("device", "") for name in figure.results for row in result_of(name).rows]
     software = filter(None, (
         either(f"{title} {about[key]}".strip() for about in machines if about.get(key))
         for key, title in _SOFTWARE.items()))
@@ -100,6 +103,7 @@ def origin(figure):
     facts = [" and ".join(sorted({about["date"][:10] for about in abouts})),
              either(f"{about['cpu']}, {about['cores']} cores" for about in machines
                     if "cpu" in about),
+             either(device for device in devices if device.startswith("GPU")),
              ", ".join(software), either(map(settings, machines)), f"Data: {links}"]
     return "\n".join(textwrap.wrap(". ".join(filter(None, facts)) + ".", WIDTH,
                                    break_long_words=False, break_on_hyphens=False))

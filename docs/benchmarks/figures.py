@@ -158,6 +158,20 @@ FIGURES = [
             "Training steps with loaded data over steps with data in memory", tabulated.prefetch,
             drawn.barred(drawn.prefetch, "1 rank with 1 thread; a loader of 0.8 of a step",
                          f"step / step on data in memory (dashed: 1){_SHORTER}", 1)),
+    *(_figure("gpus", name, results, "", tabulated.allreduces_on_gpu, None) for name, results in (
+        ("gpu_allreduce", "gpu_allreduce_2 gpu_allreduce_4"),
+        ("gpu_allreduce_mps", "gpu_allreduce_2_mps"), ("gpu_short", "gpu_short_2"))),
+    _figure("gpus", "gpu_short_mps", "gpu_short_2_mps",
+            "Time and bandwidth over size on a GPU, 2 ranks under MPS, comm.empty",
+            tabulated.allreduces_on_gpu, drawn.plotted(allreduces("empty"))),
+    *(_figure("gpus", f"gpu_steps{under}", f"gpu_steps_2{under}",
+              f"Training steps on a GPU over compute{words}",
+              tabulated.step_table("step, ms", "/ compute", "/ Gloo", "hidden, %"), draw)
+      for under, words, draw in (("", "", None), ("_mps", ", under MPS", drawn.barred(
+          drawn.steps(), "transformer of 51.0 M parameters, 2 ranks on one NVIDIA H100, MPS",
+          _TRAINING)))),
+    _figure("gpus", "gpu_codecs", "gpu_codecs", "", tabulated.codecs, None),
+    _figure("gpus", "gpu_prefetch", "gpu_prefetch", "", tabulated.prefetch_on_gpu, None),
     _figure("memory", "memory", "memory_shared_2 memory_shared_4 memory_ring_2 memory_ring_4 "
             "memory_direct_4 memory_hierarchical",
             "Memory for the communication of gradients", tabulated.memory, drawn.barred(

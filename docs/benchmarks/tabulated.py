@@ -58,6 +58,23 @@ def allreduces_on_node(buffer):
     return table
 
 
+def allreduces_on_gpu(*results):
+    """Return a table of the times of each contender on GPUs by buffer, ranks and size."""
+    names = ("naive", "naive, pinned", OURS)
+    rows = []
+    for buffer, words in (("empty", "`comm.empty`"), ("private", "private")):
+        for result in results:
+            found = [row for row in result.rows if row["buffer"] == buffer]
+            limits = by_size(found, "limit_us")
+            for nbytes, times in sorted(by_size(found).items()):
+                limit = limits[nbytes][OURS]
+                rows.append([f"{words}, {result.about['ranks']} ranks", size_text(nbytes),
+                             *(number(times[name]) for name in names), number(limit),
+                             quotient(times["naive"] / times[OURS]), quotient(limit / times[OURS])])
+    return markdown(["", "size", "naive, µs", "naive, pinned, µs", "mpiring, µs", "limit, µs",
+                     "naive / mpiring", "limit / mpiring"], rows)
+
+
 def allreduces_of_libraries(*results):
     """Return a table of the times of several MPI libraries and ours over each, by size."""
     tables = [[by_size(allreduces(buffer)(result.rows)) for buffer in ("private", "empty")]
@@ -234,9 +251,11 @@ def reducers(result):
 
 
 def codecs(result):
-    """Return a table of numbers encoded and decoded per second."""
+    """Return a table of numbers encoded and decoded per second; on a GPU, of shares of a copy."""
     keys = ("encode", "encode + lost", "decode", "add")
-    return markdown(["1e9 numbers per second", *keys], [
+    on_gpu = "copy_GBps" in result.about
+    unit = "rate / that of a copy" if on_gpu else "1e9 numbers per second"
+    return markdown([unit, *keys], [
         [row["codec"], *(number(row.get(key)) for key in keys)] for row in result.rows])
 
 
@@ -314,6 +333,14 @@ def prefetch(*results):
     return markdown(["loader", "`prefetch`", "in the step"], [
         [name, quotient(ratios["mpiring.data.prefetch"]), quotient(ratios["loaded in the step"])]
         for name, ratios in found.items()])
+
+
+def prefetch_on_gpu(result):
+    """Return a table of steps with data on the device, and with data that is copied to it."""
+    return markdown(["", "step, ms", "/ data on the device"], [
+        [f"{row['model']}, {row['contender']}", number(row["median_ms"]),
+         ratio(tuple(row[f"over_resident{end}"] for end in ("", "_low", "_high")))]
+        for row in result.rows])
 
 
 LOADERS = {"sleep": "sleeps", "zlib": "decompresses (zlib)", "numpy": "sorts (NumPy)",

@@ -99,7 +99,8 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
         grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).tolist()
         yield grid
         _label(figure, grid, heights)
-        figure.suptitle(caption, fontsize=_POINTS)
+        width = int(72 * INCHES[0] / (_LETTER * _POINTS))
+        figure.suptitle(textwrap.fill(caption, width), fontsize=_POINTS)
         _fit(figure, grid, heights)
         # Without a date, identical rows produce identical SVG files.
         undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None

@@ -23,11 +23,12 @@ _ABOVE_0 = 1e-9
 _ABOUT = {"ranks": whole(1), "nodes": whole(1), "cpu": text(), "mpi_library": text()}
 _SIZES = {"contender": text(), "thread_level": text(), "bytes": whole(1),
           "buffer": Field(lambda x: isinstance(x, str) and x in _MEMORY, "empty or private"),
-          "median_us": number(_ABOVE_0, nan=True)}
+          "median_us": number(_ABOVE_0, nan=True), "device": text(optional=True)}
 CLUSTER = {"cluster": text()}
 STEPS = {"contender": text(), "median_ms": number(0), "efficiency_percent": number(0, nan=True),
          "hidden_percent": number(nan=True, optional=True), "model": text(optional=True),
-         "thread_level": text(optional=True), "parameters": number(0)}
+         "thread_level": text(optional=True), "device": text(optional=True),
+         "parameters": number(0)}
 
 
 class Drawing(NamedTuple):
@@ -75,8 +76,8 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = drawing.panels(rows)
     caption = about["cluster"] if "cluster" in drawing.about else " · ".join([
-        ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
-        about["mpi_library"]])
+        ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"], about["mpi_library"],
+        *dict.fromkeys(row["device"] for row in rows if row.get("device", "cpu") != "cpu")])
     with picture(path, [INCHES[1]] * len(panels), drawing.columns, caption) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
             drawing.draw(axes, members)
