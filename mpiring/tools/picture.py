@@ -213,13 +213,13 @@ def _tell_coinciding(axes: "Axes", per_point: float) -> None:
               if _is_curve(line) and line.get_transform() == axes.transData}
     groups: list[list[str]] = []
     for name, points in curves.items():
-        found = next((group for group in groups if any(
+        matching = next((group for group in groups if any(
             _covers(points, curves[other]) or _covers(curves[other], points)
             for other in group)), None)
-        if found is None:
+        if matching is None:
             groups.append([name])
         else:
-            found.append(name)
+            matching.append(name)
     width = int(axes.bbox.width / per_point / (_LETTER * _POINTS))
     for group in groups:
         if len(group) > 1:
