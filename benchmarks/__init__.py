@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpiring.tools import output
+from mpiring.tools.arguments import Parser
 from mpiring.tools.results import machine, write_json
 from mpiring.tools.table import Column, Row, head, line, note
 
@@ -20,7 +21,7 @@ def parse(name: str, declare: Declare, words: Sequence[str]) -> Namespace:
         declare: Function that declares the study's options.
         words: Arguments after `python -m benchmarks.NAME`.
     """
-    parser = ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser = Parser(prog=f"python -m benchmarks.{name}")
     declare(parser)
     # Without a launcher, a study starts itself again under mpiexec.
     return parser.parse_args(words, Namespace(words=["-m", f"benchmarks.{name}", *words]))

@@ -5,7 +5,7 @@ import itertools
 import random
 import sys
 import sysconfig
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,6 @@ to its longest one. All methods have the same number of samples in a step, on av
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--ways", type=names(tuple(METHODS)), default=list(METHODS),
                         metavar="A,B", help=f"methods, some of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import fmean
@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiring.errors import ConfigError
 from mpiring.tools.arguments import (
-    above_zero, checked, listed, names, not_negative, positive,
+    UsageError, above_zero, checked, listed, names, not_negative, positive,
 )
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
 from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS, ratio, reading, refuse_few_steps
@@ -61,7 +61,6 @@ _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"methods, some of {', '.join(NAMES)} (default: all)")
@@ -114,13 +113,13 @@ def complete(options: Namespace) -> Namespace:
     """Set options whose defaults depend on others.
 
     Raises:
-        ConfigError: No steps are left to measure, or options of outer steps contradict each other.
+        UsageError: No steps are left to measure, or options of outer steps contradict each other.
     """
     refuse_few_steps(options)
     if "streaming" in options.methods and (
             options.fragments > options.every or options.delay >= options.every):
-        raise ConfigError(f"--fragments {options.fragments} --delay {options.delay}: expected at "
-                          f"most --every {options.every} fragments, and a shorter delay")
+        raise UsageError(f"--fragments {options.fragments} --delay {options.delay}: expected at "
+                         f"most --every {options.every} fragments, and a shorter delay")
     if options.validate_every is None:
         options.validate_every = max(1, options.steps // 20)
     # Between two computations of the loss, only the method itself waits for other ranks.

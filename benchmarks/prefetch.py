@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpiring.data import prefetch
-from mpiring.errors import ConfigError
-from mpiring.tools.arguments import above_zero, names, positive
+from mpiring.tools.arguments import UsageError, above_zero, names, positive
 from mpiring.tools.bench import peers, timing
 from mpiring.tools.bench.benchmark import (
     Benchmark, Measurement, declare_device, declare_models, declare_turns, run, with_case,
@@ -114,10 +113,10 @@ def _run(options: Namespace) -> int:
     """Determine the loader's work, and measure.
 
     Raises:
-        ConfigError: The kind of work is given, but not its time.
+        UsageError: The kind of work is given, but not its time.
     """
     if options.work and not options.loader:
-        raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
+        raise UsageError("--work needs --loader SHARE: so much of a step's time, as 0.8")
     sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
     # "-" means no work.
     options.work = (options.work or ["zlib"]) if options.loader else ["-"]

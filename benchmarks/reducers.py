@@ -5,8 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpiring.errors import ConfigError
-from mpiring.tools.arguments import above_zero, not_negative
+from mpiring.tools.arguments import UsageError, above_zero, not_negative
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
 from mpiring.tools.bench.reducers import (
     ALONE, COLUMNS, METHODS, METHODS_HELP, UNSETTLED_STEPS, by_method, costs, declare_reducers,
@@ -50,7 +49,7 @@ def complete(options: Namespace) -> Namespace:
     """Set options whose defaults depend on others.
 
     Raises:
-        ConfigError: No steps are left to measure.
+        UsageError: No steps are left to measure.
     """
     if options.warmup_steps is None:
         options.warmup_steps = options.steps // 10
@@ -61,8 +60,8 @@ def complete(options: Namespace) -> Namespace:
     # From this step on all methods compress, and all code is warm.
     options.settled = max(options.warmup_steps, UNSETTLED_STEPS)
     if options.settled >= options.steps:
-        raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
-                          f"not measured, with --warmup-steps {options.warmup_steps}")
+        raise UsageError(f"--steps {options.steps} is too few: the first {options.settled} are "
+                         f"not measured, with --warmup-steps {options.warmup_steps}")
     return options
 
 

@@ -8,20 +8,22 @@ from pathlib import Path
 
 from . import __version__
 from .tools import output
+from .tools.arguments import Parser
 
 _SCRIPT = "mpiring"
 _DESCRIPTION = """\
 Data-parallel training on plain MPI. Write a training script, see README.md, and start it with
 `mpirun -n 8 python train.py` or `srun python train.py`."""
-# Each command has a row here, and a folder in tools whose command.py declares it.
+# Each command has a row here, and a folder in tools whose command.py declares it. They are in the
+# order in which a user needs them.
 _COMMANDS = {
-    "lab": "simulate a cluster with slow links on one machine",
-    "tune": "measure which algorithm is the fastest on these ranks",
     "doctor": "find what is wrong with a launch or a machine, and how to fix it",
-    "bench": "compare mpiring with MPI, Gloo and Horovod",
-    "simulate": "predict allreduces and training steps on other clusters",
     "checkpoint": "list, show, verify and consolidate checkpoints",
     "trace": "show how the ranks of a job spent their time",
+    "tune": "measure which algorithm is the fastest on these ranks",
+    "simulate": "predict allreduces and training steps on other clusters",
+    "bench": "compare mpiring with MPI, Gloo and Horovod",
+    "lab": "simulate a cluster with slow links on one machine",
 }
 
 
@@ -37,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; their `action` runs the command."""
     is_script = Path(sys.argv[0]).name == _SCRIPT
-    parser = argparse.ArgumentParser(prog=_SCRIPT if is_script else "python -m mpiring",
-                                     description=_DESCRIPTION)
+    parser = Parser(prog=_SCRIPT if is_script else "python -m mpiring", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mpiring {__version__}")
 
     def show_help(_: argparse.Namespace) -> int:
@@ -46,7 +47,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         return 0
 
     parser.set_defaults(action=show_help)
-    commands = parser.add_subparsers(title="commands")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         # Other commands are not imported: doctor must run on machines where their imports fail.

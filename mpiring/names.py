@@ -92,6 +92,9 @@ LOCAL_TRAINING: Mapping[str, str] = {
                     "leave it out: mpiring decides this"),
 }
 
+# Least similarity of names that are suggested, from 0 to 1: "gpu" does not mean "cpu".
+_SIMILAR = 0.7
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -112,6 +115,21 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names, beginning with the most similar to an unknown name."""
     import difflib
     return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean NAME?" for a known name that is longer or similar; "" if none is.
+
+    Args:
+        name: Unknown name; dashes at its beginning do not count.
+        known: Names to suggest.
+    """
+    import difflib
+    names = {word.lstrip("-"): word for word in known}
+    bare = name.lstrip("-")
+    close = [word for word in names if bare and word.startswith(bare)] or (
+        difflib.get_close_matches(bare, names, 1, _SIMILAR))
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = None,

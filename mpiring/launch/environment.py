@@ -101,6 +101,9 @@ LAUNCHERS = (
     # Kubernetes' PyTorchJob, or a user's own export.
     Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH))
 
+# Launchers whose variables may be left over in a shell that is no rank.
+_LEFT_OVER = LAUNCHERS[-2:]
+
 # Variables that container runtimes set in the container, and the runtimes. Apptainer also sets
 # Singularity's variable. By a systemd convention, any runtime may set the last one.
 CONTAINERS = {
@@ -179,6 +182,18 @@ def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = Fals
     return _number(environ, [launcher.local_rank if local else launcher.rank
                              for launcher in LAUNCHERS
                              if not launcher.mark or launcher.mark in environ])
+
+
+def prints_for_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process prints messages that all ranks of its job would print.
+
+    Returns:
+        False if the launcher's variables contain a rank other than 0. True without a launcher, and
+        for a program that a rank has started.
+    """
+    innermost = next(iter(launchers(environ)), _LEFT_OVER[0])
+    return (innermost in _LEFT_OVER or not launched_rank(environ)
+            or starting_rank(environ) is not None)
 
 
 def launched_here(environ: Mapping[str, str] = os.environ) -> int | None:

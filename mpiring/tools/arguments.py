@@ -1,11 +1,18 @@
-"""Types of command-line arguments, for argparse."""
+"""Parses command lines: types of arguments, and errors that a job prints once."""
 
-from argparse import ArgumentTypeError
+import itertools
+import shutil
+import textwrap
+import time
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, HelpFormatter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..arguments import MAX_INT32
 from ..errors import ConfigError
+from ..launch.environment import prints_for_job
+from ..names import suggestion
+from .table import WIDTH
 from .units import parse_count
 
 T = TypeVar("T")
@@ -13,6 +20,77 @@ T = TypeVar("T")
 MAX_STARTED = 4096
 # Largest number of seconds, steps or the like: about 30 years.
 _MOST = 1e9
+# Seconds by which other ranks outlive the rank that prints an error. Some launchers end all ranks
+# when one fails.
+_OUTLIVE_S = 2.0
+
+
+class UsageError(ConfigError):
+    """The options of a command contradict each other, or the job; the same on all ranks."""
+
+
+class _Formatter(HelpFormatter):
+    """Wraps paragraphs of a description; indented lines are unchanged."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(WIDTH, shutil.get_terminal_size().columns) - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        groups = itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " "))
+        return textwrap.indent("\n".join(
+            "\n".join(lines) if fixed else textwrap.fill(" ".join(lines), width - len(indent))
+            for fixed, lines in groups), indent)
+
+
+class Parser(ArgumentParser):
+    """An argument parser that prints once per job, and suggests names for unknown ones.
+
+    Args:
+        options: Arguments of ArgumentParser.
+
+    Attributes:
+        advice: Line below its error messages.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Formatter, **options})
+        self.advice = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; refuse unknown ones here, where the usage shows the known ones."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}"
+                       f"{suggestion(wrong.partition('=')[0], self._option_string_actions)}")
+        return options, unknown
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except ArgumentError as exc:
+            exc.message += suggestion(str(value), map(str, action.choices or ()))
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and an error, and exit with status 2."""
+        super().error(f"{message}\n{self.advice}".rstrip())
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exit; with an error, after the rank that prints the message."""
+        if status:
+            outlive_message()
+        super().exit(status, message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if prints_for_job():
+            super()._print_message(message, file)
+
+
+def outlive_message() -> None:
+    """Wait until the rank that prints messages has printed one, if this is another rank."""
+    if not prints_for_job():
+        time.sleep(_OUTLIVE_S)
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:

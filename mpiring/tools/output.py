@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import ConfigError, MpiringError
+from ..launch.environment import prints_for_job
+from .arguments import UsageError, outlive_message
 
 # Options with the name of a file; one of them may be "-", for standard output.
 _OPTIONS = ("json", "csv", "output")
@@ -90,8 +92,11 @@ def _status(parse: Callable[[], Namespace]) -> int:
     try:
         return _act(parse())
     except MpiringError as error:
-        # In one write: ranks that print it at once would mix up their lines.
-        sys.stderr.write(f"mpiring: {error}\n")
+        if not isinstance(error, UsageError) or prints_for_job():
+            # In one write: ranks that print it at once would mix up their lines.
+            sys.stderr.write(f"mpiring: {error}\n")
+        else:
+            outlive_message()
         return 2
     except MemoryError as error:
         sys.stderr.write(f"mpiring: there is not enough memory: {error or 'use smaller sizes'}\n")
@@ -127,11 +132,12 @@ def _act(options: Namespace) -> int:
     """Run the action; if an option is "-", print all other output on standard error.
 
     Raises:
-        ConfigError: Several options are "-", or there is no standard output.
+        UsageError: Several options are "-".
+        ConfigError: There is no standard output.
     """
     dashed = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
     if len(dashed) > 1:
-        raise ConfigError(f"--{dashed[0]} - and --{dashed[1]} -: standard output takes one of them")
+        raise UsageError(f"--{dashed[0]} - and --{dashed[1]} -: standard output takes one of them")
     if dashed and sys.stdout is None:
         raise ConfigError(f"--{dashed[0]} -: standard output is closed")
     # A job that a benchmark has started leaves the results to the benchmark.

@@ -1,10 +1,12 @@
 """Tests what launchers' variables say of a process."""
 
+import os
+
 import pytest
 
 from mpiring.launch.environment import (LAUNCHERS, job_end, launched_here, launched_rank,
-                                        launched_size, launcher_of, launchers, survives_deaths,
-                                        variables_for_another_job)
+                                        launched_size, launcher_of, launchers, prints_for_job,
+                                        survives_deaths, variables_for_another_job)
 
 # What each sets for rank 2 of 4, which is rank 1 of its node.
 TOLD = {
@@ -52,6 +54,19 @@ def test_every_launcher_is_recognized(name):
     assert (launcher_of(environ) == "") == (name == "Slurm"), "an allocation starts nothing"
     left = variables_for_another_job(environ)
     assert launchers(left) == [], "another job is not misled"
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_one_rank_prints_for_its_job(name):
+    environ = TOLD[name]
+    # Those of a shell in an allocation or a pod, which is no rank, may be left over.
+    assert prints_for_job(environ) == (name in ("Slurm", "PyTorchJob"))
+    assert prints_for_job({variable: "0" if value == "2" else value
+                           for variable, value in environ.items()})
+    if name in ("MPICH", "PALS", "srun"):
+        started = {**environ, "_MPIRING_RANK_PROCESS": str(os.getppid())}
+        assert prints_for_job(started), "a rank's child is no rank"
+    assert prints_for_job({})
 
 
 def test_every_launcher_is_tried():

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import ConfigError, MissingDependencyError
+from ...errors import MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
-from ..arguments import checked, counts, names, not_negative, positive, ranks, share
+from ..arguments import UsageError, checked, counts, names, not_negative, positive, ranks, share
 from ..output import OutputError
 from ..plot import DRAWINGS, Drawing
 from ..results import check_files, declare_files, write_files
@@ -177,15 +177,16 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
     ranks.
 
     Raises:
-        ConfigError: `--ranks` is given in a job of several ranks, or a file cannot be written.
+        UsageError: `--ranks` is given in a job of several ranks.
+        ConfigError: A file cannot be written.
     """
     size, source = launched_size()
     launched = launcher_of() != "" and (size > 1 or launcher_of() != "WORLD_SIZE")
     if options.part or launched and options.ranks is None:
         return _run_here(benchmark, options)
     if launched and size > 1:
-        raise ConfigError(f"--ranks {options.ranks}: this is a job of {size} ranks already, as "
-                          f"{source} says; leave out --ranks, or the launcher")
+        raise UsageError(f"--ranks {options.ranks}: this is a job of {size} ranks already, as "
+                         f"{source} says; leave out --ranks, or the launcher")
     return _run_jobs(benchmark, options)
 
 

@@ -1,9 +1,8 @@
 """The command `mpiring bench`; its options need no MPI library."""
 
 import argparse
-from functools import partial
-from typing import NoReturn
 
+from ..arguments import Parser
 from ..results import draw_json
 from . import allreduce, latency, overlap, reducers, steps
 
@@ -29,10 +28,9 @@ _BENCHMARKS = {
 }
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
+def declare(parser: Parser) -> None:
     """Declare the benchmarks and their options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
     for name, (benchmark, text) in _BENCHMARKS.items():
         benchmark.declare(commands.add_parser(name, help=text))
@@ -41,13 +39,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
                           help="file of --json, or - for standard input")
     plotting.add_argument("plot", metavar="FILE.png", help="picture to draw")
     plotting.set_defaults(action=_plot)
-    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
-
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    argparse.ArgumentParser.error(
-        parser, f"{message}; studies of methods are in the folder benchmarks of mpiring's sources: "
-                f"python -m benchmarks.NAME")
+    parser.advice = ("(studies of methods are in the folder benchmarks of mpiring's sources: "
+                     "python -m benchmarks.NAME)")
 
 
 def _plot(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...names import AlgorithmName
 from ...operations.algorithms import NAMES
-from ..arguments import names
+from ..arguments import UsageError, names
 from . import peers
 from .world import World
 
@@ -200,13 +200,13 @@ def settle_contenders(options: Namespace, kinds: Mapping[str, Sequence[str]],
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: A requested kind cannot take part.
+        UsageError: A requested kind cannot take part.
     """
     known = kinds[device]
     for name in options.contenders or ():
         if name not in known:
-            raise ConfigError(f"--contenders {name}: here, with --device {device}, "
-                              f"expected some of {', '.join(known)}")
+            raise UsageError(f"--contenders {name}: here, with --device {device}, "
+                             f"expected some of {', '.join(known)}")
     if options.without_peers:
         # Without a request, "hvd" takes part only together with Horovod.
         options.contenders = options.contenders or [name for name in known if name != "hvd"]

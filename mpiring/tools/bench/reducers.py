@@ -3,16 +3,15 @@
 import gc
 import logging
 import math
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigError
 from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ..arguments import checked, names, positive
+from ..arguments import UsageError, checked, names, positive
 from ..table import Column, Environment, Row
 from ..units import parse_count
 from . import timing
@@ -80,7 +79,6 @@ def _run(options: Namespace) -> int:
 
 def declare_reducers(parser: ArgumentParser) -> None:
     """Declare which Reducers take part."""
-    parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"methods, some of {', '.join(NAMES)} (default: all)")
 
@@ -101,10 +99,10 @@ def declare_training(parser: ArgumentParser) -> None:
 
 
 def refuse_few_steps(options: Namespace) -> None:
-    """Raise ConfigError if no steps are left to measure."""
+    """Raise UsageError if no steps are left to measure."""
     if options.settled >= options.steps:
-        raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
-                          f"not measured")
+        raise UsageError(f"--steps {options.steps} is too few: the first {options.settled} are "
+                         f"not measured")
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:

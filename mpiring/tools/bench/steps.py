@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import ConfigError
-from ..arguments import checked, names, positive
+from ..arguments import UsageError, checked, names, positive
 from ..table import Column, Environment, Row
 from ..units import parse_size
 from . import gradients, peers, timing
@@ -68,10 +67,10 @@ def _run(options: Namespace) -> int:
     if options.framework == "torch":
         settle_contenders(options, _TRAINING, options.device)
         if options.sharded and options.device != "cpu":
-            raise ConfigError("--sharded needs --device cpu")
+            raise UsageError("--sharded needs --device cpu")
         return run(SHARDED_STEPS if options.sharded else TORCH_STEPS, options)
     if options.device != "cpu" or options.sharded or options.optimizer != "sgd":
-        raise ConfigError("--device cuda, --optimizer adamw and --sharded need --framework torch")
+        raise UsageError("--device cuda, --optimizer adamw and --sharded need --framework torch")
     settle_contenders(options, SUMMING)
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20

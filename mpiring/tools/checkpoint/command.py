@@ -36,7 +36,6 @@ _WIDEST = 60
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the commands and their options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
 
     def add(name: str, action: Any, text: str, folder: str) -> argparse.ArgumentParser:

@@ -4,14 +4,13 @@ import argparse
 from contextlib import nullcontext
 
 from ...errors import ConfigError
-from ..arguments import positive, ranks
+from ..arguments import Parser, positive, ranks
 from . import lab
 
 
-def declare(parser: argparse.ArgumentParser) -> None:
+def declare(parser: Parser) -> None:
     """Declare `lab up`, `lab run`, `lab status` and `lab down`."""
     parser.description = lab.__doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
     up = commands.add_parser("up", help="set up a lab that stays until `lab down`")
     run = commands.add_parser(
@@ -29,6 +28,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                      help="print at the end how many bytes each link carried")
     run.add_argument("command", nargs="+", metavar="-- COMMAND",
                      help="words of the command, after --")
+    run.advice = "(write -- before the words of the command)"
     status = commands.add_parser("status", help="print what each host sent and received")
     down = commands.add_parser("down", help="end the lab and all processes in it")
     for command, action in (up, _up), (run, _run), (status, _status), (down, _down):

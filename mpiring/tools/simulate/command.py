@@ -6,7 +6,7 @@ from dataclasses import replace
 from ... import __version__
 from ...errors import ConfigError
 from .. import table
-from ..arguments import checked
+from ..arguments import UsageError, checked
 from ..entries import Field, listed, number, text, whole
 from ..results import check_files, declare_files, read_json, write_files
 from ..table import Column, Environment, Row
@@ -56,9 +56,8 @@ _MEASURED = {"contender": text(), "bytes": whole(1, MAX_BYTES),
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=run)
-    step_command.declare(parser.add_subparsers(title="commands", metavar="").add_parser(
+    step_command.declare(parser.add_subparsers(title="commands", metavar="[step]").add_parser(
         "step", help="predict training steps instead, from the trace of a job"))
     declare_cluster(parser)
     parser.add_argument("--size", type=checked(parse_size), default=100_000_000,
@@ -77,10 +76,11 @@ def run(options: argparse.Namespace) -> int:
         options: Options of `declare`.
 
     Raises:
-        ConfigError: There is nothing to predict.
+        UsageError: There is nothing to predict, or options cannot be combined.
+        ConfigError: A file cannot be used.
     """
     if options.plot and options.against:
-        raise ConfigError("--plot and --against cannot be combined; leave out one")
+        raise UsageError("--plot and --against cannot be combined; leave out one")
     check_files(options)
     cluster = cluster_of(options)
     if options.against:
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         rows, columns = _scaling(options, cluster), _COLUMNS
     if not rows:
-        raise ConfigError("there is nothing to predict: a single rank sends nothing; raise "
-                          "--nodes or --ranks-per-node")
+        raise UsageError("there is nothing to predict: a single rank sends nothing; raise "
+                         "--nodes or --ranks-per-node")
     about = environment_of(cluster, "" if options.against else (
         f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "))
     print(table.note(f"mpiring {__version__} simulate: {about['cluster']}"))

@@ -9,7 +9,7 @@ from ... import __version__
 from ...errors import ConfigError
 from ...text import ranks_on_nodes
 from .. import table
-from ..arguments import checked
+from ..arguments import UsageError, checked
 from ..plot import CLUSTER, Drawing, over_nodes
 from ..results import check_files, declare_files, write_files
 from ..table import Column, Row
@@ -57,7 +57,6 @@ _LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=run)
     parser.add_argument("--trace", required=True, metavar="FOLDER",
                         help="folder with the traces of a job")
@@ -79,11 +78,12 @@ def run(options: argparse.Namespace) -> int:
         options: Options of `declare`.
 
     Raises:
-        ConfigError: The trace lacks compute times, or options cannot be combined.
+        UsageError: Options cannot be combined.
+        ConfigError: The trace lacks compute times.
     """
     if options.against and (options.plot or options.compare):
-        raise ConfigError("--against compares one prediction for each trace; leave out "
-                          "--compare and --plot")
+        raise UsageError("--against compares one prediction for each trace; leave out "
+                         "--compare and --plot")
     check_files(options)
     profile, cluster = read_profile(options.trace, options.job), cluster_of(options)
     about = {

@@ -32,7 +32,6 @@ that wait for data and ranks for which others wait, if the time is at least 5 % 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare `trace merge` and `trace report`."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True)
     merging = commands.add_parser("merge", help="join the traces of all ranks for Perfetto")
     reporting = commands.add_parser("report", help="print how the time of a step is spent")
