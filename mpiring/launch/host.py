@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import math
 import os
 import struct
 from collections.abc import Set
@@ -46,6 +47,39 @@ def count_cores(processors: Set[int], root: Path = Path("/")) -> int:
         except OSError:
             siblings.add(str(number))
     return len(siblings)
+
+
+def quota(root: Path = Path("/")) -> float:
+    """Return the smallest CPU limit of this process's cgroups, in processors.
+
+    Args:
+        root: Root folder of the file system.
+    """
+    quotas = [math.inf]
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, inside = line.split(":", 2)
+        # Version 2 has one tree without controller names; version 1 has a tree for each controller.
+        if not controllers or "cpu" in controllers.split(","):
+            folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            # In a container, the path may be the host's path. Then only the root cgroup is visible.
+            group = Path(inside.strip("/"))
+            quotas += [_cgroup_quota(folder / path) for path in (group, *group.parents)]
+    return min(quotas)
+
+
+def _cgroup_quota(group: Path) -> float:
+    """Return the CPU limit of a cgroup of either version, in processors."""
+    times = text_of(group / "cpu.max").split() or [
+        text_of(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    return int(times[0]) / int(times[1]) if all(map(str.isdigit, times)) else math.inf
+
+
+def text_of(path: Path) -> str:
+    """Return the stripped content of a small system file, or "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def ipv4_address(interface: str) -> str:

@@ -205,6 +205,8 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
                     file.write(json.dumps(content) + "\n")
             progress.say(BEAT)
 
+        if warning := world.busy_warning():
+            progress.say(f"{warning}\n")
         add = write_part if part else results.add
         try:
             add(world.environment())

@@ -12,6 +12,7 @@ from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
 from ...launch.start import load_mpi, mpi_world, thread_level
+from ..busy import busy_warning, processor_use
 from ..results import machine
 from ..table import Environment
 
@@ -78,6 +79,15 @@ class World:
         for rank, problem in enumerate(self.raw.allgather(failure)):
             if problem is not None:
                 raise type(problem)(f"rank {rank}: {problem}") from failure
+
+    def busy_warning(self) -> str:
+        """Return a warning if ranks do not get a core each; otherwise "".
+
+        Collective: yes. Blocking: yes.
+        """
+        self.barrier()
+        return busy_warning(self.raw.allgather(processor_use()),
+                            "These times are too long, and do not compare contenders fairly.")
 
     def warm_up(self) -> None:
         """Send first messages, so that the memory they allocate counts for no contender.

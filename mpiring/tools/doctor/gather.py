@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-import math
 import multiprocessing
 import os
 import platform
@@ -20,7 +19,7 @@ from ...config import Config, unknown_variables
 from ...errors import ConfigError
 from ...launch import child_job
 from ...launch.environment import CONTAINERS, launch_variables, launched_first
-from ...launch.host import count_cores, usable_processors
+from ...launch.host import count_cores, quota, text_of, usable_processors
 from ...launch.start import find_mpiexec
 from .facts import (
     Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm,
@@ -104,31 +103,6 @@ def processors(root: Path = _ROOT) -> Processors:
     allowed = frozenset(usable_processors())
     return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
                       quota=quota(root), load=os.getloadavg()[0])
-
-
-def quota(root: Path = _ROOT) -> float:
-    """Return the smallest CPU limit of this process's cgroups, in processors.
-
-    Args:
-        root: Root folder of the file system.
-    """
-    quotas = [math.inf]
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, inside = line.split(":", 2)
-        # Version 2 has one tree without controller names; version 1 has a tree for each controller.
-        if not controllers or "cpu" in controllers.split(","):
-            folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            # In a container, the path may be the host's path. Then only the root cgroup is visible.
-            group = Path(inside.strip("/"))
-            quotas += [_cgroup_quota(folder / path) for path in (group, *group.parents)]
-    return min(quotas)
-
-
-def _cgroup_quota(group: Path) -> float:
-    """Return the CPU limit of a cgroup of either version, in processors."""
-    times = text_of(group / "cpu.max").split() or [
-        text_of(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    return int(times[0]) / int(times[1]) if all(map(str.isdigit, times)) else math.inf
 
 
 def memory(root: Path = _ROOT) -> Memory:
@@ -353,13 +327,5 @@ def _namespace(path: Path) -> str:
     """Return the number of a namespace, or "" if it is hidden or does not exist."""
     try:
         return re.sub(r"\D", "", str(path.readlink()))
-    except OSError:
-        return ""
-
-
-def text_of(path: Path) -> str:
-    """Return the stripped content of a small system file, or "" if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

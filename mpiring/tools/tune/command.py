@@ -12,9 +12,10 @@ from ...operations.model import Curve, Model
 from ...text import ranks_on_nodes
 from ...world import init
 from .. import table
+from ..busy import busy_warning, processor_use
 from ..table import Column
 from ..units import size_text
-from .rates import ENOUGH, least_share, measure
+from .rates import measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 _AUTO, _SHARED = "auto", "shared"
@@ -42,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
-        share, rank = least_share(comm)
-        if comm.rank == 0 and share < ENOUGH:
-            print(f"WARNING: the machine is busy: rank {rank} got {share:.0%} of a core while all "
-                  f"ranks computed.\nThese times are too long, and may name the wrong algorithm. "
-                  f"Measure again on idle cores,\nwith at most one rank per core.\n")
+        comm.barrier()
+        warning = busy_warning(comm.allgather_object(processor_use()),
+                               "These times are too long, and may name the wrong algorithm.")
+        if comm.rank == 0 and warning:
+            print(f"{warning}\n")
         _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
             node_comm = comm.split(comm.node_rank)

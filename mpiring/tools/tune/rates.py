@@ -1,4 +1,4 @@
-"""Measures the processor time and the memory bandwidth that ranks get while all ranks compute."""
+"""Measures the memory bandwidth that ranks get while all ranks compute."""
 
 import time
 from collections.abc import Callable
@@ -15,27 +15,6 @@ from ...memory.reduction import reduction
 _BYTES, _VECTORS = 64 << 20, 8
 _ROUNDS = 15
 _DTYPE = np.dtype(np.float32)
-_SPIN_S = 0.1
-# On an idle machine, a rank gets more than 97 % of a core.
-ENOUGH = 0.9
-
-
-def least_share(comm: Communicator) -> tuple[float, int]:
-    """Return the least share of a core that a rank got while all ranks computed, and that rank.
-
-    The share is processor time divided by elapsed time, which needs no privileges. A load average
-    would also count these ranks, and would be a minute late.
-
-    Collective: yes. Blocking: yes, for 0.1 s.
-    """
-    comm.barrier()
-    began_s, used_s = time.perf_counter(), time.thread_time()
-    while time.perf_counter() - began_s < _SPIN_S:
-        pass
-    share = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
-    shares = comm.allgather_object(share)
-    rank = int(np.argmin(shares))
-    return min(1.0, shares[rank]), rank
 
 
 class Rates(NamedTuple):
