@@ -26,6 +26,7 @@ from .table import Environment, Row
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
 _CONTENT = {"benchmark": text(), "environment": OBJECT, "rows": listed(OBJECT)}
+_FILE_HELP = "file for {}, or - for standard output"
 # Limits of a file of results; its deepest entries are variables and places of ranks.
 _MAX_BYTES, _LEVELS = 1 << 28, 8
 # Linux scheduling policies by number.
@@ -42,11 +43,15 @@ def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
         parser: Parser of the command.
         content: Content of the files, for the help texts.
     """
-    for name in "--json", "--csv":
-        parser.add_argument(name, metavar="FILE",
-                            help=f"file for {content}, or - for standard output")
+    declare_json(parser, content)
+    parser.add_argument("--csv", metavar="FILE", help=_FILE_HELP.format(content))
     parser.add_argument("--plot", metavar="FILE.png",
                         help="file for a picture of the results (needs matplotlib)")
+
+
+def declare_json(parser: argparse.ArgumentParser, content: str) -> None:
+    """Declare the option for a file of JSON; see `declare_files`."""
+    parser.add_argument("--json", metavar="FILE", help=_FILE_HELP.format(content))
 
 
 def check_files(options: argparse.Namespace) -> None:

@@ -1,5 +1,7 @@
 """Tests what the command `checkpoint` lists, shows and verifies, without the job."""
 
+import json
+
 import numpy as np
 import pytest
 from checkpointing import flip
@@ -38,6 +40,32 @@ def test_what_is_in_a_folder(folder, capsys):
         ("000002-step-10", "10", "2", ["complete,", "newest"])]
     (folder / "latest").write_text("000001-step-5\n")
     assert shown(capsys, "list", folder)[1][-1][-1] == "incomplete"
+
+
+def test_the_list_as_json(folder, capsys):
+    (folder / "000001-step-5" / "manifest.json").unlink()
+    assert main(["checkpoint", "list", str(folder), "--json", "-"]) == 0
+    content, table = capsys.readouterr()
+    content = json.loads(content)
+    assert content["benchmark"] == "checkpoints" and "000002-step-10" in table
+    assert content["environment"]["folder"] == str(folder)
+    damaged, newest = content["rows"]
+    assert newest.items() >= {"name": "000002-step-10", "step": 10, "ranks": 2,
+                              "state": "complete, newest"}.items() and newest["bytes"] > 0
+    assert damaged["state"].startswith("damaged: manifest.json") and damaged["bytes"] is None
+    assert main(["checkpoint", "list", str(folder), "--json", str(folder)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_without_checkpoints_says_so(folder, capsys, tmp_path):
+    (tmp_path / "other").mkdir()
+    for command, named, text in [
+            ("list", tmp_path / "other", f"no checkpoints in {tmp_path / 'other'}\n"),
+            ("show", tmp_path, f"no checkpoints in {tmp_path}; there are some in {folder}\n"),
+            ("verify", folder / "000002-step-10", f"name the folder that contains it, {folder}\n")]:
+        assert main(["checkpoint", command, str(named)]) == 2
+        said = capsys.readouterr()
+        assert said.err.endswith(text) and not said.out, said
 
 
 def test_what_is_in_a_checkpoint_and_in_a_file(folder, capsys):

@@ -13,6 +13,8 @@ from traces import metadata, piece, written
 from mpiring.__main__ import main
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.errors import ConfigError
+from mpiring.tools.busy import ProcessorUse
+from mpiring.tools.simulate import counted, step_command
 from mpiring.tools.simulate.algorithms import predict
 from mpiring.tools.simulate.cluster import Cluster
 from mpiring.tools.simulate.codecs import REDUCERS, measured
@@ -23,6 +25,7 @@ from mpiring.tools.simulate.strategies import _compressed, averaged, sharded, st
 
 TENSORS = [["first", [1000, 500], "float32"], ["last", [500], "float32"]]
 SPECS = metadata(0, "model", tensors=TENSORS, overlap=True)
+USE = ProcessorUse(1.0, "host", 1.0, 2, frozenset({0, 1}), float("inf"))
 # Everything costs nothing but bytes between nodes.
 CLUSTER = Cluster(latency_s=0.0, bandwidth=1e9, goodput=1.0, overhead_s=0.0, reduction_rate=1e15,
                   node_latency_s=0.0, node_bandwidth=1e15, barrier_s=0.0)
@@ -219,16 +222,21 @@ def test_compression_pays_where_the_wire_is_slow():
 
 
 def row(strategy, ms, loss):
-    return {"nodes": 2, "ranks": 4, "strategy": strategy, "step_ms": ms, "loss": loss}
+    """Return a prediction; strategies with other training compute more."""
+    compute_ms = 50 + loss
+    return {"nodes": 2, "ranks": 4, "strategy": strategy, "step_ms": ms, "loss": loss,
+            "compute_ms": compute_ms, "exposed_ms": ms - compute_ms}
 
 
 @pytest.mark.parametrize(("rows", "texts"), [
     ([], ["4 ranks on 2 nodes: take DataParallel: no other strategy is predicted to save 10 %"]),
     ([row("Sharded", 80, 0), row("Cast", 78, 1)],
-     ["take Sharded, predicted to take 0.80 of the time of DataParallel's step, with the same"]),
+     ["take Sharded, predicted to take 0.80 of the time of DataParallel's step, with the same "
+      "training. Per step: 0.00 ms less compute, 20.0 ms less exposed communication."]),
     ([row("Sharded", 95, 0), row("Cast", 78, 1), row("TopK", 40, 3)],
      ["take Cast, predicted to take 0.78 of the time of DataParallel's step. It rounds gradients "
-      "to 16 bits", "TopK is predicted to take 0.40 of the time of DataParallel's step. It "]),
+      "to 16 bits. Per step: 1.00 ms more compute, 23.0 ms less exposed communication.",
+      "TopK is predicted to take 0.40 of the time of DataParallel's step. It approximates gradi"]),
 ])
 def test_the_gentlest_that_pays_is_taken(rows, texts):
     said = list(verdict([row("DataParallel", 100, 0), *rows]))
@@ -237,8 +245,10 @@ def test_the_gentlest_that_pays_is_taken(rows, texts):
         assert beginning in text
 
 
-def test_the_command_prints_compares_and_draws(tmp_path, capsys):
+def test_the_command_prints_compares_and_draws(tmp_path, capsys, monkeypatch):
     needed("matplotlib")
+    monkeypatch.setattr(counted, "_LINES_S", 0.0)
+    monkeypatch.setattr(step_command, "processor_use", lambda: USE._replace(share=0.5))
     traces = tmp_path / "traces"
     traces.mkdir()
     written(traces, SPECS, *steps(4), drift=0)
@@ -246,9 +256,13 @@ def test_the_command_prints_compares_and_draws(tmp_path, capsys):
     command = ["simulate", "step", "--trace", str(traces), "--ranks-per-node", "2"]
     assert main([*command, "--nodes", "1,3", "--bandwidth", "1gbit", "--compare", "--json",
                  files["json"], "--plot", files["png"]]) == 0
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert "recorded: job 20260101-000000-aaaa: 1 rank on 1 node, 3 steps; 2002000 B of " in said
-    assert "\n6 ranks on 3 nodes: take " in said
+    before, recommended, after = said.partition("\n6 ranks on 3 nodes: take ")
+    assert recommended and "strategy" not in before and "strategy" in after, "the table is long"
+    assert "machine is busy: rank 0 got 50% of a core" in before
+    assert "simulate step: measure codecs: 1 of 5" in progress
+    assert "simulate step: 20 of 20" in progress, "10 strategies for each number of nodes"
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["benchmark"] == "predicted steps"
     assert {row["nodes"] for row in content["rows"]} == {1, 3}

@@ -1,12 +1,7 @@
-"""Tests what `tune` says of a busy machine, and of algorithms that are used though others win."""
-
-import itertools
-from types import SimpleNamespace
-
-import pytest
+"""Tests what `tune` says of algorithms that are used though others win."""
 
 from mpiring.operations.model import Curve, Model
-from mpiring.tools.tune import command, rates
+from mpiring.tools.tune import command
 
 
 def model(**times_us):
@@ -39,13 +34,3 @@ def test_the_table(capsys):
         "2 ranks on 2 nodes", "", "microseconds        64 B       4 KiB      GB/s",
         "native             98.00*      500.0    0.0100",
         "ring               130.0       120.0*    0.341"]
-
-
-def test_a_rank_that_does_not_get_its_core_is_named(monkeypatch):
-    """Its own clock shows it, whatever else runs on the machine."""
-    used, now_s = iter([0.0, 0.03]), itertools.count(0, 0.02)
-    monkeypatch.setattr(rates, "time", SimpleNamespace(
-        perf_counter=lambda: next(now_s), thread_time=lambda: next(used)))
-    comm = SimpleNamespace(barrier=lambda: None, allgather_object=lambda mine: [1.01, mine, 0.97])
-    share, rank = rates.least_share(comm)
-    assert rank == 1 and share == pytest.approx(0.25) and share < rates.ENOUGH

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ... import __version__
 from ...errors import CheckpointError
 from ...memory.pytrees import leaves
 from ...resilience.consolidated import consolidate
@@ -13,6 +14,8 @@ from ...sharding.sliced import Sliced
 from ...text import count
 from .. import table
 from ..arguments import not_negative
+from ..output import refuse_unwritable
+from ..results import command, declare_json, now, write_json
 from ..table import Column
 from .contents import Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files
 
@@ -39,17 +42,17 @@ def declare(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True)
 
     def add(name: str, action: Any, text: str, folder: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
-        command.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
-        command.set_defaults(action=action)
-        return command
+        added = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        added.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
+        added.set_defaults(action=action)
+        return added
 
-    def add_step(command: argparse.ArgumentParser, default: str) -> None:
-        command.add_argument("--step", type=not_negative, metavar="N",
-                             help=f"training step of the checkpoint; default: {default}")
+    def add_step(added: argparse.ArgumentParser, default: str) -> None:
+        added.add_argument("--step", type=not_negative, metavar="N",
+                           help=f"training step of the checkpoint; default: {default}")
 
     folder = "folder of checkpoints"
-    add("list", _list, "list the checkpoints in a folder", folder)
+    declare_json(add("list", _list, "list the checkpoints in a folder", folder), "the list")
     add_step(add("show", _show, "show the arrays in a checkpoint, or in a file from consolidate",
                  f"{folder}, or file from consolidate"), "the newest that is complete")
     add_step(add("verify", _verify, "compare files with their hashes; status 1 if one is damaged",
@@ -60,12 +63,19 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
+    if options.json:
+        refuse_unwritable(options.json)
     listed = checkpoints(options.folder)
-    table.show(({
-        "name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
-        "ranks": each.manifest.get("size"), "state": each.state.partition(":")[0],
-        "megabytes": each.nbytes / 1e6 if each.manifest else None} for each in listed),
-        _CHECKPOINTS)
+    rows = [{"name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
+             "ranks": each.manifest.get("size"), "bytes": each.nbytes if each.manifest else None,
+             "state": each.state} for each in listed]
+    table.show(({**row, "state": each.state.partition(":")[0],
+                 "megabytes": each.nbytes / 1e6 if each.manifest else None}
+                for row, each in zip(rows, listed)), _CHECKPOINTS)
+    if options.json:
+        about = {"date": now(), "command": command(), "mpiring": __version__,
+                 "folder": str(options.folder)}
+        write_json(options.json, "checkpoints", about, rows)
     if any(each.is_damaged for each in listed):
         print(f"\nmpiring checkpoint verify {options.folder} names what is damaged")
     return 0

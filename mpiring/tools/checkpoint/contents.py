@@ -1,7 +1,8 @@
 """Describes checkpoints, lists their arrays, and finds damage, without loading them."""
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from ...files import UNFINISHED
 from ...memory.pytrees import leaves
 from ...resilience.checkpoint_file import name_of, tree_text, verify
 from ...resilience.folder import DELETING, candidates, step_of
-from ...resilience.manifest import REPLICATED, SHARDED, own_name, read_manifest
+from ...resilience.manifest import MANIFEST, REPLICATED, SHARDED, own_name, read_manifest
 from ...resilience.tree import STORED_KINDS, Leaf, Stored, rebuild
+from ...text import first_few
 
 _STEP, _DAMAGED = "-step-", "damaged"
+# Largest number of other folders that an error names.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints in a folder, the newest last.
 
     Raises:
-        CheckpointError: This is not a folder, or it cannot be read.
+        CheckpointError: This is not a folder, it cannot be read, or it has no checkpoints.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
@@ -60,8 +64,26 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
         usable, _ = candidates(folder)
     except OSError as exc:
         raise CheckpointError(f"{folder} cannot be read: {exc.strerror or exc}") from exc
-    return [_described(entry, usable) for entry in entries
-            if _is_named(entry) or entry.name.startswith((UNFINISHED, DELETING))]
+    found = [_described(entry, usable) for entry in entries if _is_checkpoint(entry)]
+    if not found:
+        raise CheckpointError(f"no checkpoints in {folder}{_hint(folder, entries)}")
+    return found
+
+
+def _is_checkpoint(entry: Path) -> bool:
+    return _is_named(entry) or entry.name.startswith((UNFINISHED, DELETING))
+
+
+def _hint(folder: Path, entries: Sequence[Path]) -> str:
+    """Return which folder the user may have meant, given the folders inside; or ""."""
+    if (folder / MANIFEST).is_file():
+        return (f": it is a checkpoint itself; name the folder that contains it, "
+                f"{folder.resolve().parent}")
+    inside = []
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            inside += [entry] if any(map(_is_checkpoint, entry.iterdir())) else []
+    return f"; there are some in {first_few([*map(str, inside)], _NAMED)}" if inside else ""
 
 
 def _is_named(entry: Path) -> bool:

@@ -13,6 +13,7 @@ from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
 from ...transport.base import Schedule
 from .algorithms import resources
+from .counted import counted
 from .profile import Profile
 
 # Each Reducer as a program writes it, its loss, and a function that makes one without warm-up. The
@@ -53,7 +54,8 @@ def measured(profile: Profile) -> list[CodecPrices]:
         profile: Profile of the model, which gives the shapes of the tensors to compress.
     """
     tensors = list(_sample(profile))
-    return [_measured(make, tensors) for _, _, make in REDUCERS]
+    return [_measured(make, tensors)
+            for _, _, make in counted("simulate step: measure codecs", REDUCERS)]
 
 
 def _sample(profile: Profile) -> Iterator[TensorSpec]:

@@ -14,6 +14,7 @@ from ..units import parse_size, size_text
 from . import step_command
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import MAX_BYTES, MAX_RANKS, Cluster, refuse_large
+from .counted import counted
 from .options import caveat_of, cluster_of, declare_cluster, environment_of
 
 _DESCRIPTION = """\
@@ -111,9 +112,12 @@ def _scaling(options: argparse.Namespace, costs: Cluster) -> list[Row]:
     names, rows = ALGORITHMS + SHARDED * options.sharded, []
     refuse_large(options.size)
     # A cluster that is too large is refused before others are simulated.
-    for cluster in [costs.of(nodes, costs.ranks_per_node) for nodes in options.nodes]:
+    clusters = [costs.of(nodes, costs.ranks_per_node) for nodes in options.nodes]
+    predicted = {(cluster.nodes, name): predict(name, cluster, options.size) for cluster, name in
+                 counted("simulate", [(each, name) for each in clusters for name in names])}
+    for cluster in clusters:
         predictions = {name: prediction for name in names
-                       if (prediction := predict(name, cluster, options.size)) is not None}
+                       if (prediction := predicted[cluster.nodes, name]) is not None}
         seconds: dict[str, float] = {
             name: predictions[name].seconds for name in ALGORITHMS if name in predictions}
         choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
@@ -142,7 +146,7 @@ def _against(path: str, costs: Cluster) -> list[Row]:
     cluster = replace(costs, nodes=about["nodes"], cores=_cores(about),
                       ranks_per_node=about["ranks"] // about["nodes"])
     rows = []
-    for row in measured:
+    for row in counted("simulate", measured):
         name, median_ms = _CONTENDERS.get(row["contender"]), row["median_us"] / 1e3
         if name is None or median_ms != median_ms:
             continue

@@ -10,11 +10,13 @@ from ...errors import ConfigError
 from ...text import ranks_on_nodes
 from .. import table
 from ..arguments import UsageError, checked
+from ..busy import busy_warning, processor_use
 from ..plot import CLUSTER, Drawing, over_nodes
 from ..results import check_files, declare_files, write_files
 from ..table import Column, Row
 from ..units import parse_size, size_text
 from .cluster import Cluster
+from .counted import counted
 from .options import caveat_of, cluster_of, declare_cluster, environment_of
 from .profile import Profile, read_profile
 from .step import Workload, predict_step
@@ -47,6 +49,7 @@ _AGAINST = [
     Column("nodes", 6), Column("ranks", 7), Column("trace", -30),
     Column("step_ms", 12, 4, "predicted ms"), Column("measured_ms", 12, 4),
     Column("ratio", 9, 3, "pred/meas")]
+_RESULT = "Codecs are measured too slow, and Reducers may not be recommended although they pay."
 # Precision of predictions; a strategy that saves less than this is not recommended.
 _WORTHWHILE = 0.1
 _LOSSES = ("", "rounds gradients to 16 bits", "rounds gradients to 8 bits",
@@ -93,10 +96,18 @@ def run(options: argparse.Namespace) -> int:
     columns = _AGAINST if options.against else _COLUMNS
     print(table.note(f"mpiring {__version__} simulate step: {about['cluster']}"))
     print(table.note(about["recorded"]))
-    predict = _against if options.against else _scaling
-    rows = table.show(predict(options, profile, cluster), columns)
-    for line in _notes(options, rows, cluster):
-        print(line)
+    if options.compare and (warning := busy_warning([processor_use()], _RESULT)):
+        print("\n" + warning)
+    rows = list((_against if options.against else _scaling)(options, profile, cluster))
+    if options.compare:
+        # What a user wants to know stands above the tables of many clusters.
+        for text in verdict([row for row in rows if row["nodes"] == rows[-1]["nodes"]]):
+            print("\n" + textwrap.fill(text, table.WIDTH))
+        print()
+    table.show(rows, columns)
+    if caveat := caveat_of([cluster.of(row["nodes"], row["ranks"] // row["nodes"])
+                            for row in rows]):
+        print(caveat)
     write_files("steps against" if options.against else "predicted steps", about, rows, options,
                 DRAWINGS)
     return 0
@@ -106,22 +117,24 @@ def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) ->
     """Yield a prediction for each number of nodes and each strategy."""
     compared = strategies(profile) if options.compare else [DATA_PARALLEL]
     # A cluster that is too large is refused before others are simulated.
-    for costs in [cluster.of(nodes, cluster.ranks_per_node) for nodes in options.nodes]:
-        nodes, workload = costs.nodes, Workload(profile, costs, options.bucket_bytes)
-        for strategy in compared:
-            predicted = strategy.predict(workload)
-            if predicted is not None:
-                yield {
-                    "nodes": nodes, "ranks": workload.cluster.ranks, "strategy": strategy.name,
-                    "step_ms": 1e3 * predicted.seconds, "compute_ms": 1e3 * predicted.compute_s,
-                    "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
-                    "efficiency_percent": 100 * profile.compute_s / predicted.seconds,
-                    "how": predicted.how, "loss": strategy.loss}
+    workloads = [Workload(profile, cluster.of(nodes, cluster.ranks_per_node), options.bucket_bytes)
+                 for nodes in options.nodes]
+    for workload, strategy in counted("simulate step", [
+            (workload, strategy) for workload in workloads for strategy in compared]):
+        predicted = strategy.predict(workload)
+        if predicted is not None:
+            yield {
+                "nodes": workload.cluster.nodes, "ranks": workload.cluster.ranks,
+                "strategy": strategy.name, "step_ms": 1e3 * predicted.seconds,
+                "compute_ms": 1e3 * predicted.compute_s,
+                "exposed_ms": 1e3 * max(0.0, predicted.seconds - predicted.compute_s),
+                "efficiency_percent": 100 * profile.compute_s / predicted.seconds,
+                "how": predicted.how, "loss": strategy.loss}
 
 
 def _against(options: argparse.Namespace, profile: Profile, costs: Cluster) -> Iterator[Row]:
     """Yield a prediction next to the measured step of each trace."""
-    for folder in options.against:
+    for folder in counted("simulate step", options.against):
         other = read_profile(folder, None)
         if other.ranks % other.nodes:
             raise ConfigError(f"{folder}: {other.caption}; expected equally many ranks on each")
@@ -130,17 +143,6 @@ def _against(options: argparse.Namespace, profile: Profile, costs: Cluster) -> I
         yield {"nodes": cluster.nodes, "ranks": cluster.ranks, "trace": folder,
                "step_ms": 1e3 * seconds, "measured_ms": 1e3 * other.step_s,
                "ratio": seconds / other.step_s}
-
-
-def _notes(options: argparse.Namespace, rows: Sequence[Row], cluster: Cluster) -> Iterator[str]:
-    """Yield the lines below the table."""
-    clusters = [cluster.of(row["nodes"], row["ranks"] // row["nodes"]) for row in rows]
-    if caveat := caveat_of(clusters):
-        yield caveat
-    if options.compare:
-        last = rows[-1]["nodes"]
-        for text in verdict([row for row in rows if row["nodes"] == last]):
-            yield "\n" + textwrap.fill(text, table.WIDTH)
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
@@ -160,11 +162,22 @@ def verdict(rows: Sequence[Row]) -> Iterator[str]:
     advised = min((row for row in faster if row["loss"] == least),
                   key=lambda row: row["step_ms"])
     text = f"{where} take {advised['strategy']}, predicted to take {_share(advised, dense)}"
-    yield text + (f". It {_LOSSES[least]}." if least else ", with the same training.")
+    yield (text + (f". It {_LOSSES[least]}." if least else ", with the same training.")
+           + _origin(advised, dense))
     fastest = min(rows, key=lambda row: row["step_ms"])
     if fastest["step_ms"] <= (1 - _WORTHWHILE) * advised["step_ms"]:
         yield (f"{fastest['strategy']} is predicted to take {_share(fastest, dense)}. It "
-               f"{_LOSSES[fastest['loss']]}: only training can tell what that costs in accuracy.")
+               f"{_LOSSES[fastest['loss']]}: only training can tell what that costs in accuracy."
+               f"{_origin(fastest, dense)}")
+
+
+def _origin(row: Row, dense: Row) -> str:
+    """Return a sentence that divides the gain of a strategy into compute and communication."""
+    saved_ms = {part: dense[key] - row[key] for part, key in (
+        ("compute", "compute_ms"), ("exposed communication", "exposed_ms"))}
+    return " Per step: " + ", ".join(
+        f"{table.significant(abs(ms), 3)} ms {'more' if ms < 0 else 'less'} {part}"
+        for part, ms in saved_ms.items()) + "."
 
 
 def _share(row: Row, dense: Row) -> str:

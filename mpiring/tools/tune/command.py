@@ -8,12 +8,15 @@ import numpy as np
 
 from ...communicator import Communicator
 from ...errors import ConfigError
+from ...operations.consistency import same_on_all
 from ...operations.model import Curve, Model
 from ...text import ranks_on_nodes
 from ...world import init
 from .. import table
 from ..busy import busy_warning, processor_use
-from ..table import Column
+from ..output import refuse_unwritable
+from ..results import declare_json, machine, write_json
+from ..table import Column, Row
 from ..units import size_text
 from .rates import measure
 
@@ -31,40 +34,69 @@ def declare(parser: argparse.ArgumentParser) -> None:
         "between nodes does: mpirun -n 8 python -m mpiring tune. Times are in microseconds, sizes "
         "in bytes per rank.")
     parser.set_defaults(action=run)
+    declare_json(parser, "the times and the environment")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, save the result for later jobs, and print it on rank 0.
 
     Raises:
-        ConfigError: There is only one rank.
+        ConfigError: There is only one rank, or the file cannot be written.
     """
     with init() as comm:
         if comm.size == 1:
             raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
                               "several, as with mpirun -n 8 python -m mpiring tune")
+        with same_on_all(comm, "tune"):
+            if options.json and comm.rank == 0:
+                refuse_unwritable(options.json)
         comm.barrier()
         warning = busy_warning(comm.allgather_object(processor_use()),
                                "These times are too long, and may name the wrong algorithm.")
         if comm.rank == 0 and warning:
             print(f"{warning}\n")
-        _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
+        rows = _report(comm, ranks_on_nodes(comm.size, comm.num_nodes), comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
             node_comm = comm.split(comm.node_rank)
             if node_comm is not None:
-                _report(node_comm, f"Within a node: {node_comm.size} ranks", comm.rank == 0)
+                rows += _report(node_comm, f"Within a node: {node_comm.size} ranks",
+                                comm.rank == 0)
                 node_comm.close()
         rates = measure(comm)
         if comm.rank == 0:
             print(f"While all ranks combine and copy: simulate {rates.options}\n")
+            if options.json:
+                write_json(options.json, "tune", {
+                    **machine(), "ranks": comm.size, "nodes": comm.num_nodes, "warning": warning,
+                    **{f"{name}_bytes_per_s": rate for name, rate in rates._asdict().items()},
+                }, rows)
     return 0
 
 
-def _report(comm: Communicator, title: str, shown: bool) -> None:
+def _report(comm: Communicator, title: str, shown: bool) -> list[Row]:
+    """Measure, print a table, and return its rows for a file.
+
+    Collective: yes. Blocking: yes.
+    """
     model = comm.tune(fresh=True)
     by_auto = _by_auto(comm, model) if _SHARED in dict(model.curves) else None
     if shown:
         _print(model, by_auto, title)
+    return [{"ranks": comm.size, "nodes": comm.num_nodes, "algorithm": name, "bytes": size,
+             "us": 1e6 * seconds, "selected": name == _selected(model, size),
+             "bucket_bytes": model.bucket_bytes}
+            for name, curve in _curves(model, by_auto).items() for size, seconds in curve.points]
+
+
+def _selected(model: Model, size: int) -> str:
+    """Return the algorithm that auto uses."""
+    names = [name for name, _ in model.curves]
+    return _SHARED if _SHARED in names else model.best(size, names)
+
+
+def _curves(model: Model, by_auto: Curve | None) -> dict[str, Curve]:
+    """Return the times by algorithm, also those of ordinary calls."""
+    return dict(model.curves) | ({} if by_auto is None else {_AUTO: by_auto})
 
 
 def _by_auto(comm: Communicator, model: Model) -> Curve:
@@ -89,7 +121,7 @@ def _by_auto(comm: Communicator, model: Model) -> Curve:
 
 
 def _print(model: Model, by_auto: Curve | None, title: str) -> None:
-    curves = dict(model.curves) | ({} if by_auto is None else {_AUTO: by_auto})
+    curves = _curves(model, by_auto)
     sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
     columns = [Column("name", -12, title="microseconds"),
                *(Column(size_text(size), 10, 4) for size in sizes), Column("GB/s", 8, 3)]
