@@ -12,7 +12,7 @@ from ..arguments import MAX_INT32
 from ..errors import ConfigError
 from ..launch.environment import prints_for_job
 from ..names import suggestion
-from .table import WIDTH
+from .terminal import WIDTH
 from .units import parse_count
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..launch.host import quota, usable_processors
 from ..text import count
-from .table import WIDTH
+from .terminal import line_width
 
 _SPIN_S = 0.1
 # On an idle machine, a rank gets more than 97 % of a core.
@@ -74,4 +74,4 @@ def busy_warning(uses: Sequence[ProcessorUse], result: str) -> str:
         f"WARNING: the machine is busy: rank {rank} got {worst.share:.0%} of a core while all "
         f"ranks computed. On {worst.host}, {count(len(neighbors), 'rank')} may use {allowed} of "
         f"{count(worst.online, 'processor')}{cgroup}, and the load average is {worst.load:.1f}. "
-        f"{result} {remedy}", WIDTH)
+        f"{result} {remedy}", line_width())

@@ -1,19 +1,17 @@
 """Formats rows as lines of a table with fixed columns, which can be printed one by one."""
 
 import math
-import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..text import ranks_on_nodes
+from .terminal import line_width, renderer
 
 # A result; and the machine and the software with which results were measured.
 Row = dict[str, Any]
 Environment = dict[str, Any]
-# Longest line that commands print, unless a single value is longer.
-WIDTH = 100
 # Follows the best value of a row if there is no bold type.
 _MARK = "*"
 
@@ -76,29 +74,15 @@ def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str
         columns: Columns of the table.
         styles: "bold" or "underline", by the number of a cell.
     """
-    render = _renderer() or _marked
-    return " ".join(
-        render(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}",
-               styles.get(number, "")) for number, (cell, column) in enumerate(zip(cells, columns))
-    ).rstrip()
+    render = renderer()
+    aligned = [(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}",
+                styles.get(number, ""))
+               for number, (cell, column) in enumerate(zip(cells, columns))]
+    return " ".join(f"{render(*cell)} " if render else _marked(*cell) for cell in aligned).rstrip()
 
 
 def _marked(cell: str, style: str) -> str:
     return cell + (_MARK if style == "bold" else " ")
-
-
-def _renderer() -> Callable[[str, str], str] | None:
-    """Return a function that adds escape codes; None without a terminal, or without rich."""
-    if sys.stdout is None or not sys.stdout.isatty():
-        return None
-    try:
-        from rich.console import Console
-        from rich.style import Style
-    except ImportError:
-        return None
-    if Console().is_dumb_terminal:
-        return None
-    return lambda cell, style: Style.parse(style).render(cell) + " "
 
 
 def _text(row: Row, column: Column) -> str:
@@ -122,7 +106,7 @@ def significant(value: float, digits: int) -> str:
 
 def note(text: str) -> str:
     """Return a note above a table, wrapped in lines that begin with "# "."""
-    return textwrap.fill(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
+    return textwrap.fill(text, line_width(), initial_indent="# ", subsequent_indent="# ")
 
 
 def about(benchmark: str, environment: Environment) -> str:

@@ -28,9 +28,10 @@ _DEFAULT_SHM_BYTES = 16 * _MIB
 # 64 MiB.
 _SMALL_SHM_BYTES = 256 * _MIB
 _MIN_OPEN_FILES = 1024
-# Command for sh and bash. It checks again that the files are unused, because jobs may have started.
+# Command for sh and bash, in lines that are not wrapped, because a command may end at a line's end.
+# It checks again that the files are unused, because jobs may have started.
 REMOVE_LEFTOVERS = (
-    "for f in /dev/shm/mpich_shm_* /dev/shm/sm_segment.* /dev/shm/vader_segment.*; do "
+    "for f in /dev/shm/mpich_shm_* \\\n/dev/shm/sm_segment.* /dev/shm/vader_segment.*; do\n"
     "[ -O $f ] && ! grep -qsF $f /proc/[0-9]*/maps && rm $f; done")
 # Without these variables, a fork may copy pages to which the network device writes.
 _FORK_VARIABLES = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")

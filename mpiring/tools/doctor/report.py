@@ -3,17 +3,20 @@
 import dataclasses
 import itertools
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ... import __version__
 from ...text import count, first_few, ranks_text
+from ..terminal import line_width, styled
 from .facts import JobFacts
 
 VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
 
 _MAX_HOSTS = 4
 _WIDTH = max(map(len, VERDICTS))
+_STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", PROBLEM: "bold red"}
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,45 @@ def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
     hosts = first_few(list(job.node_names().values()), _MAX_HOSTS).replace(", and", " and")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
     lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
-    indent = " " * (_WIDTH + 4)
     for subject, group in itertools.groupby(findings, lambda finding: finding.subject):
-        lines += ["", subject]
+        lines += ["", styled(subject, "bold")]
         for finding in group:
-            first, *more = finding.value.splitlines() or [""]
-            place = location(finding.ranks, job)
-            lines += [f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
-                      + (f"  [{place}]" if place else ""), *(f"{indent}  {line}" for line in more)]
-            lines += [f"{indent}-> {finding.remedy}"] if finding.remedy else []
+            lines += _lines(finding, location(finding.ranks, job))
     verdicts = [finding.verdict for finding in findings]
     counts = [count(verdicts.count(verdict), verdict) for verdict in (PROBLEM, WARNING, NOTE)
               if verdict in verdicts]
     return "\n".join([*lines, "", ", ".join(counts) or "all is well"])
+
+
+def _lines(finding: Finding, place: str) -> Iterator[str]:
+    """Yield the lines of a finding: its value, and the remedy below.
+
+    Args:
+        finding: The finding.
+        place: Ranks and hosts; "" for all ranks.
+    """
+    indent = " " * (_WIDTH + 4)
+    first, *more = finding.value.splitlines() or [""]
+    heading = _wrapped(f"{finding.name}: {first}" + (f"  [{place}]" if place else ""),
+                       indent, f"{indent}  ")
+    verdict = styled(f"{finding.verdict:{_WIDTH}}", _STYLES[finding.verdict])
+    yield f"  {verdict}  {heading[0].strip()}"
+    yield from heading[1:]
+    for line in more:
+        yield from _wrapped(line, f"{indent}  ", f"{indent}  ")
+    for number, line in enumerate(finding.remedy.splitlines()):
+        yield from _wrapped(line, f"{indent}{'   ' if number else '-> '}", f"{indent}   ")
+
+
+def _wrapped(text: str, first: str, other: str) -> list[str]:
+    """Return text as lines that fit the terminal; paths and options stay whole.
+
+    Args:
+        text: Text of a paragraph.
+        first, other: Indentation of the first line, and of the other lines.
+    """
+    return textwrap.wrap(text, line_width(), initial_indent=first, subsequent_indent=other,
+                         break_long_words=False, break_on_hyphens=False)
 
 
 def as_json(findings: Sequence[Finding], job: JobFacts) -> str:

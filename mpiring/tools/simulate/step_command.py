@@ -14,6 +14,7 @@ from ..busy import busy_warning, processor_use
 from ..plot import CLUSTER, Drawing, over_nodes
 from ..results import check_files, declare_files, write_files
 from ..table import Column, Row
+from ..terminal import line_width
 from ..units import parse_size, size_text
 from .cluster import Cluster
 from .counted import counted
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     if options.compare:
         # What a user wants to know stands above the tables of many clusters.
         for text in verdict([row for row in rows if row["nodes"] == rows[-1]["nodes"]]):
-            print("\n" + textwrap.fill(text, table.WIDTH))
+            print("\n" + textwrap.fill(text, line_width()))
         print()
     table.show(rows, columns)
     if caveat := caveat_of([cluster.of(row["nodes"], row["ranks"] // row["nodes"])

@@ -11,6 +11,7 @@ from .. import table
 from ..output import refuse_unwritable
 from ..picture import refuse_undrawable
 from ..table import Column, Row
+from ..terminal import line_width
 from ..units import size_text
 from . import picture
 from .budget import (
@@ -74,7 +75,7 @@ def run(options: Namespace) -> int:
     print(f"# {job.caption}")
     _print_budgets(budgets, counts)
     for sentence in lateness.sentences():
-        print(textwrap.fill(sentence, table.WIDTH, subsequent_indent="  "))
+        print(textwrap.fill(sentence, line_width(), subsequent_indent="  "))
     _print_operations(kinds, sum(counts.values()))
     if options.plot:
         picture.draw(options.plot, job.caption, budgets, drawn, number, last_called)

@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
+import sys
 from dataclasses import replace
 
 import pytest
 from examined import (
     CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, found, job,
     one, ranks)
+from launching import needed
 
+from mpiring.tools.doctor import hardware
 from mpiring.tools.doctor.command import judge
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Failure, Gpus, Library, Memory, Mpirun, Pair, Processors,
@@ -357,6 +361,43 @@ def test_settings():
     differing[3] = replace(differing[3], variables={**HYDRA, "MPIRING_TUNING": "0"})
     values = {(f.value, f.ranks) for f in found(job(differing))["MPIRING_* variables"]}
     assert values == {("none", (0, 1, 2)), ("MPIRING_TUNING=0", (3,))}
+
+
+def long_report():
+    """Return a report with a long remedy and a command of several lines."""
+    some = ranks(1)
+    some[0] = replace(some[0], memory=replace(PLENTY, shm_bytes=1 << 20, leftover_files=3))
+    return as_text(judge(job(some)), job(some))
+
+
+def test_the_report_fits_the_terminal_and_its_commands_stay_whole(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    plain = long_report()
+    assert 90 < max(map(len, plain.splitlines())) <= 100 and "\x1b" not in plain
+    for columns, most in (("80", 80), ("300", 100)):
+        monkeypatch.setenv("COLUMNS", columns)
+        text = long_report()
+        assert max(map(len, text.splitlines())) <= most and text.split() == plain.split()
+        command = re.sub(r"\n +", "\n", text[text.index("for f in"):])
+        assert command.startswith(hardware.REMOVE_LEFTOVERS), command
+
+
+def test_the_report_in_a_terminal(monkeypatch):
+    """It has the same content, with styles if rich is there."""
+    plain = long_report()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert long_report() == plain
+    monkeypatch.undo()
+    needed("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for problem in ("1;31", "1"):
+        text = long_report()
+        assert re.sub(r"\x1b\[[\d;]*m", "", text) == plain
+        assert f"\x1b[{problem}mproblem\x1b[0m  /dev/shm: " in text, text
+        monkeypatch.setenv("NO_COLOR", "1")
 
 
 def test_findings_of_all_ranks_are_told_once_and_others_where():
