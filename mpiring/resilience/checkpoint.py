@@ -1,6 +1,7 @@
 """Saves the state of a training run in the background, and loads the newest complete checkpoint."""
 
 import collections
+import logging
 import os
 import random
 import threading
@@ -25,6 +26,13 @@ from .folder import (Lock, await_files, delete_old, leave_note, open_folder, pub
 from .plan import SavePlan, agree
 from .reader import Reader, Saved
 from .tree import Arrays, DeviceArrays, Kind, Scalars
+
+
+_log = logging.getLogger("mpiring")
+
+# Effect of random numbers that are not restored.
+NEW_SEEDS = ("Ranks draw random numbers from the seeds of this job: data order and dropout differ "
+             "from an uninterrupted run")
 
 
 @dataclass(frozen=True)
@@ -210,17 +218,27 @@ class Checkpoints:
 
         Returns:
             None if the folder holds no checkpoint. If another number of ranks saved the checkpoint,
-            `own` is None, and rank 0 logs the reason; `sharded` fits any number of ranks.
+            `own` is None, and rank 0 logs the reason and the effect; `sharded` fits any number of
+            ranks.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used.
 
         Collective: yes. Blocking: yes.
         """
+        saved, left_out = self._newest()
+        if left_out and self._comm.rank == 0:
+            _log.warning("%s. Not loaded: own, the state of each rank. %s; residuals start at zero",
+                         left_out, NEW_SEEDS)
+        return saved
+
+    def _newest(self) -> tuple[Saved | None, str]:
+        """Return the newest complete checkpoint, and why its `own` is None; or ""."""
         if self._folder is None:
-            return None
+            return None, ""
         self.wait()
-        return Reader(self._folder, self._comm, self.kinds, self._seed, self._refused).newest()
+        reader = Reader(self._folder, self._comm, self.kinds, self._seed, self._refused)
+        return reader.newest(), reader.left_out
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and let other jobs use the folder.

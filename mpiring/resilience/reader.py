@@ -70,12 +70,16 @@ class Reader:
         kinds: Kinds of arrays that states may hold.
         seed: Seed of the training run; None accepts any seed.
         refused: Set of names of checkpoints that cannot be used; `newest` adds to it.
+
+    Attributes:
+        left_out: Text about the ranks whose own states `newest` has left out; "" if there are none.
     """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:
         self._folder, self._comm, self._kinds = folder, comm, (*kinds, SlicedTensors())
         self._seed, self._refused = seed, refused
+        self.left_out = ""
 
     def newest(self, step: int | None = None) -> Saved | None:
         """Return the newest complete checkpoint, or None if there is none; see Checkpoints.
@@ -127,9 +131,8 @@ class Reader:
         contents, pieces = self._read_files(
             {name: files[name] for name in wanted if name in files}, slices or {}, files)
         if not same_size and any(name.startswith("rank-") for name in files):
-            self._warn(
-                f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
-                f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
+            self.left_out = (f"{path} was saved by {count(manifest['size'], 'rank')}, and this job "
+                             f"has {count(self._comm.size, 'rank')}")
         replicated = self._broadcast(contents.get(REPLICATED))
         sharded = None if slices is None else self._broadcast(contents.get(SHARDED))
         # Only some ranks may fail, because each rank has a different `own`.

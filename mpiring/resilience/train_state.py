@@ -1,8 +1,10 @@
 """Saves and restores the complete state of a training run; a resumed job has identical bits."""
 
+import hashlib
 import inspect
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,13 +18,19 @@ from ..operations.consistency import same_on_all
 from ..reducers.compressor import Compressor
 from ..sharding.sliced import whole
 from ..world import or_world
-from .checkpoint import Checkpoints, random_state, set_random_state
+from .checkpoint import NEW_SEEDS, Checkpoints, random_state, set_random_state
 from .reader import Saved
+from .tree import outline
+
+_log = logging.getLogger("mpiring")
 
 _LOADABLE = ("pass an object with state_dict() and load_state_dict(), a random generator, an "
              "array, or a dict or list of arrays and numbers")
 # A rank's own state: global random numbers, own parts, and each rank's addition to shared parts.
-_NO_OWN: Mapping[str, Any] = {"random": None, "parts": {}, "of parts": {}}
+_NO_OWN: Mapping[str, Any] = {"random": {}, "parts": {}, "of parts": {}}
+# Key, in the replicated state, of the random numbers that were equal on all ranks: their global
+# generators, and generators that are parts.
+_COMMON = "equal random numbers"
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,8 @@ class TrainState:
       optimizer, an optimizer of `mpiring.optim`, `DiLoCo`, or a parameter server. Any number of
       ranks can restore it.
     - Each rank writes its own state of random generators, Reducers, and the parts in `own`. With
-      another number of ranks, `restore` leaves these parts unchanged, and rank 0 logs a warning.
+      another number of ranks, `restore` leaves these parts unchanged, except for generators that
+      were equal on all ranks. Rank 0 logs a warning that names what was left out, and the effect.
     - Rank 0 writes all other parts, which must be equal on all ranks. Any number of ranks can
       restore them.
 
@@ -135,12 +144,14 @@ class TrainState:
 
         Collective: yes. Blocking: yes.
         """
-        saved = self._open(folder).load()
+        saved, left_out = self._open(folder)._newest()
         if saved is None:
             return 0
         with same_on_all(self._comm, "TrainState.restore", error=CheckpointError):
             self._refuse_other_parts(saved)
-        own = saved.own or _NO_OWN
+        own = saved.own or self._common_of(saved)
+        if left_out and self._comm.rank == 0:
+            _log.warning("%s. Not restored: %s", left_out, "; ".join(self._left_out(own)))
         # The order of gradients comes first: it determines the buckets whose slices optimizers
         # load.
         for name, state in own["of parts"].items():
@@ -156,8 +167,11 @@ class TrainState:
         # With DiLoCo, a rank's own weights replace the global ones.
         for name, state in own["parts"].items():
             self._load(saved, name, self._own[name].load_state_dict, state)
-        if own["random"] is not None:
-            self._load(saved, "random", self.framework.set_random_state, own["random"])
+        if own["random"]:
+            # With another number of ranks, only the generators that were equal on all ranks.
+            present = {} if saved.own else self.framework.random_state()
+            self._load(saved, "random", self.framework.set_random_state,
+                       {**present, **own["random"]})
         self.step = saved.step
         return saved.step
 
@@ -165,10 +179,11 @@ class TrainState:
         """Raise CheckpointError if a checkpoint has other parts than this state."""
         own = _NO_OWN if saved.own is None else saved.own
         if not all(isinstance(state, dict) for state in (saved.replicated, own)) or (
-                own.keys() != _NO_OWN.keys()):
+                own.keys() != _NO_OWN.keys()
+                or saved.replicated.get(_COMMON, _NO_OWN).keys() != _NO_OWN.keys()):
             raise CheckpointError(f"checkpoint {saved.name} in {self._folder} was not saved by a "
                                   f"TrainState; read it with Checkpoints")
-        names = [*saved.replicated, *(saved.sharded or {}), *own["parts"]]
+        names = [*(saved.replicated.keys() - {_COMMON}), *(saved.sharded or {}), *own["parts"]]
         expected = [*self._shared, *([] if saved.own is None else self._own)]
         missing = [name for name in expected if name not in names]
         unexpected = [str(name) for name in names if name not in expected]
@@ -228,8 +243,73 @@ class TrainState:
                          for name, part in self._own.items()},
                "of parts": {name: part.own_state_dict() for name, part in self._shared.items()
                             if hasattr(part, "own_state_dict")}}
+        replicated[_COMMON] = self._common(own)
         checkpoints.save(step, replicated=replicated, own=own, sharded=sharded or None)
         self.step = step
+
+    def _common(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the random numbers, of a rank's own state, that are equal on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        states = {"random": own["random"], "parts": {
+            name: state for name, state in own["parts"].items()
+            if isinstance(self._own[name], _Random)}}
+        digests = {(kind, name): self._digest(state) for kind, named in states.items()
+                   for name, state in named.items()}
+        ranks = self._comm.allgather_object(digests, label="TrainState: random numbers")
+        return {**_NO_OWN, **{kind: {
+            name: state for name, state in named.items()
+            if all(digests[kind, name] and digests[kind, name] == other.get((kind, name))
+                   for other in ranks)} for kind, named in states.items()}}
+
+    def _digest(self, state: Any) -> str:
+        """Return a hash of a state; "" if it cannot be saved, which `save` reports."""
+        try:
+            tree = outline(state, self.framework.checkpoints.kinds, "random")
+        except ConfigError:
+            return ""
+        hashed = hashlib.sha256(tree.text.encode())
+        for leaf in tree.leaves.values():
+            elements = np.empty(leaf.nbytes, np.uint8)
+            leaf.kind.copy(leaf.value, elements)
+            hashed.update(elements.data)
+        return hashed.hexdigest()
+
+    def _common_of(self, saved: Saved) -> Mapping[str, Any]:
+        """Return the random numbers that another number of ranks can restore.
+
+        A single rank has only equal random numbers. They are those of all ranks if the program has
+        given all ranks of this job the same.
+
+        Collective: yes. Blocking: yes.
+        """
+        common: Mapping[str, Any] = saved.replicated.get(_COMMON, _NO_OWN)
+        present = {"random": self.framework.random_state(),
+                   "parts": {name: part.state_dict() for name, part in self._own.items()
+                             if isinstance(part, _Random)}}
+        known = {**_NO_OWN, **present} if saved.size > 1 else self._common(present)
+        return {kind: {name: state for name, state in named.items() if name in known[kind]}
+                for kind, named in common.items()}
+
+    def _left_out(self, own: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what `restore` leaves out with another number of ranks, and the effect.
+
+        Args:
+            own: State that it restores.
+        """
+        generators = [name for name, part in self._own.items() if isinstance(part, _Random)]
+        drawn = [*(name for name in self.framework.random_state() if name not in own["random"]),
+                 *(name for name in generators if name not in own["parts"])]
+        others = [name for name in self._own if name not in generators]
+        adding = [name for name, part in self._shared.items() if hasattr(part, "own_state_dict")]
+        if drawn:
+            yield f"random numbers ({', '.join(drawn)}). {NEW_SEEDS}"
+        if others:
+            yield f"{', '.join(others)}, which keep their present state on each rank"
+        if adding:
+            yield (f"each rank's addition to {', '.join(adding)}: residuals of Reducers start at "
+                   f"zero")
 
     def _state_of(self, name: str, part: Any, seen: int | None) -> Any:
         if seen is not None and name in self._counting:

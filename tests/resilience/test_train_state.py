@@ -101,6 +101,77 @@ def test_another_number_of_ranks_leaves_each_ranks_own_state(tmp_path):
     on_ranks(2, load)
 
 
+def drawing(comm, *seeds):
+    """Return a state with generators: `shared` has one seed on all ranks, the others have many."""
+    shared, legacy, single = seeds
+    random = {"shared": np.random.default_rng(shared), "legacy": np.random.RandomState(legacy),
+              "single": np.random.default_rng([single, comm.rank])}
+    return TrainState(comm, counter=Counter(1), own={"mine": Counter(comm.rank)}, **random), random
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1), (1, 2)])
+def test_generators_that_are_equal_on_all_ranks_fit_any_number(tmp_path, caplog, saving, loading):
+    def save(comm):
+        state, random = drawing(comm, 1, 2, 3)
+        with state:
+            for generator in random.values():
+                generator.random(10)
+            state.save(tmp_path, 5)
+
+    def load(comm):
+        state, random = drawing(comm, 11, 12, 13)
+        with state:
+            state.restore(tmp_path)
+        assert random["shared"].random() == np.random.default_rng(1).random(11)[-1]
+        assert random["legacy"].random_sample() == np.random.RandomState(2).random_sample(11)[-1]
+        if saving > 1:
+            assert random["single"].random() == np.random.default_rng([13, comm.rank]).random()
+    on_ranks(saving, save)
+    on_ranks(loading, load)
+    (text,) = [record.message for record in caplog.records]
+    assert f"{tmp_path / '000001-step-5'} was saved by {saving} rank" in text
+    assert f"job has {loading} rank" in text and "; mine, which keep their present" in text
+    assert "Not restored: random numbers (single). Ranks draw random numbers from the seeds of " in text
+    assert "data order and dropout differ from an uninterrupted run" in text
+
+
+def test_a_checkpoint_without_equal_random_numbers_is_still_read(tmp_path, caplog):
+    """Version 0.1 did not compare generators."""
+    state = np.random.default_rng(5).bit_generator.state
+
+    def save(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(3, replicated={"counter": {"value": 7}}, own={
+                "random": TrainState.framework.random_state(), "parts": {"dice": state},
+                "of parts": {}})
+
+    def load(comm):
+        counter, dice = Counter(), np.random.default_rng(6)
+        with TrainState(comm, counter=counter, dice=dice) as state_of_job:
+            assert state_of_job.restore(tmp_path) == 3 and counter.value == 7
+        expected = 5 if comm.size == 2 else 6
+        assert dice.random() == np.random.default_rng(expected).random()
+    on_ranks(2, save)
+    on_ranks(2, load)
+    assert not caplog.records
+    on_ranks(1, load)
+    assert "Not restored: random numbers (python, numpy, dice). Ranks draw" in caplog.text
+
+
+def test_own_state_that_is_left_out_has_an_effect(tmp_path, caplog):
+    def save(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(3, replicated=1, own=comm.rank)
+
+    def load(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            assert checkpoints.load().own is None
+    on_ranks(2, save)
+    on_ranks(1, load)
+    assert "was saved by 2 ranks, and this job has 1 rank. Not loaded: own" in caplog.text
+    assert "data order and dropout differ" in caplog.text
+
+
 def test_slices_fit_a_part_that_wants_them_whole(tmp_path):
     def run(comm):
         with TrainState(comm, halves=Halves(comm, 3)) as state:
