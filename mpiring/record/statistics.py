@@ -27,8 +27,9 @@ class Statistics:
 
     Attributes:
         operations: Number of complete operations; 0 if the communicator has one rank.
-        bytes_sent: Bytes that this rank sent to other ranks, except through shared memory. MPI
-            collectives count as the least number of bytes that they can send.
+        bytes_sent: Bytes that this rank sent to other ranks, except through shared memory: 0 if
+            all ranks share a node's memory, whatever the Reducer. MPI collectives count as the
+            least number of bytes that they can send.
         communication_s: Seconds during which at least one operation was in flight.
         exposed_s: Seconds that the program waited for operations.
         dense_bytes: Bytes that this rank would have sent to other nodes without compression of
@@ -53,7 +54,8 @@ class Statistics:
             return "no operations"
         text = (f"{count(self.operations, 'operation')} in {seconds(self.communication_s)}, "
                 f"{self.hidden_share:.0%} of it hidden behind computation; waited "
-                f"{seconds(self.exposed_s)}, sent {size(self.bytes_sent)}")
+                f"{seconds(self.exposed_s)}, sent {size(self.bytes_sent)}"
+                + " over networks: on one node, data is in shared memory" * (not self.bytes_sent))
         if self.dense_bytes > self.bytes_sent > 0:
             text += f", which would be {size(self.dense_bytes)} without compression"
         if self.encode_s or self.decode_s:

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
 
 Between = Callable[["SliceExchange", Wide, Wide | None], Schedule[bool]]
+
+_log = logging.getLogger("mpiring")
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 2
@@ -286,8 +289,16 @@ class Compressor(ABC):
 
         Args:
             applied: If true, all ranks applied the step; otherwise, the state does not change.
+
+        Rank 0 logs the end of a warm-up, during which means are plain.
         """
+        before = self._states.steps
         self._states.commit_step(applied)
+        rank, _, nodes = self._world
+        if rank == 0 and self.compresses(len(nodes), self._states.steps) and not self.compresses(
+                len(nodes), before):
+            _log.warning("%r: after %d steps with plain means, gradients are compressed between "
+                         "nodes from now on", self, self._states.steps)
 
     def rescale(self, factor: float) -> None:
         """Multiply the state, because the scale of the loss has changed.

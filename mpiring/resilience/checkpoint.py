@@ -31,8 +31,8 @@ from .tree import Arrays, DeviceArrays, Kind, Scalars
 _log = logging.getLogger("mpiring")
 
 # Effect of random numbers that are not restored.
-NEW_SEEDS = ("Ranks draw random numbers from the seeds of this job: data order and dropout differ "
-             "from an uninterrupted run")
+NEW_SEEDS = ("Ranks draw from new seeds: data order and dropout that depend on them differ from an "
+             "uninterrupted run")
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ class Checkpoints:
         """
         saved, left_out = self._newest()
         if left_out and self._comm.rank == 0:
-            _log.warning("%s. Not loaded: own, the state of each rank. %s; residuals start at zero",
-                         left_out, NEW_SEEDS)
+            _log.warning("%s. Not loaded: each rank's own state, such as residuals and random "
+                         "numbers. %s", left_out, NEW_SEEDS)
         return saved
 
     def _newest(self) -> tuple[Saved | None, str]:

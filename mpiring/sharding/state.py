@@ -260,6 +260,11 @@ class BucketStates:
         # State of tensors that are not in a bucket.
         self._unplaced: dict[str, TensorState] = {}
 
+    @property
+    def steps(self) -> int:
+        """Number of applied steps."""
+        return max((bucket.steps for bucket in self._buckets.values()), default=0)
+
     def of(self, bucket: Bucket) -> BucketState | None:
         """Return the state of a bucket; None unless it was passed to `rebuild`."""
         return self._buckets.get(bucket.plan)

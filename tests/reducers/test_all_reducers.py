@@ -65,6 +65,21 @@ def test_ranks_have_the_same_bits_and_what_is_not_sent_is_kept(name, cluster):
             np.testing.assert_allclose(got + model.residual(), wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("make", [
+    lambda: OneBit(64, warmup_steps=2), lambda: PowerSGD(2, start_step=2),
+    lambda: ErrorFeedback(OneBit(64, warmup_steps=2))])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_rank_0_says_once_that_the_warm_up_ends(caplog, make, nodes):
+    """On one node nothing is ever compressed."""
+    model = Model(make, [0, nodes - 1])
+    for step, says in enumerate((False, nodes > 1, False)):
+        model.step(gradients(step, 2, count()))
+        said = [record.message for record in caplog.records]
+        assert said == [f"{model.reducers[0]!r}: after 2 steps with plain means, gradients are "
+                        f"compressed between nodes from now on"] * says
+        caplog.clear()
+
+
 class Six:
     """A user's Reducer, which knows nothing of slices."""
 
