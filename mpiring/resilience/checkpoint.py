@@ -228,8 +228,7 @@ class Checkpoints:
         """
         saved, left_out = self._newest()
         if left_out and self._comm.rank == 0:
-            _log.warning("%s. Not loaded: each rank's own state, such as residuals and random "
-                         "numbers. %s", left_out, NEW_SEEDS)
+            _log.warning("%s, and is left out (residuals, random numbers). %s", left_out, NEW_SEEDS)
         return saved
 
     def _newest(self) -> tuple[Saved | None, str]:

@@ -72,7 +72,7 @@ class Reader:
         refused: Set of names of checkpoints that cannot be used; `newest` adds to it.
 
     Attributes:
-        left_out: Text about the ranks whose own states `newest` has left out; "" if there are none.
+        left_out: Reason why `newest` has left out the own state of each rank; "" if it has not.
     """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
@@ -131,8 +131,8 @@ class Reader:
         contents, pieces = self._read_files(
             {name: files[name] for name in wanted if name in files}, slices or {}, files)
         if not same_size and any(name.startswith("rank-") for name in files):
-            self.left_out = (f"{path} was saved by {count(manifest['size'], 'rank')}, and this job "
-                             f"has {count(self._comm.size, 'rank')}")
+            self.left_out = (f"{path}: the own state of {count(manifest['size'], 'rank')} does not "
+                             f"fit {count(self._comm.size, 'rank')}")
         replicated = self._broadcast(contents.get(REPLICATED))
         sharded = None if slices is None else self._broadcast(contents.get(SHARDED))
         # Only some ranks may fail, because each rank has a different `own`.

@@ -129,8 +129,8 @@ def test_generators_that_are_equal_on_all_ranks_fit_any_number(tmp_path, caplog,
     on_ranks(saving, save)
     on_ranks(loading, load)
     (text,) = [record.message for record in caplog.records]
-    assert f"{tmp_path / '000001-step-5'} was saved by {saving} rank" in text
-    assert f"job has {loading} rank" in text and "; mine, which keep their present" in text
+    assert f"{tmp_path / '000001-step-5'}: the own state of {saving} rank" in text
+    assert f"does not fit {loading} rank" in text and "; mine, which keep their present" in text
     assert "Not restored: random numbers (single). Ranks draw from new seeds: data order" in text
     assert "differ from an uninterrupted run" in text
 
@@ -168,7 +168,7 @@ def test_own_state_that_is_left_out_has_an_effect(tmp_path, caplog):
             assert checkpoints.load().own is None
     on_ranks(2, save)
     on_ranks(1, load)
-    assert "was saved by 2 ranks, and this job has 1 rank. Not loaded: each rank's own state" in caplog.text
+    assert "own state of 2 ranks does not fit 1 rank, and is left out" in caplog.text
     assert "data order and dropout that depend on them differ" in caplog.text
 
 
