@@ -118,7 +118,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" for a known name that is longer or similar; "" if none is.
+    """Return a question about the known name that was probably meant; "" if none is similar.
 
     Args:
         name: Unknown name; dashes at its beginning do not count.

@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n" + warning)
     rows = list((_against if options.against else _scaling)(options, profile, cluster))
     if options.compare:
-        # What a user wants to know stands above the tables of many clusters.
+        # The table may be longer than the screen, so the recommendation is above it.
         for text in verdict([row for row in rows if row["nodes"] == rows[-1]["nodes"]]):
             print("\n" + textwrap.fill(text, line_width()))
         print()
