@@ -285,12 +285,10 @@ class Compressor(ABC):
         return ("residual",) if self.feeds_back else ()
 
     def commit_step(self, applied: bool) -> None:
-        """End a step.
+        """End a step; rank 0 logs the end of a warm-up, during which means are plain.
 
         Args:
             applied: If true, all ranks applied the step; otherwise, the state does not change.
-
-        Rank 0 logs the end of a warm-up, during which means are plain.
         """
         before = self._states.steps
         self._states.commit_step(applied)

@@ -112,7 +112,7 @@ class Reader:
         Raises:
             CheckpointError: A rank cannot use the checkpoint; the same error on all ranks.
         """
-        path = self._folder / name
+        path, self.left_out = self._folder / name, ""
         manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")

@@ -178,9 +178,10 @@ class TrainState:
     def _refuse_other_parts(self, saved: Saved) -> None:
         """Raise CheckpointError if a checkpoint has other parts than this state."""
         own = _NO_OWN if saved.own is None else saved.own
-        if not all(isinstance(state, dict) for state in (saved.replicated, own)) or (
-                own.keys() != _NO_OWN.keys()
-                or saved.replicated.get(_COMMON, _NO_OWN).keys() != _NO_OWN.keys()):
+        common = (saved.replicated.get(_COMMON, _NO_OWN) if isinstance(saved.replicated, dict)
+                  else None)
+        if not all(isinstance(state, dict) and state.keys() == _NO_OWN.keys()
+                   for state in (own, common)):
             raise CheckpointError(f"checkpoint {saved.name} in {self._folder} was not saved by a "
                                   f"TrainState; read it with Checkpoints")
         names = [*(saved.replicated.keys() - {_COMMON}), *(saved.sharded or {}), *own["parts"]]

@@ -116,10 +116,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _scaling(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Iterator[Row]:
     """Yield a prediction for each number of nodes and each strategy."""
-    compared = strategies(profile) if options.compare else [DATA_PARALLEL]
     # A cluster that is too large is refused before others are simulated.
     workloads = [Workload(profile, cluster.of(nodes, cluster.ranks_per_node), options.bucket_bytes)
                  for nodes in options.nodes]
+    compared = strategies(profile) if options.compare else [DATA_PARALLEL]
     for workload, strategy in counted("simulate step", [
             (workload, strategy) for workload in workloads for strategy in compared]):
         predicted = strategy.predict(workload)
