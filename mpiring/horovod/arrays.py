@@ -28,12 +28,9 @@ def scale(x: Array, factor: float, divisor: int = 1) -> None:
 
 
 class ArrayBuffers:
-    """Views NumPy arrays as vectors in C order, for one operation.
+    """Views NumPy arrays as vectors in C order, for one operation; `staged` has no effect.
 
     Arrays in another order are copied, and copied back if the operation writes them.
-
-    Args:
-        staged: Argument of the protocol; ignored, as NumPy arrays are in host memory.
     """
 
     stream = None
@@ -72,12 +69,7 @@ class NumPyArrays:
     def array(self, x: Any, *, written: bool = False) -> Array:
         """Return an argument as an array without a mask, in any memory order.
 
-        Args:
-            x: Array, or a value that can be converted to one.
-            written: If true, the operation writes results to it.
-
-        Raises:
-            ConfigError: It is masked; or it cannot take a result.
+        Raises ConfigError if the array is masked, or is `written` and cannot take a result.
         """
         if type(x) is not np.ndarray:
             if written or isinstance(x, np.ndarray):

@@ -61,12 +61,8 @@ def allgather_object(obj: Any, name: str | None = None,
 def named(params: Any, kind: type) -> list[tuple[str, Any]]:
     """Return pairs of name and array; the pairs of a mapping are sorted by name.
 
-    Args:
-        params: A mapping, or an iterable of arrays or of pairs of name and array.
-        kind: Class of the arrays.
-
-    Raises:
-        ValueError: `params` has another type, or a value is not of class `kind`.
+    Raises ValueError unless `params` is a mapping, or an iterable of arrays or of pairs, and all
+    arrays are of the class `kind`.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())

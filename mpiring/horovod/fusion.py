@@ -27,11 +27,7 @@ _MAX_VIEWS = 16
 class _Run:
     """Consecutive operations of one array package, either all in place or all not.
 
-    Attributes:
-        requests: The operations.
-        tensors: Their arrays.
-        part: Their part of the vector.
-        views: Views of this part, in the shapes of the arrays.
+    `part` is the part of their `tensors` in the vector; `views` are its views in their shapes.
     """
 
     requests: list[NamedRequest]
@@ -56,15 +52,10 @@ class _Run:
 
 
 class FusedVector:
-    """Operations whose arrays are combined as consecutive parts of one vector.
+    """Operations whose arrays are combined as consecutive parts of one vector, `flat`.
 
-    Args:
-        comm: The ranks.
-        runs: Runs of operations with the same dtype, op and factors.
-        flat: Their vector.
-        blocking: If true, return when the vector is combined.
-
-    Collective: yes. Blocking: if requested.
+    The operations of all runs have the same dtype, op and factors. If `blocking`, the constructor
+    returns when the vector is combined. Collective.
     """
 
     def __init__(self, comm: Communicator, runs: list[_Run], flat: Array, *,
@@ -97,12 +88,7 @@ class FusedVector:
 
 
 class FusedVectors:
-    """The fused vectors of a Matcher.
-
-    Args:
-        comm: The ranks.
-        max_bytes: Largest size of a vector.
-    """
+    """The fused vectors of a Matcher, each of at most `max_bytes`."""
 
     def __init__(self, comm: Communicator, max_bytes: int) -> None:
         self._comm, self._max_bytes = comm, max_bytes
@@ -115,16 +101,11 @@ class FusedVectors:
         return terms.fused is not None and terms.nbytes <= self._max_bytes
 
     def start(self, requests: Sequence[NamedRequest], *, blocking: bool) -> list[NamedRequest]:
-        """Start the operations that can be fused.
+        """Start the operations that can be fused, and return the other ones.
 
-        Args:
-            requests: Operations, the same in the same order on all ranks.
-            blocking: If true, and one vector holds all operations, return when it is combined.
-
-        Returns:
-            The operations that were not fused.
-
-        Collective: yes. Blocking: if `blocking`, or if there are more vectors than buffers.
+        The operations are the same, in the same order, on all ranks. If `blocking`, and one vector
+        holds all of them, return when it is combined. If there are more vectors than buffers, wait
+        for earlier ones. Collective.
         """
         by_terms, others = defaultdict[Any, list[NamedRequest]](list), list[NamedRequest]()
         terms, group = None, others

@@ -8,12 +8,7 @@ from ..communicator import Communicator
 
 @dataclass
 class Loan:
-    """A communicator that one optimizer uses at a time.
-
-    Attributes:
-        comm: The communicator.
-        is_free: Whether this rank has given it back.
-    """
+    """A communicator for one optimizer at a time; `is_free` once this rank has given it back."""
 
     comm: Communicator
     is_free: bool = False
@@ -25,9 +20,6 @@ class Lender:
     An optimizer needs a communicator for itself, since ranks may complete the gradients of several
     optimizers in different orders. Ranks drop an optimizer at different times, when their garbage
     collectors run. Hence communicators are not closed then, but used again.
-
-    Args:
-        comm: Communicator of the process set.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -40,7 +32,7 @@ class Lender:
     def lend(self) -> Loan:
         """Return a communicator that all ranks have given back, or a new one.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         free = self._comm.allgather_object(
             {number for number, loan in enumerate(self._loans) if loan.is_free},
@@ -59,11 +51,6 @@ class Lender:
 
 
 def give_back(loans: Collection[Loan], steps: Collection[object]) -> None:
-    """Give communicators back, unless operations of incomplete steps may be in flight.
-
-    Args:
-        loans: The communicators.
-        steps: Gradients of incomplete steps.
-    """
+    """Give communicators back, unless operations of incomplete `steps` may be in flight."""
     for loan in loans:
         loan.is_free = not steps

@@ -48,7 +48,7 @@ _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 
 
 class Matcher:
-    """Operations of a process set, by name.
+    """Operations of a process set, by name. Collective, blocking.
 
     Args:
         comm: Communicator of the process set, used only by this object.
@@ -59,8 +59,6 @@ class Matcher:
 
     Attributes:
         marks_rounds: If true, traces record the start of each comparison.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int,
@@ -100,8 +98,7 @@ class Matcher:
     def submit(self, request: NamedRequest) -> NamedRequest:
         """Submit an operation, which starts once all ranks have submitted its name; return at once.
 
-        Raises:
-            ConfigError: An operation of this name is in flight, or an array cannot be sent.
+        Raises ConfigError if an operation of this name is in flight, or an array cannot be sent.
         """
         terms, name = request.terms, request.name
         kind = terms.kind
@@ -140,10 +137,7 @@ class Matcher:
         self._open_bytes = 0
 
     def start(self, request: NamedRequest) -> None:
-        """Block until an operation has started; all ranks must submit it.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Block until an operation has started; all ranks must submit it. Collective."""
         while not request.started:
             self._end_open_batch()
             with self._progress_lock:
@@ -202,13 +196,8 @@ class Matcher:
     def _advance(self, *, blocking: bool) -> bool:
         """Compare the next batch, and start its common operations; return whether a batch ended.
 
-        The caller holds `_progress_lock`.
-
-        Args:
-            blocking: If true, wait for the other ranks.
-
-        Raises:
-            HorovodInternalError: A rank has not called before the timeout, or has failed.
+        The caller holds `_progress_lock`. If `blocking`, wait for the other ranks. Raises
+        HorovodInternalError if a rank has not called before the timeout, or has failed.
         """
         if self._failure is not None:
             raise HorovodInternalError(
@@ -250,8 +239,7 @@ class Matcher:
             handle.patience_s = 0.0
 
     def _select_batch(self) -> bool:
-        """Select the operations left over and the oldest ended batch; return whether there are any.
-        """
+        """Select left-over operations and the oldest ended batch; return whether there are any."""
         with self._lock:
             new = self._waiting[self._left:]
             number = new[0].batch if new else self._batch
@@ -274,7 +262,7 @@ class Matcher:
     def _match(self, batch: list[NamedRequest], *, same: bool, blocking: bool) -> None:
         """Start the operations that all ranks have submitted; keep the rest of the batch.
 
-        Collective: yes. Blocking: if batches differ.
+        Collective. Blocking if batches differ.
         """
         if same:
             ready, self._pause_s = batch, 0.0
@@ -427,12 +415,9 @@ class Matcher:
                          now_s - requests[0].submitted_s, _listed(requests), text)
 
     def finish(self, request: NamedRequest) -> Any:
-        """Return the result of an operation when it is complete.
+        """Return the result of an operation when it is complete. Collective, blocking.
 
-        Raises:
-            HorovodInternalError: The operation has failed.
-
-        Collective: yes. Blocking: yes.
+        Raises HorovodInternalError if the operation has failed.
         """
         if request.results is None:
             try:
@@ -458,19 +443,16 @@ class Matcher:
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def end(self) -> NamedRequest:
-        """Submit the last operation, which is complete when all ranks have called this.
+        """Submit the last operation, which completes when all ranks have called this.
 
-        Collective: yes. Blocking: no.
+        Collective.
         """
         if self._last is None:
             self._last = self.submit(NamedRequest(NumPyArrays(), _LAST_NAME, Terms(BARRIER), ()))
         return self._last
 
     def close(self) -> None:
-        """Wait until all ranks close; operations that were not waited for may be lost.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Wait until all ranks close; unfinished operations may be lost. Collective, blocking."""
         try:
             self.finish(self.end())
         finally:
@@ -483,10 +465,7 @@ class Matcher:
 def await_all(requests: Iterable[NamedRequest]) -> list[Any]:
     """Return the results of operations, which may belong to several process sets.
 
-    Raises:
-        HorovodInternalError: An operation has failed.
-
-    Collective: yes. Blocking: yes.
+    Raises HorovodInternalError if an operation has failed. Collective, blocking.
     """
     requests = list(requests)
     while not all([request.matcher.poll(request) for request in requests]):

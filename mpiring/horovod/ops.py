@@ -8,12 +8,8 @@ OP_NAMES = {Average: MEAN, Sum: "sum", Adasum: ADASUM, Min: "min", Max: "max", P
 def op_named(op: int | None, average: bool | None) -> str:
     """Return the name of a reduction in mpiring.
 
-    Args:
-        op: Number of a Horovod reduction; None for a mean.
-        average: Deprecated argument of Horovod, instead of `op`.
-
-    Raises:
-        ValueError: Both were passed, or there is no such op.
+    `op` is the number of a Horovod reduction, or None for a mean; `average` is Horovod's deprecated
+    argument. Raises ValueError if both were passed, or there is no such op.
     """
     if op is None:
         op = Average if average is None or average else Sum

@@ -80,8 +80,7 @@ class ProcessSet:
     def comm(self) -> Communicator:
         """Communicator of the set's ranks, which must all make its calls in the same order.
 
-        Raises:
-            ValueError: `init` was not called, or this rank is not in the set.
+        Raises ValueError if `init` was not called, or this rank is not in the set.
         """
         if self.process_set_id is None:
             raise ValueError(NOT_INITIALIZED if not self.ranks else
@@ -92,20 +91,14 @@ class ProcessSet:
 
     @property
     def matcher(self) -> Matcher:
-        """Matcher of the set's operations.
-
-        Raises the same errors as `comm`.
-        """
+        """Matcher of the set's operations; it raises the same errors as `comm`."""
         if self._matcher is None:
             raise ValueError(f"rank {self.comm.rank}: {self} no longer has operations")
         return self._matcher
 
     @property
     def lender(self) -> Lender:
-        """Lender of communicators for the set's optimizers.
-
-        Raises the same errors as `comm`.
-        """
+        """Lender of communicators for the set's optimizers; it raises the same errors as `comm`."""
         if self._lender is None:
             self._lender = Lender(self.comm)
         return self._lender
@@ -113,17 +106,9 @@ class ProcessSet:
     def arrive(self, kind: str, name: str = "", op: str = "") -> Communicator:
         """Return `comm` once all ranks have arrived at a collective that they run on it.
 
-        Meanwhile, operations that other ranks wait for can start.
-
-        Args:
-            kind: Kind of the collective.
-            name: Name of the collective; by default, calls are numbered.
-            op: Reduction, for a STEP.
-
-        Raises:
-            HorovodInternalError: A rank cannot arrive, because it has ended or called `join`.
-
-        Collective: yes. Blocking: yes.
+        Meanwhile, operations that other ranks wait for can start. Without a name, calls are
+        numbered. `op` is the reduction of a STEP. Raises HorovodInternalError if a rank cannot
+        arrive, because it has ended or called `join`. Collective, blocking.
         """
         if self.comm.size > 1:
             self.matcher.finish(self.matcher.submit(
@@ -133,9 +118,7 @@ class ProcessSet:
     def register(self, step: Callable[[], None], parameters: Iterable[str]) -> str:
         """Return the name for the steps of an optimizer, the same on all ranks.
 
-        Args:
-            step: Method of the optimizer, which takes part in a step without gradients.
-            parameters: Names of its parameters.
+        `step` is the optimizer's method that takes part in a step without gradients.
         """
         names = sorted(parameters)
         text = f"{first_few(names, 2)} ({zlib.crc32(repr(names).encode()):08x})"
@@ -148,13 +131,8 @@ class ProcessSet:
     def step_without_batch(self, name: str) -> None:
         """Take part in a step of an optimizer for which only other ranks have gradients.
 
-        Args:
-            name: Name of the operation.
-
-        Raises:
-            HorovodInternalError: This rank has no such optimizer.
-
-        Collective: yes. Blocking: yes.
+        Raises HorovodInternalError if this rank has no optimizer of this name. Collective,
+        blocking.
         """
         step = self._steps[name]() if name in self._steps else None
         if step is None:
@@ -164,14 +142,7 @@ class ProcessSet:
         step()
 
     def root(self, rank: int) -> int:
-        """Return the number of a rank within the set.
-
-        Args:
-            rank: Global rank.
-
-        Raises:
-            ValueError: The rank is not in the set.
-        """
+        """Return the number of a global rank within the set; raise ValueError if it is outside."""
         if self.ranks is None or rank not in self.ranks:
             raise ValueError(f"root_rank={rank!r}: expected one of the ranks of {self}")
         return self.ranks.index(rank)
@@ -183,10 +154,7 @@ class ProcessSet:
         self._comm, self._matcher = comm, matcher
 
     def close(self) -> None:
-        """Wait for the set's operations and ranks, then reset its number.
-
-        Collective: yes, among the set's ranks. Blocking: yes.
-        """
+        """Wait for the set's operations and ranks, then reset its number. Collective, blocking."""
         try:
             if self._matcher is not None:
                 self._matcher.close()
@@ -199,17 +167,10 @@ class ProcessSet:
 
 
 def ranks_of(process_set: ProcessSet, world: Communicator, world_mpi: Any) -> list[int]:
-    """Return the ranks of a set, which must be the same on all ranks.
+    """Return the ranks of a set, which must be the same on all ranks. Collective, blocking.
 
-    Args:
-        process_set: The set.
-        world: Communicator over all ranks.
-        world_mpi: MPI communicator of all ranks, which includes all ranks of the set.
-
-    Raises:
-        ValueError: A rank does not exist, or sets differ between ranks; raised on all ranks.
-
-    Collective: yes. Blocking: yes.
+    `world_mpi` includes all ranks of the set. All ranks raise ValueError if a rank does not exist,
+    or if sets differ between ranks.
     """
     try:
         with same_on_all(world, "ProcessSet") as same:

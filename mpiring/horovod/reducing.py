@@ -14,12 +14,10 @@ from .ops import OP_NAMES, Adasum, Average, Sum
 
 
 class Combined:
-    """Combines gradients by the op of an allreduce.
+    """Combines gradients by `op`, which is a reduction of `Communicator.allreduce`.
 
-    Args:
-        op: Reduction, as in `Communicator.allreduce`.
-        predivide: Divisor of all gradients before the sum. The sum is divided by the number of
-            ranks over `predivide`.
+    All gradients are divided by `predivide` before the sum, and the sum is divided by the number of
+    ranks over `predivide`.
     """
 
     def __init__(self, op: str, predivide: float = 1.0) -> None:
@@ -42,19 +40,11 @@ class Combined:
 
 
 def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
-    """Return the Reducer for an optimizer's arguments.
+    """Return the Reducer for the arguments of a DistributedOptimizer.
 
     For Sum, the Reducer computes a mean, as for Average; see SumWeighing. Only means and sums are
-    compressed.
-
-    Args:
-        op: Number of a Horovod reduction.
-        compression: `Compression.none`, `Compression.fp16`, or a Reducer.
-        predivide: Horovod's `gradient_predivide_factor`; ignored for compressed sums, which do not
-            need it.
-
-    Raises:
-        ConfigError: There is no such op or compression.
+    compressed. Compressed sums ignore `predivide`, since they do not need it. Raises ConfigError if
+    there is no such op or compression.
     """
     reduces = not isinstance(compression, type) and callable(getattr(compression, "reduce", None))
     if not reduces and compression not in (Compression.none, Compression.fp16):

@@ -38,8 +38,7 @@ class HorovodInternalError(MpiringError, RuntimeError):
 class HostsUpdatedInterrupt(RuntimeError):
     """Makes `elastic.run` call the function again although no rank has died; all ranks raise it.
 
-    Args:
-        skip_sync: If true, all ranks already have the same state.
+    With `skip_sync`, all ranks already have the same state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -48,11 +47,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class RequestBuffers(Protocol):
-    """Views arrays as vectors for one operation; see torch.vectors.TensorBuffers.
-
-    Attributes:
-        stream: The user's stream on a GPU; None in host memory.
-    """
+    """Views arrays as vectors for one operation; `stream` is the user's on a GPU, or None."""
 
     stream: Any
 
@@ -115,17 +110,15 @@ class ArrayPackage(Protocol):
 # Compared by identity, because a cache ensures that equal terms are one object.
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """The terms of an operation, on which ranks must agree.
+    """The terms of an operation, on which ranks must agree, except for the number of bytes.
 
     Attributes:
         kind: "allreduce", "allgather", ...
-        dtypes, shapes: Dtypes and shapes of its arrays. Shapes omit first dimensions that may
-            differ between ranks.
+        shapes: Shapes of its arrays, without first dimensions that may differ between ranks.
         op: Name of the reduction in mpiring.
         root: Global rank that broadcasts; -1 for other operations.
         factors: Prescale and postscale factor.
         device: Type of the device; "" for host memory.
-        nbytes: Number of bytes of its arrays, on which ranks need not agree.
     """
 
     kind: str
@@ -153,8 +146,7 @@ class Terms:
 
     @property
     def is_arrival(self) -> bool:
-        """Whether a rank waits for all ranks at this point of the program; see ProcessSet.arrive.
-        """
+        """Whether ranks wait for each other at this point of the program; see ProcessSet.arrive."""
         return self.kind not in _KINDS and self.kind != JOIN
 
     def difference(self, other: "Terms") -> str:
@@ -200,11 +192,8 @@ class NamedRequest:
     """An operation that a rank has submitted; Horovod's handle.
 
     Args:
-        arrays: Functions of the package of its arrays.
         name: Name, the same on all ranks.
-        terms: Terms on which ranks must agree.
-        tensors: Its arrays.
-        in_place: If true, results are written to these arrays.
+        in_place: If true, results are written to `tensors`.
         single: If true, there is one array, and the result is not a list.
         splits: Numbers of rows that an alltoall sends to each rank, as a list and as passed.
 
@@ -213,7 +202,6 @@ class NamedRequest:
         error: Error that has ended it.
         start: Function that starts a prepared operation, once all ranks have submitted it.
         settle: Function that sets the results once the operation is complete.
-        results: Results of the operation.
         rows: Number of rows from each rank, for each array of an allgather.
         batch: Number of its batch; see Matcher.
         submitted_s, started_s: Times of `time.monotonic()`; `started_s` is set only for traces.
@@ -247,11 +235,7 @@ class NamedRequest:
             self.handle is None or self.handle.done)
 
     def complete(self) -> None:
-        """Wait for the results of an operation that has started.
-
-        Raises:
-            HorovodInternalError: It has failed.
-        """
+        """Wait for the results of a started operation; raise HorovodInternalError if it failed."""
         if self.error is not None:
             raise self.error
         if self.settle is not None:
@@ -261,16 +245,10 @@ class NamedRequest:
         self.tensors = ()
 
     def prepare(self, comm: Communicator, ranks: Sequence[int]) -> None:
-        """Set `start`, for an operation that is not fused.
+        """Set `start`, for an operation that is not fused. The ranks are global.
 
-        The operation reads the arrays as they are now on the user's stream.
-
-        Args:
-            comm: The ranks.
-            ranks: Their global ranks.
-
-        Raises:
-            ConfigError: An array cannot be sent.
+        The operation reads the arrays as they are now on the user's stream. Raises ConfigError if
+        an array cannot be sent.
         """
         if self.terms.is_arrival:
             # The operation is complete when all ranks have arrived.

@@ -32,7 +32,6 @@ class HorovodSettings:
     """Settings of a program that calls Horovod's functions.
 
     Attributes:
-        config: Settings of the communicators.
         fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
         bucket_bytes: The same size for gradients; None if no variable sets it.
         ignored: Variables without effect, each with the reason.
@@ -47,8 +46,7 @@ class HorovodSettings:
 def settings() -> HorovodSettings:
     """Return the settings from HOROVOD_* variables; MPIRING_* variables take precedence.
 
-    Raises:
-        ConfigError: A variable is not a number.
+    Raises ConfigError if a variable is not a number.
     """
     given = horovod_variables()
     fields: dict[str, Any] = {}

@@ -27,16 +27,7 @@ _log = logging.getLogger("mpiring")
 class HorovodWorld:
     """All ranks, and their process sets.
 
-    Args:
-        comm: Communicator over all ranks.
-        mpi_comm: Their MPI communicator.
-        settings: Settings of the HOROVOD_* variables.
-
-    Attributes:
-        comm: Communicator over all ranks.
-        settings: The settings.
-
-    Collective: yes. Blocking: yes.
+    `mpi_comm` has the same ranks as `comm`. Collective, blocking.
     """
 
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
@@ -49,16 +40,10 @@ class HorovodWorld:
         self.add(global_process_set, range(comm.size))
 
     def add(self, process_set: ProcessSet, ranks: Sequence[int] | None = None) -> None:
-        """Create the communicators of a process set, and number the set.
+        """Create the communicators of a process set, and number the set. Collective, blocking.
 
-        Args:
-            process_set: The set.
-            ranks: Its ranks; by default, `process_set.ranks`.
-
-        Raises:
-            ValueError: A set of these ranks exists, or `ranks_of` raises it.
-
-        Collective: yes, among all ranks. Blocking: yes.
+        By default, `ranks` is `process_set.ranks`. Raises ValueError if a set of these ranks
+        exists, or `ranks_of` raises it.
         """
         if self._sets:
             self._sets[0].arrive("add_process_set")
@@ -80,7 +65,7 @@ class HorovodWorld:
     def remove(self, process_set: ProcessSet) -> bool:
         """End the operations of a set; return False if it is unknown or the global process set.
 
-        Collective: yes, among all ranks. Blocking: yes.
+        Collective, blocking.
         """
         if process_set not in self._sets[1:]:
             return False
@@ -121,10 +106,7 @@ class HorovodWorld:
                              "are in %s.ranks", path, error.strerror or error, path)
 
     def close(self) -> None:
-        """Wait for all operations of all sets, and for all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Wait for all operations of all sets, and for all ranks. Collective, blocking."""
         # Ranks may end the operations of different sets in different orders.
         await_all([process_set.matcher.end() for process_set in self.included])
         self._end_timeline()
@@ -145,11 +127,7 @@ _world: HorovodWorld | None = None
 
 
 def world() -> HorovodWorld:
-    """Return the world that `init` has created.
-
-    Raises:
-        ValueError: `init` was not called, or `shutdown` was called after it.
-    """
+    """Return the world; raise ValueError before `init` and after `shutdown`."""
     if _world is None:
         raise ValueError(NOT_INITIALIZED)
     return _world
@@ -190,14 +168,9 @@ def _communicator_of(comm: Any) -> Any:
 
 def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
           comm: Communicator | None = None) -> None:
-    """Create the world of an MPI communicator.
+    """Create the world of an MPI communicator, with the communicator of the same ranks, if any.
 
-    Args:
-        mpi_comm: MPI communicator of the ranks.
-        process_sets: Initial process sets.
-        comm: Communicator of the same ranks, if there is one.
-
-    Collective: yes. Blocking: yes.
+    Collective, blocking.
     """
     global _world
     given = settings()

@@ -25,13 +25,8 @@ class TensorArrays:
     def array(self, x: Any, *, written: bool = False) -> torch.Tensor:
         """Return an argument, which must be a tensor, in any memory order.
 
-        Args:
-            x: The tensor.
-            written: If true, the operation writes results to it.
-
-        Raises:
-            ValueError: It is not a tensor, or is a tensor of a class without plain memory.
-            ConfigError: It cannot take a result.
+        Raises ValueError if it is not a tensor, or is a tensor of a class without plain memory.
+        Raises ConfigError if it is `written` and cannot take a result.
         """
         if not isinstance(x, torch.Tensor) or (
                 type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):

@@ -41,14 +41,8 @@ class SyncBatchNorm(AnyBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized input, of the same shape.
 
-        Args:
-            input: Floating-point tensor of shape (N, C, ...).
-
-        Raises:
-            ValueError: The shape or dtype is wrong, or all ranks together have at most one value
-                per channel.
-
-        Collective: yes, in training. Blocking: yes, in training.
+        Raises ValueError if the shape or dtype is wrong, or all ranks together have at most one
+        value per channel.
         """
         # A trained model must also run without a call of `init`.
         if not self.training or global_process_set.comm.size == 1:

@@ -39,8 +39,7 @@ class Combination:
         op, compression, predivide: Arguments of `reducer_for`.
         groups: Groups of parameters that are sent together, or their number, or None.
         sparse_as_dense: If true, sparse gradients are sent as dense gradients.
-        eager: If true, gradients are sent when they are complete; otherwise, at the end of the
-            step.
+        eager: If true, gradients are sent when complete; otherwise, at the end of the step.
     """
 
     op: int
@@ -93,19 +92,14 @@ class StepAveraging(Averaging):
     def add(self, name: str, *, complete: bool) -> None:
         """Put a gradient into its bucket, after a pass has added to it.
 
-        Args:
-            name: Name of the parameter.
-            complete: If true, no other pass of this step adds to it, so that it can be sent.
+        A `complete` gradient can be sent, because no other pass of this step adds to it.
         """
         self._add(name, self._parameters[name], averages=complete)
 
     def finish(self, names: Collection[str]) -> None:
         """Send the remaining gradients, and return when all averages have arrived.
 
-        Args:
-            names: Names in the order in which to send their gradients; other gradients follow.
-
-        Collective: yes. Blocking: yes.
+        The gradients of `names` are sent first, in that order. Collective, blocking.
         """
         missing = dict.fromkeys([*self.gradients.missing, *self._sparse.missing])
         self._contribute([*(name for name in names if name in missing),
@@ -135,14 +129,11 @@ class StepGradients:
     parameter.
 
     Args:
-        names: Names of the parameters.
         process_set: Ranks to average over; gradients of other ranks remain unchanged.
-        combination: Settings of the combination.
         passes: Number of backward passes that complete a gradient.
         name: Name of the steps, the same on all ranks.
 
     Attributes:
-        names, passes: The arguments of the same names, with later changes.
         counts: Number of passes of this step that have added to each gradient, if there are any.
     """
 
@@ -217,16 +208,10 @@ class StepGradients:
             raise _refusal(self._process_set, first_few(names, 3), use)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when the gradients are averaged over all ranks.
+        """Return when gradients are averaged over the process set's ranks. Collective, blocking.
 
-        Args:
-            groups: Parameter groups of the optimizer.
-
-        Raises:
-            BufferMismatchError: Trained parameters or the combination differ between ranks.
-            GradientError: A gradient was replaced or written to after it was complete.
-
-        Collective: yes, among the process set's ranks. Blocking: yes.
+        Raises BufferMismatchError if trained parameters or the combination differ between ranks,
+        and GradientError if a gradient was replaced or written to after it was complete.
         """
         self._refuse("a change", self._withheld.release())
         if self.comm is not None:
@@ -237,12 +222,7 @@ class StepGradients:
     def step_without_batch(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take part in a step for which only other ranks have gradients; keep this rank's own.
 
-        Gradients that this rank has already sent also count.
-
-        Args:
-            groups: Parameter groups of the optimizer.
-
-        Collective: yes, among the process set's ranks. Blocking: yes.
+        Gradients that this rank has already sent also count. Collective, blocking.
         """
         self._withheld.release()
         incomplete = {p: None if p.grad is None else p.grad.clone() for group in groups
@@ -256,9 +236,9 @@ class StepGradients:
             del self.counts[p]
 
     def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when the gradients are averaged; other ranks have arrived, or have joined.
+        """Return when gradients are averaged; other ranks have arrived or joined.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         comm = self.comm
         if comm is not None:
@@ -277,9 +257,9 @@ class StepGradients:
                 averaging.finish(order)
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
-        """Begin to average the gradients of more parameters, with an averaging for each device.
+        """Begin to average more parameters, with an averaging for each device.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         share_cores(comm)
         keep_freed_memory()

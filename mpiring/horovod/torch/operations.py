@@ -30,7 +30,7 @@ class _Operation(torch.autograd.Function):
 
 
 class TensorOperations(Operations):
-    """Horovod's functions on tensors; see Operations."""
+    """Horovod's functions on tensors."""
 
     def __init__(self) -> None:
         super().__init__(TensorArrays())

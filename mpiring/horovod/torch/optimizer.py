@@ -44,7 +44,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.passes = passes
 
     def synchronize(self) -> None:
-        """Return when gradients are combined over all ranks; they may then be clipped.
+        """Return when gradients are combined over the process set; they may then be clipped.
 
         Gradients that no backward pass has reached since the last step also count. They contribute
         earlier accumulated values, or zeros.
@@ -55,7 +55,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             HorovodInternalError: A rank has ended; or a rank has called `join`, which supports only
                 Average and Sum.
 
-        Collective: yes, among the process set's ranks. Blocking: yes.
+        Collective: yes. Blocking: yes.
         """
         self._gradients.finish(self.param_groups)
         self._synchronized = True
@@ -70,17 +70,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Synchronize, then run a step of the plain optimizer.
+        """Call `closure` if given, `synchronize`, then run a step of the plain optimizer.
 
-        Args:
-            closure: Function that evaluates the model and runs backward; gradients are synchronized
-                after it.
-
-        Raises:
-            GradientError: `synchronize` raises it, or was not called before a step in
-                `skip_synchronize`.
-
-        Collective: yes, among the process set's ranks. Blocking: yes.
+        Raises GradientError if `synchronize` raises it, or was not called before a step in
+        `skip_synchronize`. Collective, blocking.
         """
         def synchronized() -> Any:
             loss = closure() if closure is not None else None
@@ -107,11 +100,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset gradients, as the plain optimizer does.
-
-        Raises:
-            AssertionError: Gradients are being averaged or accumulated.
-        """
+        """Reset gradients; raise AssertionError while they are being averaged or accumulated."""
         if self._gradients.counts:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
@@ -144,10 +133,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
     def step(self, closure: Closure | None = None) -> Any:
         """Run a step of the plain optimizer, and combine the changes of all ranks by Adasum.
 
-        Args:
-            closure: Function that evaluates the model and runs backward.
-
-        Collective: yes, among the process set's ranks. Blocking: yes.
+        Collective, blocking.
         """
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         started = [p.detach().clone() for p in trained]
@@ -242,11 +228,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def _names_of(optimizer: torch.optim.Optimizer,
               named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
               ) -> dict[torch.nn.Parameter, str]:
-    """Return the names of an optimizer's parameters.
-
-    Raises:
-        ValueError: Names are missing, or not unique.
-    """
+    """Return the names of parameters; raise ValueError if names are missing or not unique."""
     parameters = {p: noname(i, j) for i, group in enumerate(optimizer.param_groups)
                   for j, p in enumerate(group["params"])}
     if named_parameters is None:
