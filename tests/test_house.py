@@ -136,13 +136,20 @@ def test_imports_make_no_circle():
         graph = {file: needs for file, needs in graph.items() if file not in leaves}
 
 
-def test_a_class_name_means_one_thing():
-    files = collections.defaultdict(list)
+@functools.cache
+def classes():
+    """Return the classes of the package by name, each with its file."""
+    named = collections.defaultdict(list)
     for path in FILES:
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                files[node.name].append(name_of(path))
-    assert {name for name, paths in files.items() if len(paths) > 1} == OF_EACH_ADAPTER
+            if isinstance(node, ast.ClassDef):
+                named[node.name].append((node, path))
+    return named
+
+
+def test_a_class_name_means_one_thing():
+    assert {name for name, found in classes().items()
+            if len(found) > 1 and not name.startswith("_")} == OF_EACH_ADAPTER
 
 
 def test_constructors_have_few_arguments():
@@ -189,6 +196,27 @@ def test_functions_are_short():
     assert not long
 
 
+def is_told(node, scope, path):
+    """Return whether a docstring tells of a node, or of the method of a base that it overrides.
+
+    Only bases in the package count: classes of the file, and what it imports from the package.
+    """
+    if ast.get_docstring(node):
+        return True
+    if not isinstance(scope, ast.ClassDef) or not isinstance(node, ast.FunctionDef):
+        return False
+    here = {name for top in tree_of(path).body for name in (
+        [top.name] if isinstance(top, ast.ClassDef) else
+        [alias.asname or alias.name for alias in top.names]
+        if isinstance(top, ast.ImportFrom) and top.level else [])}
+    bases = [re.sub(r"\[.*", "", ast.unparse(base)).split(".") for base in scope.bases]
+    return any(is_told(method, base, file)
+               for names in bases if names[0] in here and names[-1] != scope.name
+               for base, file in classes()[names[-1]]
+               for method in base.body
+               if isinstance(method, ast.FunctionDef) and method.name == node.name)
+
+
 def test_everything_public_is_told():
     silent = []
     for path in ALL_FILES:
@@ -200,7 +228,7 @@ def test_everything_public_is_told():
                           and not node.name.startswith("_"))]
         silent += [f"{name_of(path)}: {node.name}" for scope in scopes for node in scope.body
                    if isinstance(node, ast.FunctionDef | ast.ClassDef)
-                   and not node.name.startswith("_") and not ast.get_docstring(node)
+                   and not node.name.startswith("_") and not is_told(node, scope, path)
                    and "overload" not in map(ast.unparse, node.decorator_list)]
     assert not silent
 

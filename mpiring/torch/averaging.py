@@ -33,10 +33,8 @@ from .withheld import WithheldGradient, substitutes
 class Settings(Fusion):
     """Settings of the averaging of gradients.
 
-    Attributes:
-        find_unused_parameters: If true, parameters that a backward pass did not reach contribute
-            zeros.
-        defer_wait: If true, gradients arrive in `wait`, not at the end of backward.
+    With `find_unused_parameters`, parameters that a backward pass did not reach contribute zeros.
+    With `defer_wait`, gradients arrive in `wait`, not at the end of backward.
     """
 
     find_unused_parameters: bool = False
@@ -46,8 +44,7 @@ class Settings(Fusion):
 class GradientOwner(Protocol):
     """Receives this rank's slices of the means, instead of the parameters; see `Sharded`.
 
-    Attributes:
-        shares_weights: Whether the ranks of a node share one copy of the weights.
+    If `shares_weights`, the ranks of a node share one copy of the weights.
     """
 
     shares_weights: bool
@@ -69,9 +66,7 @@ class GradientOwner(Protocol):
 class ForwardPass:
     """A forward pass of the model, for the backward passes through its outputs.
 
-    Attributes:
-        averages: Whether these backward passes average; false for a forward pass in `no_sync()`.
-        samples: Number of samples of the batch.
+    These passes average, except if it was in `no_sync()`. The batch has `samples` samples.
     """
 
     averages: bool
@@ -84,13 +79,9 @@ class BackwardPass:
     PyTorch has the only reference, and drops it at the end of the pass, or if the pass raises an
     error, of which nothing else informs.
 
-    Args:
-        averages: Initial value of the attribute.
-        versions: Versions of the parameters at the start.
-
     Attributes:
         averages: Whether the pass averages; otherwise, gradients accumulate on this rank.
-        versions: The argument of the same name.
+        versions: Versions of the parameters at the start.
         forwards: Forward passes whose outputs the pass has reached.
         accumulated: Names of the gradients that were complete before the pass averaged.
     """
@@ -109,29 +100,21 @@ class Averaging:
     """Writes gradients of parameters into buckets, and averages them during backward.
 
     A complete gradient is written to its bucket, and a full bucket is sent. When backward ends, all
-    gradients have arrived, or are in flight with `defer_wait`.
+    gradients have arrived, or are in flight with `defer_wait`. Collective, blocking.
 
     Args:
         parameters: Parameters by name, in the same order on every rank; at least one, all on one
-            device.
-        sparse: Parameters with sparse gradients.
-        comm: Communicator whose ranks train together.
-        weighing: Weights of this rank's gradients.
-        settings: Settings of the averaging.
+            device. Those named in `sparse` have sparse gradients.
         completed: Function that is called when all gradients of a step have arrived.
         before: Averager of the gradients that this one replaces.
 
     Attributes:
         active: Whether backward passes average if they reach no output of the model.
         averaged: Whether the last complete backward pass has averaged.
-        in_flight: Whether gradients are in flight.
         sends_early: Whether buckets are sent during backward, as soon as they are full.
         dense: Parameters with dense gradients, by name.
         placeholders: Substitutes for the parameters' gradients if an owner has the means, by name.
-        comm: The ranks.
         gradients: Averager of the dense gradients, with the statistics of all gradients.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
@@ -189,12 +172,9 @@ class Averaging:
         return versions_of(self._parameters.values()) != self._latest_versions
 
     def give_to(self, owner: GradientOwner) -> None:
-        """Give this rank's slices of the means to an owner from now on.
+        """Give this rank's slices of the means to an owner from now on. Collective.
 
-        Raises:
-            ConfigError: Some gradients are sparse.
-
-        Collective: yes. Blocking: no.
+        Raises ConfigError if some gradients are sparse.
         """
         if len(self.dense) < len(self._parameters):
             raise ConfigError(
@@ -226,12 +206,8 @@ class Averaging:
     def watch(self, outputs: object, forward: ForwardPass, gone: Callable[[], None]) -> None:
         """Watch for backward passes through these outputs of the model.
 
-        The end of such a pass must be detected, even if it reaches no parameter.
-
-        Args:
-            outputs: Outputs of the model.
-            forward: The forward pass.
-            gone: Function to call in such a pass if this object does not exist any more.
+        The end of such a pass must be detected, even if it reaches no parameter. A pass calls
+        `gone` if this object does not exist any more.
         """
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
@@ -239,11 +215,9 @@ class Averaging:
                 output.register_hook(weak_hook(self._reached_output, leaves, forward, gone=gone))
 
     def wait(self) -> None:
-        """Return when all gradients have arrived.
+        """Return when all gradients have arrived; raise errors of `completed`.
 
-        Raises errors of communication, and those of `completed`.
-
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         if not self.in_flight:
             return
@@ -422,10 +396,7 @@ class Averaging:
                                            for name, p in self.dense.items()])
 
     def step_without_batch(self) -> None:
-        """Take part in a step for which only other ranks have gradients.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Take part in a step for which only other ranks have gradients. Collective, blocking."""
         for p in self._parameters.values():
             p.grad = None
         self._contribute(list(self._parameters))

@@ -25,19 +25,15 @@ States = dict[str, dict[str, Any]]
 
 
 class ShardedState:
-    """The state of the parameters in the optimizers of all ranks.
+    """The state of the parameters in the optimizers of all ranks. Collective, blocking.
 
     Args:
-        shards: This rank's shards.
         state: State of this rank's optimizer, by the shards' parameters.
-        layout: Layout of the shards.
 
     Attributes:
         outline: Numbers in the state, by parameter and name, the same on all ranks. For elementwise
             state, which is in slices, it has the dtype.
         elementwise: Names of the state with one element per element of the parameter.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, shards: Sequence[Shard], state: Mapping[Parameter, Mapping[str, Any]],
@@ -56,7 +52,7 @@ class ShardedState:
     def whole(self, *, root: int | None = None) -> States:
         """Return the state of complete parameters, on their device; only on rank `root`, if given.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         states: States = {name: dict(values) for name, values in self.outline.items()}
         for name, key, x in self._gathered(self._vectors(), keep=root in (None, self._comm.rank)):
@@ -64,12 +60,9 @@ class ShardedState:
         return states
 
     def sliced(self, aside: States) -> States:
-        """Return a copy of this rank's slices of the state.
+        """Return a copy of this rank's slices of the state. Collective, blocking.
 
-        Args:
-            aside: Complete state of frozen parameters, the same on all ranks; rank 0 saves it.
-
-        Collective: yes. Blocking: yes.
+        Rank 0 also saves `aside`, the complete state of frozen parameters, the same on all ranks.
         """
         states: States = {name: dict(values) for name, values in self.outline.items()}
         other_orders: Leaves = {}
@@ -134,14 +127,8 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
              elementwise: set[str]) -> dict[str, Any]:
     """Return the state of a shard, if the state of its parameters is known; otherwise nothing.
 
-    Args:
-        shard: The shard.
-        states: State by parameter. All parameters of a shard have equal numbers.
-        parameters: Parameters by name.
-        elementwise: Names of the state with one element per element of the parameter.
-
-    Raises:
-        ConfigError: The state belongs to another model.
+    All parameters of a shard have equal numbers. Raises ConfigError if the state belongs to another
+    model.
     """
     first = states.get(shard.ranges[0].name, {}) if shard.ranges else {}
     state: dict[str, Any] = {}
@@ -176,7 +163,7 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
 
 
 class ClassUpdates:
-    """Updates with an elementwise PyTorch optimizer class.
+    """Updates with an elementwise PyTorch optimizer class; raises ConfigError for other classes.
 
     Args:
         optimizer_class, defaults: Class, and its arguments.
@@ -188,11 +175,6 @@ class ClassUpdates:
         shards: This rank's shards, after `begin`.
         optimizer: Optimizer of the shards. `follow` and loading a state replace it, but its groups
             remain the same dicts.
-
-    Raises:
-        ConfigError: The class is not elementwise.
-
-    Collective: no.
     """
 
     def __init__(self, optimizer_class: Any, defaults: Mapping[str, Any],
@@ -216,19 +198,13 @@ class ClassUpdates:
         return names
 
     def begin(self, layout: ShardLayout) -> None:
-        """Create the optimizer of this rank's shards.
-
-        Collective: no.
-        """
+        """Create the optimizer of this rank's shards."""
         self._prepare(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
-        """Continue with other memory of weights and gradients.
+        """Continue with other memory of weights and gradients. Collective, blocking.
 
-        Raises:
-            ConfigError: A trained parameter is in no group.
-
-        Collective: yes. Blocking: yes.
+        Raises ConfigError if a trained parameter is in no group.
         """
         refuse_ungrouped(layout.parameters, set(self._group_of))
         state = self._state()
@@ -272,12 +248,9 @@ class ClassUpdates:
         self._aside, self._elementwise = aside, elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
-        """Update the shards.
+        """Update the shards, and call `send` with the index of each bucket once it is updated.
 
-        Args:
-            send: Function that is called with the index of each bucket once it is updated.
-
-        Collective: yes. Blocking: no.
+        Collective.
         """
         buckets = range(len(self._layout.weights.buckets))
         if not self._per_bucket:
@@ -321,10 +294,7 @@ class ClassUpdates:
     def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """Return a function that loads a complete or sharded state; this call changes nothing.
 
-        Raises:
-            ConfigError: The state has other groups or parameters, or slices are missing.
-
-        Collective: no.
+        Raises ConfigError if the state has other groups or parameters, or slices are missing.
         """
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != list(map(len, self._names)):
@@ -395,20 +365,12 @@ def refuse_whole_tensors(optimizer_class: Any) -> None:
 def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
                       group: Mapping[str, Any], like: torch.Tensor, *,
                       per_bucket: bool) -> set[str]:
-    """Return the names of an optimizer's elementwise state.
+    """Return the names of an optimizer's state with one element per element of the parameter.
 
-    Such state has one element per element of the parameter.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        defaults: Arguments of the class.
-        group: Settings of a parameter group.
-        like: Parameter of this group.
-        per_bucket: If true, each step updates one parameter only, as for updates per bucket.
-
-    Raises:
-        ConfigError: A small tensor, or its state, changes in another way if it is cut in two. Or
-            an attribute of the class holds data that would be lost when slices are cut again.
+    `like` is a parameter of the group. If `per_bucket`, each step updates one parameter only.
+    Raises ConfigError if a small tensor, or its state, changes in another way if it is cut in two.
+    It also raises ConfigError if an attribute of the class holds data that a new cut of slices
+    would lose.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     first, *gradients = (torch.randn(_SHAPE, generator=generator, device="cpu").to(like)

@@ -45,12 +45,8 @@ _NO_BATCH, _SAMPLES, _TOKENS = range(3)
 class UnevenBatches:
     """Ranks that still have batches, and the weights of their gradients.
 
-    Args:
-        comm: Communicator of the ranks that train together.
-        weighing: Weights of the gradients: numbers of tokens if the program has called `weigh` for
-            a step, otherwise numbers of samples.
-        buffers: Buffers of the model. In each step, their `root` becomes the lowest rank that has a
-            batch.
+    Weights are numbers of tokens if the program has called `weigh` for a step, otherwise numbers of
+    samples. In each step, `root` of the buffers becomes the lowest rank that has a batch.
     """
 
     def __init__(self, comm: Communicator, weighing: Weighing, buffers: Buffers) -> None:
@@ -64,13 +60,10 @@ class UnevenBatches:
         self._buffers.root = 0
 
     def _arrive(self) -> None:
-        """Begin a step with a batch.
+        """Begin a step with a batch. Collective, blocking.
 
-        Raises:
-            GradientError: Some ranks called `weigh`, and others did not; or the length of the batch
-                is unknown.
-
-        Collective: yes. Blocking: yes.
+        Raises GradientError if some ranks called `weigh`, and others did not, or if the length of
+        the batch is unknown.
         """
         tokens, samples = self._weighing.tokens, self._weighing.samples
         if tokens is not None:
@@ -86,10 +79,7 @@ class UnevenBatches:
     def others_continue(self) -> bool:
         """Begin a step without a batch; return whether another rank still has one.
 
-        Raises:
-            GradientError: Some ranks called `weigh`, and others did not.
-
-        Collective: yes. Blocking: yes.
+        Raises GradientError if some ranks called `weigh`, and others did not. Collective, blocking.
         """
         return self._count(_NO_BATCH, 0)
 
@@ -458,8 +448,7 @@ class DataParallel(Wrapper):
             averaging.gradients.nonfinite.report()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Record that an optimizer has updated parameters, and how long it took; called by a hook.
-        """
+        """Record that an optimizer has updated parameters, and its duration; called by hooks."""
         if self._averaging is None or not self._is_updated_by(optimizer):
             return
         self._averaging.updated()
@@ -473,18 +462,10 @@ class DataParallel(Wrapper):
             self._averaging is not None and self._averaging.is_for(optimizer))
 
     def give_gradients_to(self, owner: GradientOwner) -> Averaging:
-        """Give the means to an optimizer of slices instead of the parameters; for `Sharded`.
+        """Give the means to an optimizer of slices, not to the parameters; return their averager.
 
-        Args:
-            owner: Optimizer of slices.
-
-        Returns:
-            The averager of the gradients.
-
-        Raises:
-            ConfigError: The model cannot have such an optimizer, or has one already.
-
-        Collective: yes. Blocking: yes.
+        Raises ConfigError if the model cannot have such an optimizer, or has one already.
+        Collective, blocking.
         """
         if self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
@@ -501,10 +482,7 @@ class DataParallel(Wrapper):
         return self._averaging
 
     def restore_gradients(self) -> None:
-        """Give the means to the parameters again, from the next forward pass on; for `Sharded`.
-
-        Collective: no.
-        """
+        """Give the means to the parameters again, from the next forward pass on; for `Sharded`."""
         # The next forward pass builds new buckets.
         self._owner = self._trained = None
 

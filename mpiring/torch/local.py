@@ -21,17 +21,11 @@ from .threads import share_cores
 
 
 class ParameterWeights(LocalWeights):
-    """The parameters of a module, and the global weights; see LocalWeights.
+    """The parameters of a module or DataParallel, and the global weights. Collective, blocking.
 
-    Args:
-        model: A module, or a DataParallel of it.
-        comm: Communicator; all its ranks get the parameters and buffers of rank 0.
-
-    Raises:
-        ConfigError: The module cannot be trained on several ranks.
-        BufferMismatchError: The modules differ between ranks; names the first difference.
-
-    Collective: yes. Blocking: yes.
+    All ranks get the parameters and buffers of rank 0. Raises ConfigError if the module cannot be
+    trained on several ranks. Raises BufferMismatchError, which names the first difference, if
+    modules differ between ranks.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -55,24 +49,20 @@ class ParameterWeights(LocalWeights):
             await_event(self.mark())
 
     def local(self, name: str) -> torch.Tensor:
-        """Return local weights."""
         # With a Sharded optimizer, this waits until the weights are complete.
         return self._module.get_parameter(name).detach()
 
     def vector(self, name: str) -> Any:
-        """Return global weights as a vector."""
         x = self._global[name]
         return array_of(x) if self.device is None else vector_of(x)
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
-        """Write factor × (global - local)."""
         view = seen_as_tensor(out)
         torch.sub(self._global[name], self.local(name).to(view.device), out=view)
         if factor != 1:
             view.mul_(factor)
 
     def mix(self, name: str, alpha: float) -> None:
-        """Set local weights to alpha × local + (1 - alpha) × global."""
         local = self.local(name)
         if alpha:
             local.lerp_(self._global[name].to(local.device), 1 - alpha)
@@ -80,7 +70,6 @@ class ParameterWeights(LocalWeights):
             local.copy_(self._global[name])
 
     def is_finite(self, name: str) -> bool:
-        """Return whether local weights are finite."""
         return bool(self.local(name).isfinite().all())
 
     def refuse_others(self) -> None:

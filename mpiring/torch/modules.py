@@ -23,14 +23,7 @@ SAME_MODEL = "build the same model, in the same order, on every rank"
 
 
 class Wrapper(nn.Module):
-    """A wrapper of a module that also has the attributes of this module.
-
-    Args:
-        module: The bare module.
-
-    Attributes:
-        module: The bare module.
-    """
+    """A wrapper of a bare `module` that also has the attributes of this module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -55,9 +48,6 @@ class Wrapper(nn.Module):
         """Yield this wrapper and the modules in it, with the names of the bare module.
 
         `named_parameters` and `named_buffers` use these names.
-
-        Args:
-            memo, prefix, remove_duplicate: Arguments of `torch.nn.Module.named_modules`.
         """
         memo = set() if memo is None else memo
         if self not in memo:
@@ -84,8 +74,6 @@ class Buffers:
     """The buffers of a module, copied from one rank to all when a step is complete.
 
     Attributes:
-        module: The module.
-        comm: The ranks.
         copied: If false, buffers remain local to each rank.
         root: Rank to copy from.
         model: Number of the model as a string for messages; see `Communicator.next_model`.
@@ -98,10 +86,7 @@ class Buffers:
     model: str = ""
 
     def copy(self) -> None:
-        """Copy the buffers of `root` to all ranks, unless they are local.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Copy the buffers of `root` to all ranks, unless they are local. Collective, blocking."""
         # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor do
         # the updates by BatchNorm itself.
         buffers = {name: x.data for name, x in self.module.named_buffers()} if self.copied else {}
@@ -141,11 +126,9 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
 def broadcast_model(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
     """Copy rank 0's parameters and buffers to all ranks; return the trained parameters.
 
-    Raises:
-        BufferMismatchError: The modules or their trained parameters differ between ranks.
-        ConfigError: The module cannot be trained on several ranks, or has no trained parameter.
-
-    Collective: yes. Blocking: yes.
+    Raises BufferMismatchError if modules or trained parameters differ between ranks. Raises
+    ConfigError if the module cannot be trained on several ranks, or has no trained parameter.
+    Collective, blocking.
     """
     with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
         refuse_untrainable(module, comm)

@@ -55,10 +55,7 @@ def call_after_backward(callback: Callable[[], Any]) -> None:
     """Call a function at the end of the backward pass that this thread is running.
 
     Functions are called in the order of registration. If the pass raises an error, PyTorch drops
-    them.
-
-    Raises:
-        RuntimeError: No pass is running.
+    them. If no pass is running, the call raises RuntimeError.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -66,12 +63,9 @@ def call_after_backward(callback: Callable[[], Any]) -> None:
 def leaf_nodes(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
     """Return the leaves that `adds_to_gradients` needs to classify a pass through `node`.
 
-    The result is the nearest leaf of a parameter, which is found quickly. If a pass through `node`
-    reaches no parameter, the result is all leaves.
-
-    Args:
-        node: Node of the autograd graph.
-        parameters: Preferred leaves, since a pass may compute gradients of other leaves only.
+    The result is the nearest leaf of one of `parameters`, which is found quickly; a pass may
+    compute gradients of other leaves only. If a pass through `node` reaches no parameter, the
+    result is all leaves.
     """
     leaves, seen, nodes = [], {node}, deque([node])
     while nodes:
@@ -92,9 +86,6 @@ def adds_to_gradients(leaves: list[Any]) -> bool:
 
     `backward()` adds to the gradients of all leaves that it reaches, and `backward(inputs=[...])`
     to the gradients of these inputs only. `torch.autograd.grad` adds to none.
-
-    Args:
-        leaves: Result of `leaf_nodes` for a node that the pass has reached.
     """
     try:
         return bool(leaves) and all(map(torch._C._will_engine_execute_node, leaves))
@@ -184,11 +175,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def run_state_hooks(optimizer: torch.optim.Optimizer, event: str, *state: Any) -> Any:
     """Call the user's hooks for an optimizer's state, and return the state after these hooks.
 
-    Args:
-        optimizer: The optimizer.
-        event: Name "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
-            "load_state_dict_post".
-        state: State to pass to the hooks, if any.
+    `event` is "state_dict_pre", "state_dict_post", "load_state_dict_pre" or "load_state_dict_post".
     """
     for hook in getattr(optimizer, f"_optimizer_{event}_hooks").values():
         changed = hook(optimizer, *state)

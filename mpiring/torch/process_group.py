@@ -142,7 +142,7 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Wait for all operations and for all members, then close the group.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         if self._callback_group is not None:
             self._callback_group.close()
@@ -436,14 +436,9 @@ class ProcessGroup(dist.ProcessGroup):
         Call it on the group itself: torch.distributed.monitored_barrier accepts Gloo only. Every
         rank reports to rank 0, which answers when all have reported.
 
-        Args:
-            timeout: Longest time to wait; by default, the timeout of the group.
-            wait_all_ranks: If true, name all missing ranks, not only the first.
-
-        Raises:
-            StallError: A rank has not called in time.
-
-        Collective: yes. Blocking: yes.
+        By default, the timeout is that of the group. If `wait_all_ranks`, the error names all
+        missing ranks, not only the first. Raises StallError if a rank has not called in time.
+        Collective, blocking.
         """
         limit_s = self._group.config.stall_timeout_s if not timeout else timeout.total_seconds()
         if self.rank():
@@ -475,7 +470,7 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def open_group(options: Any, default: Group | None) -> Group:
-    """Return the MPI ranks of a new process group.
+    """Return the MPI ranks of a new process group. Collective among the members, blocking.
 
     Args:
         options: Options of torch.distributed: store, rank, size, timeout, and the group's ranks.
@@ -485,8 +480,6 @@ def open_group(options: Any, default: Group | None) -> Group:
         ConfigError: Rank and size differ from MPI's.
         LaunchError: The group has several ranks, but this process is alone in MPI.
         StallError: A member has not called in time.
-
-    Collective: yes, among the members. Blocking: yes.
     """
     ranks: Sequence[int] = options.global_ranks_in_group
     if not ranks:

@@ -20,11 +20,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def recorded(name: str, lists: int = 1) -> Callable[[_Method], _Method]:
     """Decorate a method of ProcessGroup that submits an operation, to open an event around it.
 
-    The event of an operation that returns when it is complete is as long as the operation.
-
-    Args:
-        name: Name of the event, a function of PyTorch's dispatcher.
-        lists: Number of the method's arguments that are tensors or lists of tensors.
+    The event of an operation that returns when it is complete is as long as the operation. Its name
+    is a function of PyTorch's dispatcher. The first `lists` arguments of the method are tensors or
+    lists of tensors.
     """
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)

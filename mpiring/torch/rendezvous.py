@@ -44,15 +44,8 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     It also calls `export_environment`, because frameworks that use the default process group still
     read the number of processes from the environment.
 
-    Args:
-        url: String "mpi://", followed by rank and world_size if the user gave them.
-        timeout: Timeout of the store.
-
-    Raises:
-        ConfigError: The user's rank or world_size is not MPI's.
-        LaunchError: Raised as by mpiring.init.
-
-    Collective: yes. Blocking: yes.
+    The URL is "mpi://", followed by rank and world_size if the user gave them. If they are not
+    MPI's, ConfigError is raised; LaunchError is raised as by mpiring.init. Collective, blocking.
     """
     with init() as comm:
         _check_url(url, comm)
@@ -147,8 +140,7 @@ def _warn_of_other_backends() -> None:
 def _agree_on_address(comm: Communicator) -> tuple[str, int, socket.socket | None]:
     """Return an address and port of rank 0 that every rank reaches; on rank 0, also the listener.
 
-    Raises:
-        TransportError: A rank reaches none of the addresses of rank 0.
+    Raises TransportError if a rank reaches none of the addresses of rank 0.
     """
     # Listeners use free ports of the loopback address, or of each address of rank 0's host.
     addresses: Iterable[str] = ["127.0.0.1"] if comm.rank == 0 else []

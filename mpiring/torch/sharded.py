@@ -115,13 +115,7 @@ class Sharded(torch.optim.Optimizer):
     # A step
 
     def begin(self) -> None:
-        """Refuse a backward pass before a step has used the gradients of the last pass.
-
-        Raises:
-            GradientError: There are unused gradients.
-
-        Collective: no.
-        """
+        """Refuse a backward pass before a step has used earlier gradients: raise GradientError."""
         unused = [name for name, placeholder in self._averaging.placeholders.items()
                   if self._has_new_gradients and self._layout.parameters[name].grad is placeholder]
         if unused and self._averaging.gradients.finite:
@@ -136,18 +130,12 @@ class Sharded(torch.optim.Optimizer):
         self._drop()
 
     def take(self, averaging: Averaging) -> None:
-        """Give this rank's slices of the means to the optimizer, at the end of backward.
-
-        Collective: no.
-        """
+        """Give this rank's slices of the means to the optimizer, at the end of backward."""
         self._assign_gradients()
         self._has_new_gradients = True
 
     def follow(self, averaging: Averaging) -> None:
-        """Move weights, which are equal on all ranks, and state to the slices of other buckets.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Move equal weights, and state, to the slices of other buckets. Collective, blocking."""
         self._updates.follow(self._lay_out(averaging))
         self.state = self._updates.optimizer.state
         self._has_new_gradients = False
@@ -289,9 +277,8 @@ class Sharded(torch.optim.Optimizer):
     def _norm(self, method: str, norm_type: float, **more: Any) -> float:
         """Compare the arguments of the method across ranks, and return the norm over all slices.
 
-        Raises:
-            ConfigError: An argument is out of range, on all ranks.
-            BufferMismatchError: Arguments differ between ranks.
+        All ranks raise ConfigError if an argument is out of range, and BufferMismatchError if
+        arguments differ between ranks.
         """
         self._refuse_without_gradients(f"{method}()")
         arguments = {"norm_type": norm_type, **more}

@@ -23,16 +23,11 @@ ParamGroup = Mapping[str, Any]
 
 
 def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
-    """Return the parameter groups of an optimizer.
+    """Return the parameter groups of an optimizer for parameters of the module.
 
-    Args:
-        module: Module with the parameters.
-        params: Parameters, or pairs of names and parameters, or dicts with either of these as
-            "params" and with settings. None for all parameters.
-
-    Raises:
-        ConfigError: A parameter is not in the module, or is in two groups; or a trained parameter
-            is in no group.
+    `params` are parameters, or pairs of names and parameters, or dicts with either of these as
+    "params" and with settings; None for all parameters. Raises ConfigError if a parameter is not in
+    the module, or is in two groups, or if a trained parameter is in no group.
     """
     names = {p: name for name, p in module.named_parameters()}
     given = list(names) if params is None else params
@@ -130,13 +125,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """The memory of weights and gradients.
-
-    Attributes:
-        parameters: The trained parameters, by name.
-        weights, gradients: Buckets of the weights and of the gradients.
-        comm: The ranks.
-    """
+    """The memory of weights and gradients; `parameters` are the trained ones."""
 
     parameters: Mapping[str, Parameter]
     weights: WeightBuckets
@@ -148,12 +137,8 @@ def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
     """Return this rank's shards of all buckets, per parameter group; at least one in total.
 
-    Args:
-        layout: The buckets.
-        group_of: Index of each parameter's group, by name.
-        groups: Number of groups.
-        kind_of: Function that returns the kind of a tensor, given its name. A shard has tensors of
-            one kind only.
+    `group_of` has the index of each parameter's group. `kind_of` returns the kind of the tensor
+    with a given name; a shard has tensors of one kind only.
     """
     shards: list[list[Shard]] = [[] for _ in range(groups)]
     for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):

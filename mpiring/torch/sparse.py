@@ -24,13 +24,8 @@ from .vectors import TensorBuffers, Op, quotient
 def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
     """Return a function that builds the schedule to sum a sparse tensor over ranks, in place.
 
-    Args:
-        tensor: COO tensor with any number of sparse and dense dimensions.
-        op: Reduction "sum" or "mean".
-
-    Raises:
-        ConfigError: The tensor is not a COO tensor or is a view, or the op is neither a sum nor a
-            mean.
+    The COO tensor may have any number of sparse and dense dimensions. Raises ConfigError if it is a
+    view or of another layout, or if the op is neither a sum nor a mean.
     """
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
@@ -73,10 +68,7 @@ def sparse_parameters(module: nn.Module) -> set[Parameter]:
 class SparseGradients:
     """Averages sparse gradients when all gradients of a step are complete.
 
-    Args:
-        parameters: Parameters by name, in the same order on every rank.
-        comm: Communicator whose ranks train together.
-        dense: Averager of the dense gradients, which counts steps and costs.
+    The averager of dense gradients counts steps and costs.
 
     Attributes:
         missing: Names of the gradients that are not ready in this step.
@@ -96,12 +88,7 @@ class SparseGradients:
     def ready(self, name: str, weight: float) -> None:
         """Mark a gradient as complete; it may be None on this rank.
 
-        Args:
-            name: Name of the parameter.
-            weight: Factor of this rank's gradient; 0 if the gradient does not count.
-
-        Raises:
-            GradientError: The gradient is dense.
+        A weight of 0 means that the gradient does not count. Raises GradientError if it is dense.
         """
         grad = self._parameters[name].grad
         if grad is not None and grad.layout is not torch.sparse_coo:
@@ -112,9 +99,9 @@ class SparseGradients:
         self._weights[name] = weight
 
     def wait(self) -> None:
-        """Return when every gradient is the mean over ranks; None if no rank has a gradient.
+        """Return when every gradient is the mean over ranks, or None on all ranks.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         handles = []
         self.finite, self.nonfinite = True, []

@@ -51,14 +51,9 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator | N
 
 def broadcast_named(pairs: Sequence[tuple[str, torch.Tensor]], comm: Communicator,
                     root: int) -> None:
-    """Copy tensors of one rank to all ranks; see `broadcast_parameters`.
+    """Copy named tensors of one rank to all ranks; see `broadcast_parameters`.
 
-    Args:
-        pairs: Names and tensors.
-        comm: The ranks.
-        root: Rank to copy from.
-
-    Collective: yes. Blocking: yes.
+    Collective, blocking.
     """
     with same_on_all(comm, "broadcast_parameters", error=BufferMismatchError,
                      remedy="pass the same tensors, in the same order, on every rank") as same:
@@ -74,10 +69,7 @@ def broadcast_named(pairs: Sequence[tuple[str, torch.Tensor]], comm: Communicato
 
 
 def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
-    """Copy tensors of rank `root` to all ranks, without a check that they match.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Copy tensors of rank `root` to all ranks, without a check that they match. Collective."""
     tensors = list(tensors)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -169,15 +161,10 @@ def _changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
                      watched: Mapping[str, Any]) -> Iterator[Replicated]:
-    """Yield the state that should be equal on all ranks.
+    """Yield parameters, optimizer state and watched tensors, which should be equal on all ranks.
 
-    It consists of parameters, optimizer state and watched tensors.
-
-    Args:
-        module: Module whose parameters are compared.
-        stepped: Optimizers in the order of their last steps. For each parameter, the state in the
-            optimizer that updated it last is compared.
-        watched: Pytrees of tensors by name.
+    `stepped` has optimizers in the order of their last steps. For each parameter, the state in the
+    optimizer that updated it last is compared. `watched` has pytrees of tensors.
     """
     seen: set[int] = set()
 

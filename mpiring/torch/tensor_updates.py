@@ -36,10 +36,8 @@ class _Model:
 class TensorUpdates:
     """Updates shards with an optimizer of mpiring.optim, such as LAMB; compare ClassUpdates.
 
-    Settings of groups, such as `lr`, may change between steps.
-
-    Raises:
-        ConfigError: The parameters are on a GPU or not in C order, or arguments are wrong.
+    Settings of groups, such as `lr`, may change between steps. Raises ConfigError if parameters are
+    on a GPU or not in C order, or if arguments are wrong.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any],
@@ -78,12 +76,9 @@ class TensorUpdates:
             group["params"] = [shard.parameter for shard in shards]
 
     def follow(self, layout: ShardLayout) -> None:
-        """Continue with other memory of the same weights and gradients.
+        """Continue with other memory of the same weights and gradients. Collective, blocking.
 
-        Raises:
-            ConfigError: The set of trained parameters has changed.
-
-        Collective: yes. Blocking: yes.
+        Raises ConfigError if the set of trained parameters has changed.
         """
         if layout.gradients.tensors != self._model.gradients.tensors:
             raise ConfigError(
@@ -95,10 +90,7 @@ class TensorUpdates:
         self._cut()
 
     def update(self, send: Callable[[int], None]) -> None:
-        """Update the shards; see ClassUpdates.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Update the shards; see ClassUpdates. Collective, blocking."""
         for names, group in zip(self._groups, self.optimizer.param_groups):
             for name in names:
                 settings = self._method.settings[name]
@@ -133,9 +125,9 @@ class TensorUpdates:
         return functools.partial(self._load, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; if it belongs to another optimizer or model, nothing changes.
+        """Load a state, or change nothing if it belongs to another optimizer.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         self._method.load_state_dict(
             {key: x for key, x in state_dict.items() if key != "param_groups"})

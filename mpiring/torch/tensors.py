@@ -95,12 +95,7 @@ def is_stored(x: torch.Tensor) -> bool:
 
 
 def refuse_uncopied(label: str, x: torch.Tensor) -> None:
-    """Raise ConfigError if a tensor cannot be copied to other ranks.
-
-    Args:
-        label: Rank and name of the tensor, for the message.
-        x: The tensor.
-    """
+    """Raise ConfigError if a tensor cannot be copied to other ranks; `label` names it."""
     if nn.parameter.is_lazy(x):
         raise ConfigError(f"{label} has no shape yet; run one batch through the module before it "
                           f"is wrapped")
@@ -121,9 +116,8 @@ def refuse_uncopied(label: str, x: torch.Tensor) -> None:
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
     """Return dense tensors in the memory of a tensor, in which each element is stored once.
 
-    Args:
-        x: Tensor that `refuse_uncopied` accepts. Sparse tensors have several parts. `expand`
-            stores several elements of a dense tensor as one.
+    `refuse_uncopied` must accept the tensor. Sparse tensors have several parts. `expand` stores
+    several elements of a dense tensor as one.
     """
     x = x.detach()
     if x.layout is not torch.strided:
@@ -170,11 +164,7 @@ def selector_of(x: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:
-    """Return a context with an idle stream, on which marks complete immediately.
-
-    Args:
-        gpus: One GPU, or none.
-    """
+    """Return a context with an idle stream, on which marks complete at once, if there is a GPU."""
     return accelerator.in_use(_idle_stream(gpus[0])) if gpus else nullcontext()
 
 

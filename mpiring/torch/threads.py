@@ -43,15 +43,10 @@ def share_cores(comm: Communicator | None = None) -> int:
 
 
 def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank: int) -> float:
-    """Return this rank's share of the cores that it may run on.
+    """Return this rank's share of the cores that it may run on. Collective, blocking.
 
-    Ranks of a node may share cores. Each rank is assumed to use all its cores equally.
-
-    Args:
-        run: Method `run` of a communicator or group whose ranks compute at the same time.
-        node_rank: Number of this rank's node.
-
-    Collective: yes. Blocking: yes.
+    Ranks of a node may share cores. Each rank is assumed to use all its cores equally. `run`
+    belongs to a communicator or group whose ranks compute at the same time.
     """
     numbers_sent = np.array([node_rank, *sorted(usable_processors())], np.int64)
     gathered = run(Call("cores"), lambda collectives: collectives.allgather_bytes(
@@ -64,20 +59,14 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
 
 
 def fill_cores(share: float) -> bool:
-    """Return whether PyTorch has a thread for each core in this rank's share.
-
-    Args:
-        share: Result of `own_share`.
-    """
+    """Return whether PyTorch has a thread for each core in this rank's share; see `own_share`."""
     return torch.get_num_threads() >= share
 
 
 def fill_only_node(comm: Communicator) -> bool:
     """Return whether all ranks are on one node and have a thread for each core of this node.
 
-    The result is the same on all ranks.
-
-    Collective: yes. Blocking: yes.
+    All ranks get the same result. Collective, blocking.
     """
     fills = fill_cores(own_share(comm.run, comm.node_rank))
     return len(comm.memory_groups) == 1 and all(comm.allgather_object(fills))

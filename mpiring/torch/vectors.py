@@ -29,10 +29,9 @@ _ON_BOOL = {"sum": "bor", "prod": "band"}
 
 @dataclass(frozen=True)
 class Op:
-    """A reduction.
+    """A reduction, with its name in mpiring, on which ranks must agree.
 
     Attributes:
-        name: Name of the reduction in mpiring, on which ranks must agree.
         factor: Factor of every rank's contribution, or None.
         divisor: Divisor of the sum, as for `quotient`, for a mean of integers; or None.
     """
@@ -54,8 +53,7 @@ def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
     overflow, then a division that rounds toward zero. `Communicator.allreduce` refuses a mean of
     integers, because NumPy users would expect 2.5, not 2.
 
-    Raises:
-        ConfigError: The operator is unknown, or undefined for the dtype.
+    Raises ConfigError if the operator is unknown, or undefined for the dtype.
     """
     kind, factor = (_Kind.SUM, None) if opts is None else opts.reduceOp.__getstate__()
     if kind not in _NAMES:
@@ -76,10 +74,8 @@ def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
 def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """Return integers divided by a positive number, rounded toward zero, as in C and NCCL.
 
-    Args:
-        x: Tensor of any integer dtype but uint64. The result is int64, since the divisor may exceed
-            the range of int8.
-        divisor: The divisor.
+    The tensor has any integer dtype but uint64. The result is int64, since the divisor may exceed
+    the range of int8.
     """
     return x.to(torch.int64).div(divisor, rounding_mode="trunc")
 
@@ -87,10 +83,8 @@ def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
 class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
-    Tensors that are not contiguous are copied, and copied back if the operation writes them.
-
-    Args:
-        staged: If true, use copies in host memory of tensors on a GPU.
+    Tensors that are not contiguous are copied, and copied back if the operation writes them. If
+    `staged`, tensors on a GPU are copied to host memory.
 
     Attributes:
         nbytes: Number of bytes of all tensors.
@@ -107,17 +101,11 @@ class TensorBuffers:
 
     def numbers(self, tensor: torch.Tensor, *, written: bool = False, factor: Any = None,
                 divisor: int | None = None) -> Array:
-        """Return a tensor's elements, for arithmetic.
+        """Return the elements of a dense tensor of any shape and strides, for arithmetic.
 
-        Args:
-            tensor: Dense tensor of any shape and strides.
-            written: If true, the operation changes the tensor.
-            factor: Factor of the elements, applied first; in place if `written`.
-            divisor: Divisor of the result, for integers.
-
-        Raises:
-            ConfigError: The tensor is not dense, is on a different device than other tensors, or
-                has a dtype without arithmetic.
+        The factor is applied first, in place if the operation has `written` the tensor; the divisor
+        divides an integer result. Raises ConfigError if the tensor is not dense, is on a different
+        device than other tensors, or has a dtype without arithmetic.
         """
         x = self._contiguous(tensor, written)
         if x.dtype is torch.complex32:
@@ -160,12 +148,8 @@ class TensorBuffers:
     def build(self, group: Group, build: Build[T]) -> Build[T]:
         """Return a function that builds the schedule on the device of the tensors.
 
-        Args:
-            group: The ranks.
-            build: Function that returns a schedule on the vectors, given the collectives of its
-                channel.
-
-        Collective: yes, the first time on each GPU. Blocking: only then.
+        `build` returns a schedule on the vectors, given the collectives of its channel. Collective
+        and blocking, but only the first time on each GPU.
         """
         if self.stream is not None:
             build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
@@ -178,11 +162,7 @@ class TensorBuffers:
         return result
 
     def copied_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Schedule[None]:
-        """Copy results into the user's tensors.
-
-        Args:
-            copies: Pairs of a tensor on the device of the operation and its new value.
-        """
+        """Copy results, given as pairs of a tensor and its new value, into the user's tensors."""
         if not (copies or self._sums):
             return
         # The user's stream may still read the old values, and PyTorch's allocator expects that this
@@ -205,11 +185,7 @@ def refuse_overlap(tensor: torch.Tensor) -> None:
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the only tensor of a list.
-
-    Raises:
-        ConfigError: The list has another length.
-    """
+    """Return the only tensor of a list; raise ConfigError if the list has another length."""
     if len(tensors) != 1:
         raise ConfigError(f"{len(tensors)} tensors: expected one, of this rank's one device")
     return tensors[0]
@@ -237,17 +213,11 @@ def described(tensor: torch.Tensor) -> str:
 
 def by_splits(x: Array, tensor: torch.Tensor, splits: Sequence[int], size: int,
               label: str) -> list[Array]:
-    """Cut the bytes of a tensor into one view per rank.
+    """Cut the bytes `x` of a tensor into one view per rank.
 
-    Args:
-        x: The bytes.
-        tensor: The tensor.
-        splits: Number of rows (the first dimension) for each rank; empty for equal shares.
-        size: Number of ranks.
-        label: Name of the tensor in messages.
-
-    Raises:
-        ConfigError: The rows cannot be divided in this way.
+    `splits` has the number of rows (the first dimension) for each rank; it is empty for equal
+    shares. `label` names the tensor in messages. Raises ConfigError if rows cannot be divided in
+    this way.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:
@@ -264,12 +234,7 @@ def by_splits(x: Array, tensor: torch.Tensor, splits: Sequence[int], size: int,
 
 def in_turn(copies: Sequence[tuple[Array, Array]],
             schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
-    """Copy vectors, then run schedules one after the other.
-
-    Args:
-        copies: Pairs of destination and source.
-        schedules: Schedules on the same device.
-    """
+    """Copy vectors, given as destination and source, then run schedules one after the other."""
     for out, x in copies:
         copy_to(out, x)
     for schedule in schedules:

@@ -33,18 +33,8 @@ class WeightBuckets:
     """Weights as views into buckets with the same slices as the buckets of their gradients.
 
     Rank r owns slice r of each bucket. It updates this slice, and `send` copies the slice to all
-    ranks.
-
-    Args:
-        parameters: Parameters, by name, whose gradients are averaged. Their `data` become views.
-        gradients: Averager of the gradients.
-        comm: Communicator whose ranks train together.
-
-    Attributes:
-        comm: The same.
-        buckets: Buckets in the order of the gradients' buckets.
-
-    Collective: yes. Blocking: yes.
+    ranks. `parameters` are those with averaged gradients; their `data` become views. Collective,
+    blocking.
     """
 
     _allgather: Callable[..., Schedule[None]] = staticmethod(Collectives.allgather)
@@ -90,27 +80,18 @@ class WeightBuckets:
         """Return the names of weights that the user has written since the last update.
 
         Writes that bypass PyTorch's version counters are not detected.
-
-        Collective: no.
         """
         return [name for name, version in self._versions.items()
                 if version_of(self._parameters[name]) != version
                 or self._parameters[name].data_ptr() != self._views[name].data_ptr()]
 
     def follow(self, update: str) -> None:
-        """Prepare for an update of slices.
+        """Prepare for an update of slices, whose description ranks compare. Collective.
 
-        Copy the weights of parameters to which the user has given other memory (`p.data = ...`).
-        When slices are sent, ranks compare which weights users have written. The update would keep
-        only one slice of a write that was made on one rank.
-
-        Args:
-            update: Description of the update; compared across ranks.
-
-        Raises:
-            ConfigError: The new weights do not fit.
-
-        Collective: yes.
+        Copy the weights of parameters to which the user has given other memory (`p.data = ...`);
+        raise ConfigError if they do not fit. When slices are sent, ranks compare which weights
+        users have written. The update would keep only one slice of a write that was made on one
+        rank.
         """
         written = self.written()
         self._copy_in(written)
@@ -133,18 +114,12 @@ class WeightBuckets:
             p.data = view
 
     def updated(self) -> None:
-        """Record that this rank's slices have changed, which invalidates retained graphs.
-
-        Collective: no.
-        """
+        """Record that this rank's slices have changed, which invalidates retained graphs."""
         torch.autograd.graph.increment_version(self._parameters.values())
         self._record_versions()
 
     def send(self, index: int) -> None:
-        """Start to copy each rank's slice of a bucket to all ranks.
-
-        Collective: yes. Blocking: no.
-        """
+        """Start to copy each rank's slice of a bucket to all ranks. Collective."""
         bucket = self.buckets[index]
         self._send(bucket, bucket.bounds(self.comm.size))
 
@@ -159,10 +134,7 @@ class WeightBuckets:
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
-        """Return when the given buckets are complete, if they were sent; used by hooks.
-
-        Collective: no. Blocking: yes.
-        """
+        """Wait until the given buckets are complete, if they were sent; used by hooks."""
         for index in indices:
             handle = self._handles.get(index)
             if handle is not None:
@@ -170,17 +142,14 @@ class WeightBuckets:
                 self._handles.pop(index, None)
 
     def synchronize(self) -> None:
-        """Return when all weights are complete.
-
-        Collective: no. Blocking: yes.
-        """
+        """Wait until all weights are complete."""
         self.wait_for(list(self._handles))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow weights to be written within a block; all ranks then get rank 0's weights.
+        """Allow writes within a block; all ranks then get rank 0's weights.
 
-        Collective: yes. Blocking: yes.
+        Collective, blocking.
         """
         self.synchronize()
         yield
@@ -195,10 +164,7 @@ class WeightBuckets:
         self._record_versions()
 
     def release(self) -> None:
-        """Leave the weights to the module; afterwards, this object updates nothing.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Leave the weights to the module, and update nothing afterwards. Collective, blocking."""
 
 
 def flat(bucket: Bucket, elements: slice) -> Any:
@@ -215,10 +181,7 @@ class NodeWeights(WeightBuckets):
 
     Ranks that share no memory (see `Communicator.memory_groups`) have private copies.
 
-    See WeightBuckets for the arguments.
-
-    Raises:
-        ConfigError: The weights are on a GPU, or a node's memory is too small; raised on all ranks.
+    All ranks raise ConfigError if the weights are on a GPU, or a node's memory is too small.
     """
 
     _allgather = staticmethod(Collectives.allgather_once)
@@ -261,13 +224,8 @@ class NodeWeights(WeightBuckets):
         """Return when all ranks of this node have finished reading, and slices may be updated.
 
         Arrival of the gradients is not sufficient, because a rank may read its weights between
-        backward and step.
-
-        Raises:
-            ReplicaError: This rank has written weights outside of `writing`, as far as PyTorch's
-                version counters show.
-
-        Collective: yes. Blocking: yes.
+        backward and step. Raises ReplicaError if this rank has written weights outside of
+        `writing`, as far as PyTorch's version counters show. Collective, blocking.
         """
         written = self.written()
         if written:
@@ -281,12 +239,10 @@ class NodeWeights(WeightBuckets):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow weights to be written within a block; all ranks then get rank 0's weights.
+        """Allow writes in a block, in which all ranks except the first of each node have copies.
 
-        Within the block, all ranks except the first of each node have private copies. All ranks may
-        therefore run the same code, and read the values that they have written.
-
-        Collective: yes. Blocking: yes.
+        All ranks may therefore run the same code, and read the values that they have written.
+        Collective, blocking.
         """
         if self._is_writing:
             yield
@@ -315,34 +271,23 @@ class NodeWeights(WeightBuckets):
                    for name, view in self._views.items())
 
     def leave(self) -> None:
-        """Give this rank private weights.
-
-        Collective: no.
-        """
+        """Give this rank private weights."""
         for name, view in self._views.items():
             self._parameters[name].data = view.clone()
 
     def release(self) -> None:
-        """Give each rank private weights again.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Give each rank private weights again. Collective, blocking."""
         self.leave()
         # No rank may write the shared weights before all ranks have copied them.
         self._node_barrier()
 
 
 class LoadHooks:
-    """Allows `load_state_dict` of a module to write weights that ranks share.
+    """Allows `load_state_dict` of a module, now collective, to write weights that ranks share.
 
     The hooks remain until `remove`, even without the optimizer, because ranks that share weights
-    must agree on the rank that writes them. Copies of the module do not have these hooks.
-
-    Args:
-        module: Module whose `load_state_dict` becomes a collective call.
-
-    Attributes:
-        weights: The current NodeWeights of the module.
+    must agree on the rank that writes them. Copies of the module do not have these hooks. `weights`
+    are the current NodeWeights of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -404,10 +349,6 @@ class GuardedParameters(dict[str, Any]):
     """A mapping of a module's parameters by name that waits before each read.
 
     PyTorch reads parameters from this mapping; see `private.parameters_of`.
-
-    Args:
-        parameters: The parameters by name.
-        wait: Function that is called before each read.
     """
 
     def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
@@ -431,14 +372,8 @@ class Guard:
     modules keep references to their parameters (LSTM). It also waits when a parameter is looked up,
     since some modules use parameters of other modules (MultiheadAttention).
 
-    Args:
-        module: The module.
-        weights: Weights of the module.
-        buckets: Index of the bucket of each parameter.
-
-    Attributes:
-        unguarded: Indices of the buckets without a guard, because compiled modules have no hooks.
-        remove: Function that removes the guard.
+    `buckets` has the index of the bucket of each parameter. `unguarded` has the indices of the
+    buckets without a guard, because compiled modules have no hooks. `remove` removes the guard.
     """
 
     def __init__(self, module: nn.Module, weights: WeightBuckets,

@@ -25,14 +25,9 @@ class WithheldGradient(torch.Tensor):
     foreach kernels, in GradScaler, and in autograd. A program can only assign another gradient to
     the parameter, which the identity of the substitute shows.
 
-    Args:
-        p: The parameter.
-        refusal: Function that returns the error, given the name of the refused function.
-        droppable: If true, zeroing it is allowed, as `zero_grad(set_to_none=False)` does.
-
-    Attributes:
-        source: Tensor that operations may read, but not view, instead of this one; None for none.
-        is_zeroed: Whether it was zeroed.
+    `refusal` returns the error, given the name of the refused function. If `droppable`, zeroing is
+    allowed, as `zero_grad(set_to_none=False)` does. Operations may read, but not view, `source`
+    instead of this tensor.
     """
 
     _refusal: Refusal
@@ -91,9 +86,7 @@ def _readable(x: Any) -> Any:
 class WithheldGradients:
     """Gradients that parameters do not have until `release`.
 
-    Args:
-        refusal: Function that returns the error, given the name of the gradient and the name of the
-            refused function.
+    `refusal` returns the error, given the names of the gradient and of the refused function.
     """
 
     def __init__(self, refusal: Callable[[str, str], Exception]) -> None:
@@ -109,13 +102,7 @@ class WithheldGradients:
         return [name for name, *_ in self._gradients]
 
     def withhold(self, name: str, p: torch.Tensor, *, readable: bool) -> None:
-        """Replace the gradient of a parameter by a substitute.
-
-        Args:
-            name: Name of the gradient.
-            p: The parameter.
-            readable: If true, operations may read the gradient.
-        """
+        """Replace a gradient by a substitute, which operations may read if `readable`."""
         gradient, substitute = p.grad, self._substitutes.get(name)
         if substitute is None:
             substitute = self._substitutes[name] = WithheldGradient(
@@ -128,9 +115,8 @@ class WithheldGradients:
     def release(self) -> list[str]:
         """Return withheld gradients to their parameters, unless the program has assigned others.
 
-        Returns:
-            Names of the gradients that the program has replaced, or has written to through earlier
-            references.
+        Return the names of the gradients that the program has replaced, or has written to through
+        earlier references.
         """
         changed = []
         while self._gradients:

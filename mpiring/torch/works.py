@@ -44,11 +44,7 @@ def in_callback() -> bool:
 
 
 class _All:
-    """The operations of several Works as one; without Works, a completed operation.
-
-    Args:
-        works: The Works.
-    """
+    """The operations of several Works as one; without Works, a completed operation."""
 
     def __init__(self, works: Sequence["Work"] = ()) -> None:
         self._works = works
@@ -92,12 +88,8 @@ DONE = _All()
 class Future(torch.futures.Future):
     """The future of an operation, or of the result of a callback.
 
-    Callbacks run in the order of the operations.
-
-    Args:
-        handle: The operation.
-        value: Result of the operation; None if `then` sets the result.
-        gpus: GPUs that hold the tensors of the result.
+    Callbacks run in the order of the operations. `value` is the result of the operation, or None if
+    `then` sets the result; `gpus` hold its tensors.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any] | None,
@@ -151,8 +143,6 @@ class Work(dist.Work):
         threaded: If true, operations advance in the background.
         lanes: Lanes to pause if `get_future` is called during a backward pass, which waits for the
             operation at its end; see `Lane.pause`.
-
-    Attributes: the arguments.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any],
@@ -169,12 +159,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the operation is complete, and return True.
 
-        Args:
-            timeout: Longest time to wait; by default, that of the operation.
-
-        Raises:
-            StallError: The operation did not complete in time.
-            MpiringError: The operation has failed.
+        By default, the timeout is that of the operation. Raises StallError if the operation is not
+        complete in time, and MpiringError if it has failed.
         """
         if self._failure is not None:
             raise self._failure
