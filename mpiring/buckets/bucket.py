@@ -66,12 +66,7 @@ class TensorSpec:
 
 
 def refuse_changed(rank: int, before: Sequence[TensorSpec], now: Sequence[TensorSpec]) -> None:
-    """Raise ConfigError, which names the first difference, if a model's tensors have changed.
-
-    Args:
-        rank: Rank of this process.
-        before, now: Tensors in the model's order.
-    """
+    """Raise ConfigError, which names the first difference, if a model's tensors have changed."""
     for old, new in itertools.zip_longest(before, now):
         if old != new:
             raise ConfigError(
@@ -109,20 +104,13 @@ def backward_order(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
     would delay a bucket of large tensors. The share of a backward pass that is over when a byte can
     be sent was measured with 8 buckets. For an MLP, a convnet and a GPT, it equals that of the true
     order. It is 0.548 instead of 0.544 for a transformer, and 0.669 instead of 0.586 for an LSTM.
-
-    Args:
-        tensors: Tensors in the model's order.
     """
     total = sum(tensor.padded_bytes for tensor in tensors)
     return sorted(reversed(tensors), key=lambda tensor: _SMALL * tensor.padded_bytes < total)
 
 
 def usual_bytes(nodes: int) -> int:
-    """Return the default length of a bucket.
-
-    Args:
-        nodes: Number of nodes that exchange messages.
-    """
+    """Return the default length of a bucket for a number of nodes that exchange messages."""
     if nodes == 1:
         return _LONGEST_BYTES
     return min(max(_SHORTEST_BYTES, nodes * _BYTES_PER_NODE), _LONGEST_BYTES)
@@ -132,19 +120,10 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
          kind_of: Callable[[TensorSpec], Hashable] = lambda tensor: None) -> tuple[BucketPlan, ...]:
     """Fuse tensors, in the given order, into buckets of one dtype and one kind each.
 
-    Args:
-        tensors: Tensors in the order in which to fuse them; see `backward_order`.
-        bucket_bytes: Limit on the length of a bucket; a larger tensor gets a separate bucket. For
-            the first buckets, the limit is FIRST_BUCKET_BYTES, then twice as much, and so on. For
-            the last buckets, it is half of the remaining bytes, but at least the first limit.
-        kind_of: Function that returns the kind of a tensor; tensors of different kinds do not share
-            a bucket.
-
-    Returns:
-        The buckets, in the order of their last tensors.
-
-    Raises:
-        ConfigError: `bucket_bytes` is not positive.
+    The buckets are in the order of their last tensors. A tensor larger than `bucket_bytes` gets a
+    separate bucket. For the first buckets, the limit is FIRST_BUCKET_BYTES, then twice as much, and
+    so on. For the last buckets, it is half of the remaining bytes, but at least the first limit.
+    Raises ConfigError if `bucket_bytes` is not positive.
     """
     whole_number("bucket_bytes", bucket_bytes, 1)
     groups: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
@@ -179,14 +158,12 @@ class Bucket:
 
     Args:
         index: Position in the order in which buckets are reduced.
-        plan: Tensors of the bucket.
         empty: Function that allocates the memory, like `Communicator.empty`.
         device: GPU that holds the memory; None for host memory.
 
     Attributes:
         flat: Array of shape (plan.size,), zeros at first. It is a NumPy array in host memory, and a
             CuPy array or a tensor on a GPU.
-        views: A view into `flat` for each tensor, by name.
         missing: Names of the tensors that are not ready in this step.
         written: Events after which the GPU has written the ready tensors.
         finite: Whether the means that this rank checks are finite; None if not yet known.
@@ -276,8 +253,7 @@ class Bucket:
     def mark_as_junk(self, but: slice = slice(0, 0)) -> None:
         """Put one NaN into each tensor: like `poison`, but in constant time per tensor.
 
-        Args:
-            but: Elements to keep; a tensor that is completely inside gets no NaN.
+        A tensor that is completely in the range `but` gets no NaN.
         """
         for elements in self._elements.values():
             for element in (elements.start, elements.stop - 1):

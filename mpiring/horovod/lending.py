@@ -30,10 +30,7 @@ class Lender:
         return len(self._loans)
 
     def lend(self) -> Loan:
-        """Return a communicator that all ranks have given back, or a new one.
-
-        Collective, blocking.
-        """
+        """Return a communicator that all ranks have given back, or a new one. Collective."""
         free = self._comm.allgather_object(
             {number for number, loan in enumerate(self._loans) if loan.is_free},
             label="communicators that are not in use")

@@ -50,15 +50,10 @@ _SHORTEST_S, _LONGEST_S = 5e-4, 2e-2
 class Matcher:
     """Operations of a process set, by name. Collective, blocking.
 
-    Args:
-        comm: Communicator of the process set, used only by this object.
-        ranks: Global ranks of the process set.
-        fusion_bytes: Largest size in bytes of the messages into which tensors are fused.
-        step: Function to call with the name of an optimizer's step, in which this rank takes part
-            without a batch because it has called `join`.
-
-    Attributes:
-        marks_rounds: If true, traces record the start of each comparison.
+    It alone uses `comm`; `ranks` are global. Messages into which tensors are fused have at most
+    `fusion_bytes`. `step` is called with the name of an optimizer's step, in which this rank takes
+    part without a batch because it has called `join`. If `marks_rounds`, traces record the start of
+    each comparison.
     """
 
     def __init__(self, comm: Communicator, ranks: Sequence[int], fusion_bytes: int,
@@ -415,9 +410,9 @@ class Matcher:
                          now_s - requests[0].submitted_s, _listed(requests), text)
 
     def finish(self, request: NamedRequest) -> Any:
-        """Return the result of an operation when it is complete. Collective, blocking.
+        """Return the result of an operation, or raise HorovodInternalError.
 
-        Raises HorovodInternalError if the operation has failed.
+        Collective, blocking.
         """
         if request.results is None:
             try:
@@ -443,10 +438,7 @@ class Matcher:
         trace.span(kind, "named", started_s, time.monotonic(), tensor=request.name)
 
     def end(self) -> NamedRequest:
-        """Submit the last operation, which completes when all ranks have called this.
-
-        Collective.
-        """
+        """Submit the last operation, complete when all ranks have called this. Collective."""
         if self._last is None:
             self._last = self.submit(NamedRequest(NumPyArrays(), _LAST_NAME, Terms(BARRIER), ()))
         return self._last
@@ -463,10 +455,7 @@ class Matcher:
 
 
 def await_all(requests: Iterable[NamedRequest]) -> list[Any]:
-    """Return the results of operations, which may belong to several process sets.
-
-    Raises HorovodInternalError if an operation has failed. Collective, blocking.
-    """
+    """Return the results of operations, also of several process sets; see `Matcher.finish`."""
     requests = list(requests)
     while not all([request.matcher.poll(request) for request in requests]):
         time.sleep(_SHORTEST_S)

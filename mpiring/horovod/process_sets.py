@@ -131,8 +131,7 @@ class ProcessSet:
     def step_without_batch(self, name: str) -> None:
         """Take part in a step of an optimizer for which only other ranks have gradients.
 
-        Raises HorovodInternalError if this rank has no optimizer of this name. Collective,
-        blocking.
+        Raises HorovodInternalError if this rank has no such optimizer. Collective, blocking.
         """
         step = self._steps[name]() if name in self._steps else None
         if step is None:

@@ -191,14 +191,10 @@ def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: t
 class NamedRequest:
     """An operation that a rank has submitted; Horovod's handle.
 
-    Args:
-        name: Name, the same on all ranks.
-        in_place: If true, results are written to `tensors`.
-        single: If true, there is one array, and the result is not a list.
-        splits: Numbers of rows that an alltoall sends to each rank, as a list and as passed.
+    If `in_place`, results are written to `tensors`. If `single`, the result is not a list. `splits`
+    has the numbers of rows that an alltoall sends to each rank, as a list and as passed.
 
     Attributes:
-        handle: Handle of the operation in flight; None before.
         error: Error that has ended it.
         start: Function that starts a prepared operation, once all ranks have submitted it.
         settle: Function that sets the results once the operation is complete.

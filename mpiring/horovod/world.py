@@ -25,10 +25,7 @@ _log = logging.getLogger("mpiring")
 
 
 class HorovodWorld:
-    """All ranks, and their process sets.
-
-    `mpi_comm` has the same ranks as `comm`. Collective, blocking.
-    """
+    """All ranks, in a Communicator and in MPI, and their process sets. Collective, blocking."""
 
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
@@ -63,7 +60,7 @@ class HorovodWorld:
         self._sets.append(process_set)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """End the operations of a set; return False if it is unknown or the global process set.
+        """End the operations of a set; return False for unknown and global ones.
 
         Collective, blocking.
         """
@@ -168,10 +165,7 @@ def _communicator_of(comm: Any) -> Any:
 
 def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
           comm: Communicator | None = None) -> None:
-    """Create the world of an MPI communicator, with the communicator of the same ranks, if any.
-
-    Collective, blocking.
-    """
+    """Create the world of an MPI communicator; `comm` has the same ranks. Collective, blocking."""
     global _world
     given = settings()
     new = HorovodWorld(comm or Communicator(mpi_comm, config=given.config), mpi_comm, given)

@@ -176,7 +176,7 @@ class DataParallel:
     def _build(self) -> None:
         """Replace the buckets if others are due; the means and the optimizer's state move.
 
-        Collective: if so. Blocking: if so.
+        Collective and blocking if so.
         """
         before, due = self.gradients, self.gradients.due
         if due is None:
@@ -232,11 +232,7 @@ class DataParallel:
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory, for an optimizer.
 
-        Args:
-            name: Name of the parameter, as in `params`.
-
-        Raises:
-            ConfigError: The parameter is not in C order, unlike its gradient.
+        Raises ConfigError if the parameter is not in C order, unlike its gradient.
         """
         array = self._updated[name] = self.params[name]
         if not array.flags.c_contiguous:
@@ -404,21 +400,11 @@ class AsyncDataParallel(ParameterServer):
 
 def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: bool = False,
           **arguments: Any) -> tuple[list[TensorSpec], Device | None]:
-    """Broadcast rank 0's parameters to all ranks.
+    """Broadcast rank 0's parameters to all ranks; return the tensors, and their GPU, if any.
 
-    Args:
-        params: Arrays by name.
-        comm: Ranks of the model.
-        deterministic, arguments: Other values that must be the same on all ranks.
-
-    Returns:
-        The tensors, in their order, and the GPU that holds them; None for host memory.
-
-    Raises:
-        ConfigError: A parameter cannot be trained.
-        BufferMismatchError: The parameters differ between ranks; names the first difference.
-
-    Collective: yes. Blocking: yes.
+    The other arguments must also be the same on all ranks. Raises ConfigError if a parameter cannot
+    be trained. Raises BufferMismatchError, which names the first difference, if parameters differ
+    between ranks. Collective, blocking.
     """
     with same_on_all(comm, "the model", error=BufferMismatchError,
                      remedy="build the same model, in the same order, on every rank") as same:
@@ -436,19 +422,10 @@ def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: boo
 
 def load_arrays(comm: Communicator, arrays: Mapping[str, Any], state: Mapping[str, Any],
                 owner: str) -> None:
-    """Copy the arrays of a state into existing arrays, by name.
+    """Copy the arrays of a state into existing arrays, by name. Collective, blocking.
 
-    Args:
-        comm: The ranks, which must all load the same state.
-        arrays: Arrays to write to.
-        state: Arrays to read, with the same names, shapes and dtypes.
-        owner: End of "the state …" in messages.
-
-    Raises:
-        ConfigError: The state does not fit, or differs between ranks. In this case nothing has
-            changed on any rank.
-
-    Collective: yes. Blocking: yes.
+    `owner` is the end of "the state …" in messages. Raises ConfigError if the state does not fit,
+    or differs between ranks. In this case nothing has changed on any rank.
     """
     with same_on_all(comm, f"the state {owner}", remedy=SAME_STATE) as same:
         refuse_other_state(state, arrays, owner, only=True)
@@ -478,16 +455,7 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
 
 
 def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
-    """Return the name, shape and dtype of a parameter.
-
-    Args:
-        name: Name of the parameter.
-        array: The parameter.
-        rank: Rank of this process, for messages.
-
-    Raises:
-        ConfigError: The parameter cannot be trained.
-    """
+    """Return the specification of a parameter; raise ConfigError if it cannot be trained."""
     label = f"rank {rank}: parameter {name!r}"
     if not isinstance(name, str):
         raise ConfigError(f"{label}: names must be strings, as str({name!r})")

@@ -17,15 +17,9 @@ from .data_parallel import DataParallel, share, spec_of
 
 
 class ArrayWeights(LocalWeights):
-    """The arrays of a model, and the global weights; see LocalWeights.
+    """The arrays of a model or DataParallel, and the global weights. Collective, blocking.
 
-    Args:
-        model: Arrays by name, or a DataParallel of them.
-        comm: Ranks to synchronize. They all have rank 0's arrays afterwards.
-
-    Raises the same errors as DataParallel.
-
-    Collective: yes. Blocking: yes.
+    All ranks get rank 0's arrays. Raises the same errors as DataParallel.
     """
 
     def __init__(self, model: Mapping[str, Array] | DataParallel,
@@ -40,22 +34,18 @@ class ArrayWeights(LocalWeights):
             await_event(self.device.gpu.mark())
 
     def vector(self, name: str) -> Any:
-        """Return global weights as a vector."""
         return vector_of(self._global[name])
 
     def local(self, name: str) -> Any:
-        """Return local weights."""
         return self._arrays[name]
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
-        """Write factor × (global - local)."""
         with np.errstate(all="ignore"):
             np.subtract(self._global[name], self._arrays[name], out=out)
             if factor != 1:
                 out *= factor
 
     def mix(self, name: str, alpha: float) -> None:
-        """Set local weights to alpha × local + (1 - alpha) × global."""
         local, target = self._arrays[name], self._global[name]
         if alpha:
             target = target.astype(wide_dtype(local.dtype))
@@ -63,13 +53,11 @@ class ArrayWeights(LocalWeights):
         local[...] = target
 
     def is_finite(self, name: str) -> bool:
-        """Return whether local weights are finite."""
         if self.device is not None:
             return self.device.gpu.is_finite(self._arrays[name])
         return is_finite(self._arrays[name].reshape(-1))
 
     def refuse_others(self) -> None:
-        """Raise ConfigError if names, shapes or dtypes of the arrays have changed."""
         refuse_changed(self._comm.rank, self.tensors, [
             spec_of(name, x, self._comm.rank) for name, x in self._arrays.items()])
 

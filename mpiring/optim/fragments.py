@@ -72,10 +72,7 @@ class LocalWeights(Protocol):
         """Raise ConfigError if the trained tensors have changed."""
 
     def complete(self) -> None:
-        """Synchronize the rest of the model, after all weights have been synchronized.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Synchronize the rest of the model, after all weights. Collective, blocking."""
 
     @contextmanager
     def with_global_weights(self) -> Iterator[None]:
@@ -96,8 +93,7 @@ class LocalWeights(Protocol):
 def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     """Divide tensors, in their order, into fragments of similar size in bytes.
 
-    Raises:
-        ConfigError: There are fewer tensors than fragments.
+    Raises ConfigError if there are fewer tensors than fragments.
     """
     if count > len(tensors):
         raise ConfigError(f"fragments={count}, but the model has {len(tensors)} tensors, which "
@@ -121,28 +117,17 @@ class Fragment:
 
     A synchronization has four stages:
 
-    1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps.
-    2. `update` updates the global weights with their mean.
-    3. `receive` receives the global weights that other ranks have updated.
-    4. `mix` mixes the global weights into the local weights.
+    1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps. 2.
+    `update` updates the global weights with their mean. 3. `receive` receives the global weights
+    that other ranks have updated. 4. `mix` mixes the global weights into the local weights.
 
-    Args:
-        index: Index of the fragment.
-        tensors: Tensors of the fragment.
-        weights: Weights of the complete model.
-        comm: Communicator whose ranks train together.
-        settings: Checked settings, equal on all ranks.
-        reducers: Reducers of all tensors of the model.
+    Weights and reducers are those of the complete model; settings are checked, and equal on all
+    ranks. Collective, blocking.
 
     Attributes:
-        names: Names of its tensors.
         gradients: Averager of the pseudo-gradients.
-        optimizer: The outer optimizer.
         since: Step of the last synchronization.
         due: Step at which to mix in the synchronization in flight; None if there is none.
-        statistics: Costs so far.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, index: int, tensors: Sequence[TensorSpec], weights: LocalWeights,
@@ -176,14 +161,7 @@ class Fragment:
         self.gradients.wait()
 
     def send(self, step: int, factor: float = 1.0) -> None:
-        """Start to average the pseudo-gradients.
-
-        Args:
-            step: Number of the current inner step.
-            factor: Factor of this rank's pseudo-gradients in the mean.
-
-        Collective: yes. Blocking: no.
-        """
+        """Start to average the pseudo-gradients, with this rank's factor. Collective."""
         self._label(step)
         self.since = step
         # Buckets are filled from the last tensor to the first.
@@ -194,14 +172,8 @@ class Fragment:
     def update(self, step: int) -> None:
         """Update the global weights if pseudo-gradients are in flight; otherwise, do nothing.
 
-        Args:
-            step: Number of the current inner step.
-
-        Raises:
-            GradientError: Weights of some rank are not finite; names them on all ranks. The
-                global weights remain unchanged.
-
-        Collective: yes. Blocking: yes.
+        Raises GradientError, which names them on all ranks, if weights of some rank are not finite.
+        The global weights then remain unchanged. Collective, blocking.
         """
         if not self.gradients.step_started:
             return
@@ -213,14 +185,9 @@ class Fragment:
             self._refuse_not_finite()
 
     def receive(self, step: int) -> None:
-        """Return when the global weights are updated and complete.
-
-        Args:
-            step: Number of the current inner step.
+        """Return when the global weights are updated and complete. Collective, blocking.
 
         Raises the errors of `update`.
-
-        Collective: yes. Blocking: yes.
         """
         self.update(step)
         if self._is_updated:
@@ -243,10 +210,7 @@ class Fragment:
         self.statistics += replace(source.statistics, exposed_s=waited_s)
 
     def await_weights(self) -> None:
-        """Return when the GPU has written the global weights and buckets, for use on any stream.
-
-        Collective: no. Blocking: yes.
-        """
+        """Wait until the GPU has written the global weights and buckets, for use on any stream."""
         device = self._weights.device
         if device is not None:
             # Buckets are marked as junk on CuPy's stream.
@@ -254,10 +218,7 @@ class Fragment:
             await_event(device.gpu.mark())
 
     def mix(self, alpha: float) -> None:
-        """Set local weights to alpha × local + (1 - alpha) × global.
-
-        Collective: no.
-        """
+        """Set local weights to alpha × local + (1 - alpha) × global."""
         self.due = None
         for name in self.names:
             self._weights.mix(name, alpha)

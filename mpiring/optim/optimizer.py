@@ -40,10 +40,7 @@ class TrainedModel(Protocol):
         """Averager of the gradients."""
 
     def vector(self, name: str) -> Any:
-        """Return a parameter as a vector that shares its memory: shape (n,), in C order.
-
-        On a GPU the vector is a DeviceVector.
-        """
+        """Return a parameter's memory as a vector in C order; on a GPU, as a DeviceVector."""
 
     def wait(self) -> None:
         """Complete the current step of the gradients. Collective, blocking."""
@@ -103,14 +100,7 @@ class UpdateRule:
 class Optimizer:
     """An optimizer of complete tensors, or of this rank's slices of them.
 
-    Args:
-        dp: The model.
-        rule: Update of a tensor.
-        groups: Settings that differ for some tensors, by name or pattern of a tensor.
-        no_decay: Names and patterns of tensors that are neither decayed nor adapted.
-        max_norm: Largest norm of all gradients together; larger gradients are scaled down. None
-            for no limit.
-        sharded: If true, each rank updates only its slices, and then gathers the weights.
+    Subclasses document their arguments.
 
     Attributes:
         settings: Settings of each tensor, by its name. They may be changed between steps, equally
@@ -118,7 +108,7 @@ class Optimizer:
             optimizer raises BufferMismatchError in this step; other optimizers raise it with the
             next gradients.
         steps: Number of updates so far.
-        sharded: As given.
+        sharded: Whether each rank updates only its slices.
         statistics: Cost of sending the updated weights to all ranks in the last complete step.
 
     Raises:
@@ -183,17 +173,9 @@ class Optimizer:
     def begin_step(self, scaler: Scaler | None = None) -> bool:
         """Do the first half of `step`: update the weights and start to send them.
 
-        Call `end_step` next; do not read or write the weights before it returns.
-
-        Args:
-            scaler: A LossScaler, as for `step`.
-
-        Returns:
-            Whether the weights were updated.
-
-        Raises the errors of `step`.
-
-        Collective: yes. Blocking: until the gradients have arrived.
+        Return whether the weights were updated. Call `end_step` next; do not read or write the
+        weights before it returns. Raises the errors of `step`. Collective; blocks until the
+        gradients have arrived.
         """
         self._await_gradients("step()")
         if self._gradients.replicas is not None:
@@ -216,10 +198,7 @@ class Optimizer:
         return True
 
     def end_step(self) -> None:
-        """Return when the updated weights of other ranks have arrived.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return when the updated weights of other ranks have arrived. Collective, blocking."""
         while self._in_flight:
             index = next(iter(self._in_flight))
             self._in_flight.pop(index).wait()
@@ -238,15 +217,9 @@ class Optimizer:
                last_first: bool = False, rate: float = 1.0) -> None:
         """Update this rank's parts with the averaged gradients, which must be finite.
 
-        For adapters that send the weights themselves. The gradients must have arrived.
-
-        Args:
-            scale: Factor of the gradients.
-            done: Function that is called with the index of each bucket once it is updated.
-            last_first: If true, begin with the last bucket.
-            rate: Factor of the learning rates.
-
-        Collective: yes. Blocking: yes.
+        For adapters that send the weights themselves. The gradients must have arrived; they are
+        multiplied by `scale`, and learning rates by `rate`. `done` is called with the index of each
+        bucket once it is updated. Collective, blocking.
         """
         now = all_values_at(self.settings, self.steps)
         for settings in {id(settings): settings for settings in now.values()}.values():
@@ -276,11 +249,7 @@ class Optimizer:
         self.steps += 1
 
     def _add_vectors(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the optional state vectors that the update of any tensor needs.
-
-        Args:
-            settings: Settings of all tensors, so that all ranks add the same vectors.
-        """
+        """Add optional state vectors that the update of any tensor needs, given all settings."""
         for vector in self._rule.optional:
             if vector not in self._vectors and any(
                     vector in self._rule.update_of(x).vectors for x in settings.values()):
@@ -378,23 +347,11 @@ class Optimizer:
         self._load(steps, names, contents)
 
     def load_alone(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state as `load_state_dict` does, but allow it to differ between ranks.
-
-        Args:
-            state_dict: State of this rank.
-
-        Collective: no. Blocking: no.
-        """
+        """Load a state as `load_state_dict` does, but allow it to differ between ranks."""
         self._load(*self._checked(state_dict, self._all_parts()))
 
     def follow(self, gradients: Averager) -> None:
-        """Move the state to the slices of buckets that replace the earlier ones.
-
-        Args:
-            gradients: Averager of the same tensors.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Move the state to other buckets of the same tensors. Collective, blocking."""
         saved, last_step = self.state_dict(), self._last_step
         gradients.claim(self, scatters=self.sharded)
         self._gradients = gradients
@@ -403,22 +360,14 @@ class Optimizer:
         self._last_step = last_step
 
     def refuse_state(self, state_dict: Any) -> None:
-        """Raise ConfigError if a state is of another model or optimizer.
-
-        Args:
-            state_dict: State to load later.
-
-        Collective: no.
-        """
+        """Raise ConfigError if a state is of another model or optimizer."""
         self._checked(state_dict, ())
 
     def _checked(self, state_dict: Any, parts: Sequence[Part]) -> tuple[
             int, list[str], list[tuple[Part, dict[str, Array]]]]:
         """Return the content of a state for this rank's parts; change nothing.
 
-        Returns:
-            The number of updates, the names of the state vectors, and copies of each part's vectors
-            by name.
+        It is the number of updates, the names of state vectors, and copies of each part's vectors.
         """
         known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
@@ -458,12 +407,8 @@ class Optimizer:
         computes its share of each part. This saves work, and the result is the same on ranks with
         different processors.
 
-        Args:
-            parts: This rank's parts.
-            kinds: Names of the vectors, as in the blocks.
-            blocks: Yields the vectors of a part, block by block, given a range of elements.
-
-        Collective: yes. Blocking: yes.
+        `kinds` are the names of the vectors that `blocks` yields for a range of elements of a part.
+        Collective, blocking.
         """
         names = self._gradients.tensors
         sums = vectors.zeros(len(names) * len(kinds), np.float64, self._device)

@@ -35,17 +35,10 @@ _ALPHA = 0.5
 class Outer:
     """Synchronizes models that are trained locally; base class of LocalSGD and DiLoCo.
 
-    Args:
-        model: Model to train.
-        comm: Communicator whose ranks train together; by default, all ranks.
-        settings: Settings of the synchronization.
-
     Attributes:
         kind: Returns the LocalWeights of a model, given the communicator; all ranks then have the
             weights of rank 0. Adapters set it. Collective, blocking.
-        comm: The communicator.
         steps: Number of inner steps so far.
-        every, delay, alpha: As given.
     """
 
     kind: ClassVar[Any]
@@ -141,11 +134,7 @@ class Outer:
         self._plan()
 
     def _run_due(self, *, is_training: bool) -> bool:
-        """Run the synchronizations that are due; return whether any rank still trains.
-
-        Args:
-            is_training: If true, this rank still trains.
-        """
+        """Run the synchronizations that are due; return whether any rank still trains."""
         if self._is_joined and not self._count(is_training):
             return False
         with self._weights.selected():
@@ -329,11 +318,7 @@ class Outer:
         self._plan()
 
     def _checked(self, state_dict: Any) -> dict[str, Any]:
-        """Return a copy of a state with complete, checked parameters.
-
-        Raises:
-            ConfigError: The state does not fit; names the difference.
-        """
+        """Return a copy of a state with checked parameters; raise ConfigError if it differs."""
         method = type(self).__name__
         refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"),
                            f"of {method}")
@@ -410,37 +395,7 @@ def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSe
 
 
 class PeriodicAveraging(Outer):
-    """Averages the parameters of all ranks after every few steps of their local optimizers.
-
-        outer = LocalSGD(model, comm, every=8)
-        for x, y in batches:
-            ...
-            optimizer.step()
-            outer.step()
-        outer.synchronize()
-
-    Rank 0 broadcasts its parameters at the start. Any inner optimizer will do; its state remains
-    local to the rank.
-
-    Args:
-        model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
-            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
-        comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two averages, at least 1.
-        start: Number of initial steps during which models are averaged after each step
-            ("post-local SGD").
-        reducer: Reducer that averages the differences from the last mean; see `mpiring.reducers`.
-            Each fragment has a copy of it.
-        sharded: If true, each rank updates only its slices of the global parameters, and gathers
-            the other slices.
-        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
-
-    Raises:
-        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
-        BufferMismatchError: The models differ between ranks; names the first difference.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Averages the parameters of all ranks after every few local steps; see LocalSGD."""
 
     @explaining(LOCAL_TRAINING, TORCHFT_SYNONYMS)
     def __init__(self, model: Any, comm: Communicator | None = None, *, every: int,
@@ -451,42 +406,10 @@ class PeriodicAveraging(Outer):
 
 
 class StreamingDiLoCo(Outer):
-    """Takes outer steps with Nesterov momentum on the changes that local steps have made.
-
-        outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
-        for x, y in batches:
-            ...
-            optimizer.step()
-            outer.step()
-        outer.synchronize()
+    """Takes outer steps with Nesterov momentum on the changes by local steps; see DiLoCo.
 
     An outer step averages d = global - local parameters. Then v ← μ v + d and
-    global ← global - η (d + μ v). Rank 0 broadcasts its parameters at the start. Any inner
-    optimizer will do (AdamW in the paper); its state remains local to the rank.
-
-    Args:
-        model: Model to train, the same on all ranks. It may also be a DataParallel over a group of
-            ranks, from `comm.split(...)`: the group averages in every step, the groups rarely.
-        comm: Communicator whose ranks train together; by default, all ranks.
-        every: Number of inner steps between two synchronizations of a fragment, at least 1.
-        lr: Outer learning rate η; a number, or a function of the number of earlier outer steps.
-        momentum: Outer momentum μ; a number, or a function of the number of earlier outer steps.
-        fragments: Number of parts of the model, of similar size in bytes, that are synchronized in
-            turn, evenly spread over `every` steps (Streaming DiLoCo).
-        delay: Number of inner steps during which a fragment is sent in the background; below
-            `every`.
-        alpha: Share α of the local parameters when a fragment arrives: local ← α local +
-            (1 - α) global. By default 0, or 0.5 with a delay.
-        reducer: Reducer that averages d; see `mpiring.reducers`. Each fragment has a copy of it.
-        sharded: If true, each rank updates only its slices of the global parameters, and gathers
-            the other slices.
-        bucket_bytes: Size in bytes of the messages into which tensors are fused, approximately.
-
-    Raises:
-        ConfigError: An argument is wrong or differs between ranks, or the model cannot be trained.
-        BufferMismatchError: The models differ between ranks; names the first difference.
-
-    Collective: yes. Blocking: yes.
+    global ← global - η (d + μ v).
     """
 
     @explaining(LOCAL_TRAINING, TORCHFT_SYNONYMS)

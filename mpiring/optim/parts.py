@@ -38,12 +38,7 @@ def wide_dtype(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
 
 
 def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
-    """Return the dtypes, by name, of the state vectors for weights of a dtype.
-
-    Args:
-        names: Names of the optimizer's state vectors.
-        dtype: Dtype of the weights; 16-bit weights also have a master copy.
-    """
+    """Return the dtypes of state vectors for weights, including the masters of 16-bit weights."""
     return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide_dtype(dtype))
 
 
@@ -52,11 +47,10 @@ class Part:
     """The range of a tensor that this rank updates.
 
     Attributes:
-        name: Name of the tensor.
         offset: Index of the first element in the flattened tensor.
         weights: Shape (n,); a view, which the optimizer updates in place.
         gradient: Shape (n,); a view of the bucket, which holds the mean once it has arrived.
-        settings: Settings of the tensor in this step.
+
         t: Number of the update, from 1.
         scale: Factor of the gradient.
         ratio: Factor of the learning rate; see Layerwise.
@@ -119,10 +113,6 @@ class Part:
         """Yield vectors by name: complete, or in blocks if some need scratch memory.
 
         Scratch memory holds 16-bit gradients in float32, and `r`, whose content is undefined.
-
-        Args:
-            names: Names of the vectors.
-            share: Range of elements.
         """
         vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
         scratched = [name for name in names if name == DIRECTION or name == "g" and self.is_sixteen]
@@ -148,12 +138,7 @@ class Part:
 
 
 def _update_master(master: Any, weights: Any) -> None:
-    """Overwrite master values that do not round to the weights: the user changed these weights.
-
-    Args:
-        master: Shape (n,), float32.
-        weights: Shape (n,), float16 or bfloat16.
-    """
+    """Overwrite float32 values that do not round to 16-bit weights, which the user has changed."""
     if isinstance(master, DeviceVector):
         master.device.compute(_update_master_block, master, vectors.bits_of(weights))
         return
@@ -173,11 +158,9 @@ def _update_master_block(xp: Any, master: Any, weights: Any) -> None:
 
 
 def add_squares(x: Any, total: Any) -> None:
-    """Add the sum of the squares of a vector to a number; on a GPU, queue the addition.
+    """Add the squares of a float32 or float64 vector to a float64 array of shape (1,).
 
-    Args:
-        x: Shape (n,), float32 or float64.
-        total: Shape (1,), float64.
+    On a GPU, queue the addition.
     """
     if isinstance(x, DeviceVector):
         x.device.compute(_queue_squares, x, total)

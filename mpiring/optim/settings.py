@@ -45,14 +45,7 @@ ADAPTS = "adapts"
 
 
 class TensorSettings(MutableMapping[str, Any]):
-    """The settings of one tensor by name; a write checks the value.
-
-    Args:
-        content: Checked values.
-
-    Attributes:
-        key: Tuple that is equal for tensors with the same settings.
-    """
+    """The settings of one tensor by name; `key` is equal for tensors with the same settings."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._content = dict(content)
@@ -66,11 +59,7 @@ class TensorSettings(MutableMapping[str, Any]):
         return self._content[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set a number, or a function of the number of updates.
-
-        Raises:
-            ConfigError: The setting is unknown, or the value is out of range.
-        """
+        """Set a number, or a function of the number of updates; raise ConfigError if wrong."""
         if name == ADAPTS or name not in self._content:
             raise ConfigError(f"there is no setting {name!r} to be written; expected one of "
                               f"{', '.join(key for key in self._content if key != ADAPTS)}")
@@ -97,8 +86,6 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
     """Return each tensor's settings.
 
     Args:
-        names: Names of all tensors.
-        defaults: Settings by name.
         groups: Settings that differ from the defaults, by name or pattern of a tensor. An exact
             name takes precedence; otherwise, the first pattern that matches applies.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
@@ -134,15 +121,7 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
 
 
 def values_at(settings: Mapping[str, Any], step: int) -> Settings:
-    """Return the settings of one tensor, with each function replaced by its value.
-
-    Args:
-        settings: Settings of the tensor by name.
-        step: Number of updates before this one.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Return a tensor's settings, with checked values of functions after `step` updates."""
     return {name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
             for name, value in settings.items()}
 

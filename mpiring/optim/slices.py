@@ -16,18 +16,9 @@ from .parts import Part
 class ModelSlices:
     """The parts of a model that this rank updates, and the state that it keeps for them.
 
-    Without `averager.scatter()`, each rank has all parts.
-
-    Args:
-        averager: Averager of the gradients.
-        comm: Communicator whose ranks train the model.
-        weights: Function that returns the vector of a tensor, given its name.
-
-    Attributes:
-        parts: This rank's parts, per bucket, in the order in which buckets are sent.
-        tally: Counts the cost of `send`.
-
-    Collective: no.
+    Without `averager.scatter()`, each rank has all parts. `weights` returns the vector of a tensor,
+    given its name. `parts` are this rank's parts per bucket, in the order in which buckets are
+    sent. `tally` counts the cost of `send`.
     """
 
     def __init__(self, averager: Averager, comm: Communicator,
@@ -41,15 +32,10 @@ class ModelSlices:
         self.parts = [self._parts_of(bucket) for bucket in averager.buckets]
 
     def send(self, index: int, made_with: str) -> Handle[None]:
-        """Start to send the weights in this rank's parts of a bucket to all ranks.
+        """Start to send the weights in this rank's parts of a bucket to all ranks. Collective.
 
-        The weights replace the gradients in the bucket.
-
-        Args:
-            index: Index of the bucket; all ranks send buckets in the same order.
-            made_with: Description of the update of the weights; compared across ranks.
-
-        Collective: yes. Blocking: no.
+        The weights replace the gradients in the bucket. All ranks send buckets in the same order,
+        and compare `made_with`, the description of the update.
         """
         bucket = self._averager.buckets[index]
         for part in self.parts[index]:
@@ -65,8 +51,6 @@ class ModelSlices:
         """Write the weights that other ranks have updated, once `send` is complete.
 
         The content of the bucket is undefined afterwards; each tensor in it begins with a NaN.
-
-        Collective: no.
         """
         bucket = self._averager.buckets[index]
         local, vector = self._averager.own_slice(bucket), bucket.vector

@@ -19,12 +19,7 @@ from .slices import ModelSlices
 
 
 class StateView(Mapping[str, Mapping[str, Any]]):
-    """A view of the state: vectors by tensor and name, up to date at each access.
-
-    Args:
-        slices: This rank's parts.
-        names: Names of the optimizer's state vectors.
-    """
+    """A view of the named state vectors by tensor and name, up to date at each access."""
 
     def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
         self._slices, self._names = slices, names
@@ -48,11 +43,8 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]], share: tuple[int, int]) -> Leaves:
     """Return the ranges of the state that this rank saves.
 
-    Args:
-        tensors: All tensors, by name.
-        parts: This rank's parts.
-        dtypes: Dtypes of each tensor's vectors, by name.
-        share: Rank and number of ranks that have the same parts; each saves its share of them.
+    `dtypes` are those of each tensor's vectors, by name. `share` is the rank and the
+    number of ranks that have the same parts; each saves its share of them.
     """
     def pieces() -> Iterator[tuple[str, str, int, Array]]:
         rank, size = share
@@ -70,15 +62,8 @@ def checked(state: Any, optimizer: str, tensors: Mapping[str, TensorSpec],
             optional: Sequence[str] = ()) -> tuple[int, Leaves]:
     """Return the number of updates and the vectors of all tensors, from complete or sharded state.
 
-    Args:
-        state: State of `state_dict` or of a checkpoint.
-        optimizer: Name of the optimizer.
-        tensors: All tensors, by name.
-        dtypes: Dtypes of each tensor's vectors, by name.
-        optional: Names of vectors that may be missing for all tensors, but not only for some.
-
-    Raises:
-        ConfigError: The state is of another model or optimizer; names the difference.
+    Vectors named in `optional` may be missing for all tensors, but not only for some. Raises
+    ConfigError, which names the difference, if the state is of another model or optimizer.
     """
     refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {optimizer}")
     if state["optimizer"] != optimizer:
@@ -100,11 +85,7 @@ def checked(state: Any, optimizer: str, tensors: Mapping[str, TensorSpec],
 
 
 def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
-    """Return an array, or a Sliced, as a Sliced.
-
-    Raises:
-        ConfigError: Its shape or dtype differs.
-    """
+    """Return an array or Sliced as a Sliced; raise ConfigError if its shape or dtype differs."""
     array = np.asarray(0 if isinstance(x, Sliced) else x)
     leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
         array.shape, {(0, array.size): array.reshape(-1)}, array.dtype)
@@ -115,10 +96,7 @@ def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") 
 
 
 def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
-    """Return complete tensors from the ranges of all ranks.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return complete tensors from the ranges of all ranks. Collective, blocking."""
     slices = [leaf for by_vector in leaves.values() for leaf in by_vector.values()]
     tensors = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
                             functools.partial(gather, slices=slices)))

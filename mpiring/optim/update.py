@@ -25,15 +25,13 @@ class Update:
 
     Args:
         name: Unique name.
-        vectors: Names, separated by spaces. All vectors have the same length and the same dtype,
-            float32 or float64.
-        numbers: Names, separated by spaces.
+        vectors, numbers: Names, separated by spaces. All vectors have the same length and the same
+            dtype, float32 or float64.
         text: Assignments, one per line, that are both Python and C++. They use names, + - * /,
             parentheses and sqrt(x), but no literals. An assignment to the name of a vector is
             stored, except for `g`, the gradient, which is only read.
 
     Attributes:
-        vectors, numbers: The names.
         stored: The names of the vectors that the update writes.
     """
 
@@ -45,13 +43,7 @@ class Update:
         self.stored = [x for x in self.vectors if x in assigned and x != "g"]
 
     def __call__(self, vectors: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
-        """Update vectors in place; on a GPU, queue the update.
-
-        Args:
-            vectors, numbers: Values by name; others are ignored.
-
-        Collective: no. Blocking: yes, in host memory.
-        """
+        """Update vectors in place, given values by name; on a GPU, queue the update."""
         xs, values = [vectors[x] for x in self.vectors], [numbers[x] for x in self.numbers]
         n, dtype = xs[0].size, xs[0].dtype
         if isinstance(xs[0], DeviceVector):

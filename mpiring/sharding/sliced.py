@@ -79,11 +79,7 @@ class Sliced:
         return f"Sliced(shape={self.shape}, dtype={self.dtype}, pieces of [{ranges}])"
 
     def __iter__(self) -> NoReturn:
-        """Raise an error; PyTorch optimizers iterate over state that is not a tensor.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raise ConfigError; PyTorch optimizers iterate over state that is not a tensor."""
         raise ConfigError(
             f"a sliced tensor of shape {self.shape} was passed instead of a complete one; convert "
             f"the state with mpiring.torch.whole(state), or mpiring.resilience.whole(state) for "
@@ -175,10 +171,8 @@ def slices_of(shapes: Mapping[str, Iterable[int]],
               pieces: Iterable[tuple[str, str, int, Array]]) -> Leaves:
     """Return sliced vectors by tensor and name, from the pieces of this rank.
 
-    Args:
-        shapes: Shape of each tensor.
-        dtypes: Dtype of each vector by tensor and name, including vectors of other ranks.
-        pieces: Tensor, name of the vector, first element, and elements of each piece of this rank.
+    Dtypes include vectors of other ranks. A piece is the tensor, the name of the vector, the first
+    element, and the elements.
     """
     ranges: dict[str, dict[str, dict[Range, Array]]] = {
         name: {vector: {} for vector in by_vector} for name, by_vector in dtypes.items()}
@@ -202,14 +196,9 @@ def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
            keep: bool = True) -> Schedule[list[Array]]:
     """Return the schedule that returns complete tensors from the ranges of all ranks.
 
-    Args:
-        collectives: Collectives of the ranks.
-        slices: Tensors, the same on all ranks. Each rank has at most one range of each tensor, in
-            rank order.
-        keep: If false, this rank only sends its ranges, and the result is empty.
-
-    Raises:
-        ConfigError: Elements of a tensor are missing on all ranks, or not in rank order.
+    The tensors are the same on all ranks. Each rank has at most one range of each, in rank order.
+    If not `keep`, this rank only sends its ranges, and the result is empty. Raises ConfigError if
+    elements of a tensor are missing on all ranks, or not in rank order.
     """
     ranges = np.array([next(iter(x.pieces), (0, 0)) for x in slices], np.int64).reshape(-1, 2)
     rows = yield from collectives.allgather_bytes(ranges.reshape(-1).view(np.uint8))

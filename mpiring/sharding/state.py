@@ -32,10 +32,8 @@ Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 class TensorRange:
     """A tensor, or a range of it, in a slice of a bucket.
 
-    Attributes:
-        name, shape: Name and shape of the tensor.
-        start, stop: Range of elements of the slice.
-        offset: First element of the flattened tensor that is in the slice.
+    `start` and `stop` are elements of the slice; `offset` is the first element of the flattened
+    tensor that is in the slice.
     """
 
     name: str
@@ -62,13 +60,10 @@ class TensorRange:
 
 @dataclass
 class TensorState:
-    """State of a tensor outside of buckets.
+    """State of a tensor outside of buckets, after a number of applied steps.
 
-    Attributes:
-        steps: Number of applied steps.
-        pieces: Vectors by name, for ranges of elements of the flattened tensor, which may include
-            the padding after the tensor.
-        arrays: Arrays by name.
+    `pieces` are vectors by name, for ranges of elements of the flattened tensor, which may include
+    the padding after the tensor.
     """
 
     steps: int
@@ -82,14 +77,7 @@ class SliceState:
     It is double-buffered. Data written to a result of `next` takes effect with `commit`; `drop`
     discards the data.
 
-    Args:
-        plan: Plan of the bucket.
-        first, last: Range of the slice in the bucket.
-        device: GPU that holds the vectors; None for host memory.
-
-    Attributes:
-        ranges: Tensors in the slice, without padding.
-        size: Number of elements, including padding.
+    `first` and `last` are its range in the bucket. `ranges` omit padding, `size` includes it.
     """
 
     def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
@@ -112,10 +100,7 @@ class SliceState:
     def array(self, name: str, tensor: str, first: Callable[[], Array]) -> Array:
         """Return an array of any shape, in host memory, that belongs to a tensor.
 
-        Args:
-            name: Name of the array.
-            tensor: Name of the tensor.
-            first: Function that creates it; called again when the tensor is in another bucket.
+        `first` creates it, also again when the tensor is in another bucket.
         """
         key = name, tensor
         if key not in self._now:
@@ -162,8 +147,7 @@ class SliceState:
     def load(self, tensors: Mapping[str, TensorState]) -> None:
         """Copy the state of its tensors, if they have any.
 
-        Raises:
-            ConfigError: A part of a tensor's state that belongs to this slice is missing.
+        Raises ConfigError if a part of a tensor's state that belongs to this slice is missing.
         """
         loaded: dict[str, Array] = {}
         is_loaded = np.zeros(self.size, bool)
@@ -205,16 +189,9 @@ def ranges_in(plan: BucketPlan, first: int, last: int, *,
 
 
 class BucketState:
-    """State of this rank's slices of one bucket.
+    """State of this rank's slices of one bucket, by number, after a number of applied steps.
 
-    Args:
-        bucket: The bucket.
-        bounds: Offsets at which it is cut into slices, from 0 to its size.
-        slice_numbers: Numbers of this rank's slices.
-
-    Attributes:
-        slices: State of each slice, by number.
-        steps: Number of applied steps.
+    `bounds` are the offsets at which the bucket is cut into slices, from 0 to its size.
     """
 
     def __init__(self, bucket: Bucket, bounds: Sequence[int], slice_numbers: Iterable[int]) -> None:
@@ -236,8 +213,7 @@ class BucketState:
     def gathered(self, vectors_of: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the complete state of all its tensors, without arrays.
 
-        Args:
-            vectors_of, gather: Arguments of BucketStates.rebuild.
+        The arguments are those of BucketStates.rebuild.
         """
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
@@ -252,8 +228,7 @@ class BucketState:
 
 
 class BucketStates:
-    """State of this rank's slices of all buckets of a model; `rebuild` moves it to other buckets.
-    """
+    """State of this rank's slices of all buckets; `rebuild` moves it to other buckets."""
 
     def __init__(self) -> None:
         self._buckets: dict[BucketPlan, BucketState] = {}
@@ -275,19 +250,16 @@ class BucketStates:
         """Return the schedule that moves the state, or the loaded state, to other buckets.
 
         The state of a tensor outside of these buckets is kept until a later call includes the
-        tensor. Arrays are not moved.
+        tensor. Arrays are not moved. Raises ConfigError if the loaded state lacks a part that
+        belongs to this rank's slices.
 
         Args:
             buckets: All buckets from now on.
             vectors_of: Function that returns the dtypes of the vectors of a bucket, given its plan.
-            bounds: Function that returns the offsets at which a bucket is cut into slices, from 0
-                to its size.
+            bounds: Function that returns the offsets at which a bucket is cut into slices.
             slice_numbers: Numbers of this rank's slices.
             gather: Function that returns a schedule, given a vector over a bucket and the bounds.
                 The schedule copies the slices of other ranks into the vector.
-
-        Raises:
-            ConfigError: The loaded state lacks a part that belongs to this rank's slices.
         """
         for before in self._buckets.values():
             if before.steps:

@@ -215,10 +215,7 @@ class Averaging:
                 output.register_hook(weak_hook(self._reached_output, leaves, forward, gone=gone))
 
     def wait(self) -> None:
-        """Return when all gradients have arrived; raise errors of `completed`.
-
-        Collective, blocking.
-        """
+        """Wait for all gradients; raise errors of `completed`. Collective, blocking."""
         if not self.in_flight:
             return
         self.in_flight = False
@@ -382,10 +379,7 @@ class Averaging:
             self.dense[name].grad = x
 
     def _contribute(self, unreached: Sequence[str]) -> None:
-        """Contribute accumulated gradients, or zeros, for parameters that backward did not reach.
-
-        Afterwards, this rank's part of the step is complete.
-        """
+        """Complete this rank's step: contribute gradients, or zeros, that no pass has reached."""
         for name in unreached:
             if name in self.dense:
                 self._put(name, self.dense[name], averages=True)

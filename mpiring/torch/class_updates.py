@@ -50,7 +50,7 @@ class ShardedState:
                             if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
-        """Return the state of complete parameters, on their device; only on rank `root`, if given.
+        """Return the state of complete parameters; only on rank `root`, if given.
 
         Collective, blocking.
         """
@@ -165,16 +165,8 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
 class ClassUpdates:
     """Updates with an elementwise PyTorch optimizer class; raises ConfigError for other classes.
 
-    Args:
-        optimizer_class, defaults: Class, and its arguments.
-        groups: Parameter groups.
-        trained: Trained parameters by name.
-        per_bucket: If true, buckets are updated one after the other.
-
-    Attributes:
-        shards: This rank's shards, after `begin`.
-        optimizer: Optimizer of the shards. `follow` and loading a state replace it, but its groups
-            remain the same dicts.
+    If `per_bucket`, buckets are updated one after the other. `shards` are this rank's, after
+    `begin`. `follow` and loading a state replace `optimizer`, but its groups remain the same dicts.
     """
 
     def __init__(self, optimizer_class: Any, defaults: Mapping[str, Any],
@@ -248,10 +240,7 @@ class ClassUpdates:
         self._aside, self._elementwise = aside, elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
-        """Update the shards, and call `send` with the index of each bucket once it is updated.
-
-        Collective.
-        """
+        """Update the shards; call `send` with the index of each updated bucket. Collective."""
         buckets = range(len(self._layout.weights.buckets))
         if not self._per_bucket:
             self.optimizer.step()

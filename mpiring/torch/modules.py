@@ -45,10 +45,7 @@ class Wrapper(nn.Module):
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this wrapper and the modules in it, with the names of the bare module.
-
-        `named_parameters` and `named_buffers` use these names.
-        """
+        """Yield modules by names of the bare module, for `named_parameters` and `named_buffers`."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -71,12 +68,9 @@ class Wrapper(nn.Module):
 
 @dataclass
 class Buffers:
-    """The buffers of a module, copied from one rank to all when a step is complete.
+    """The buffers of a module, copied from rank `root` to all when a step is complete, if `copied`.
 
-    Attributes:
-        copied: If false, buffers remain local to each rank.
-        root: Rank to copy from.
-        model: Number of the model as a string for messages; see `Communicator.next_model`.
+    `model` is its number as a string for messages; see `Communicator.next_model`.
     """
 
     module: nn.Module

@@ -140,10 +140,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._group.engine.dump(last, file, folder)
 
     def shutdown(self) -> None:
-        """Wait for all operations and for all members, then close the group.
-
-        Collective, blocking.
-        """
+        """Wait for all operations and all members, then close the group. Collective, blocking."""
         if self._callback_group is not None:
             self._callback_group.close()
         self._group.close()
@@ -434,11 +431,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Return when every rank has called; on rank 0 an error names the missing ranks.
 
         Call it on the group itself: torch.distributed.monitored_barrier accepts Gloo only. Every
-        rank reports to rank 0, which answers when all have reported.
-
-        By default, the timeout is that of the group. If `wait_all_ranks`, the error names all
-        missing ranks, not only the first. Raises StallError if a rank has not called in time.
-        Collective, blocking.
+        rank reports to rank 0, which answers when all have reported. By default, the timeout is
+        that of the group. If `wait_all_ranks`, the error names all missing ranks, not only the
+        first. Raises StallError if a rank has not called in time. Collective, blocking.
         """
         limit_s = self._group.config.stall_timeout_s if not timeout else timeout.total_seconds()
         if self.rank():
@@ -470,16 +465,11 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def open_group(options: Any, default: Group | None) -> Group:
-    """Return the MPI ranks of a new process group. Collective among the members, blocking.
+    """Return the MPI ranks of a new process group; `default` is the group of all ranks, if any.
 
-    Args:
-        options: Options of torch.distributed: store, rank, size, timeout, and the group's ranks.
-        default: Group of all ranks; None to create it.
-
-    Raises:
-        ConfigError: Rank and size differ from MPI's.
-        LaunchError: The group has several ranks, but this process is alone in MPI.
-        StallError: A member has not called in time.
+    Raises ConfigError if rank and size differ from MPI's. Raises LaunchError if the group has
+    several ranks, but this process is alone in MPI. Raises StallError if a member has not called in
+    time. Collective among the members, blocking.
     """
     ranks: Sequence[int] = options.global_ranks_in_group
     if not ranks:

@@ -42,10 +42,9 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     therefore get a random prefix, which only the ranks know, unless a client lists the keys.
 
     It also calls `export_environment`, because frameworks that use the default process group still
-    read the number of processes from the environment.
-
-    The URL is "mpi://", followed by rank and world_size if the user gave them. If they are not
-    MPI's, ConfigError is raised; LaunchError is raised as by mpiring.init. Collective, blocking.
+    read the number of processes from the environment. The URL is "mpi://", followed by rank and
+    world_size if the user gave them. If they are not MPI's, ConfigError is raised; LaunchError is
+    raised as by mpiring.init. Collective, blocking.
     """
     with init() as comm:
         _check_url(url, comm)

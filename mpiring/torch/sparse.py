@@ -68,12 +68,8 @@ def sparse_parameters(module: nn.Module) -> set[Parameter]:
 class SparseGradients:
     """Averages sparse gradients when all gradients of a step are complete.
 
-    The averager of dense gradients counts steps and costs.
-
-    Attributes:
-        missing: Names of the gradients that are not ready in this step.
-        finite: Whether all means of the last complete step are finite; the same on all ranks.
-        nonfinite: Names of this rank's nonfinite gradients in the last complete step.
+    The averager of dense gradients counts steps and costs. In the last complete step, `finite` is
+    true on all ranks if all means are finite; `nonfinite` names this rank's nonfinite gradients.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
@@ -99,10 +95,7 @@ class SparseGradients:
         self._weights[name] = weight
 
     def wait(self) -> None:
-        """Return when every gradient is the mean over ranks, or None on all ranks.
-
-        Collective, blocking.
-        """
+        """Return when each gradient is the mean, or None on all ranks. Collective, blocking."""
         handles = []
         self.finite, self.nonfinite = True, []
         for name, p in self._parameters.items():

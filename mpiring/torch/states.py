@@ -51,10 +51,7 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator | N
 
 def broadcast_named(pairs: Sequence[tuple[str, torch.Tensor]], comm: Communicator,
                     root: int) -> None:
-    """Copy named tensors of one rank to all ranks; see `broadcast_parameters`.
-
-    Collective, blocking.
-    """
+    """Copy named tensors of one rank to all ranks, as `broadcast_parameters` does. Collective."""
     with same_on_all(comm, "broadcast_parameters", error=BufferMismatchError,
                      remedy="pass the same tensors, in the same order, on every rank") as same:
         same["root"] = whole_number("root", root, 0, comm.size - 1)

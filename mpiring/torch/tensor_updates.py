@@ -125,10 +125,7 @@ class TensorUpdates:
         return functools.partial(self._load, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, or change nothing if it belongs to another optimizer.
-
-        Collective, blocking.
-        """
+        """Load a state; change nothing if it belongs to another optimizer. Collective, blocking."""
         self._method.load_state_dict(
             {key: x for key, x in state_dict.items() if key != "param_groups"})
         for group, saved in zip(

@@ -31,9 +31,8 @@ _ON_BOOL = {"sum": "bor", "prod": "band"}
 class Op:
     """A reduction, with its name in mpiring, on which ranks must agree.
 
-    Attributes:
-        factor: Factor of every rank's contribution, or None.
-        divisor: Divisor of the sum, as for `quotient`, for a mean of integers; or None.
+    Every rank's contribution is multiplied by `factor`. For a mean of integers, the sum is divided
+    by `divisor`, as by `quotient`.
     """
 
     name: str
@@ -84,11 +83,8 @@ class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
     Tensors that are not contiguous are copied, and copied back if the operation writes them. If
-    `staged`, tensors on a GPU are copied to host memory.
-
-    Attributes:
-        nbytes: Number of bytes of all tensors.
-        stream: The user's stream, on which the tensors were written; None in host memory.
+    `staged`, tensors on a GPU are copied to host memory. The user's `stream`, on which the tensors
+    were written, is None in host memory.
     """
 
     def __init__(self, *, staged: bool = False) -> None:

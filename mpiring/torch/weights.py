@@ -147,10 +147,7 @@ class WeightBuckets:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes within a block; all ranks then get rank 0's weights.
-
-        Collective, blocking.
-        """
+        """Allow writes in a block; all ranks then get rank 0's weights. Collective, blocking."""
         self.synchronize()
         yield
         self._copy_in(self.written())
@@ -177,11 +174,9 @@ class NodeWeights(WeightBuckets):
 
     Writes of one rank are visible to all ranks of its node. No rank may therefore read weights
     while slices are updated: after `follow`, until `wait_for` has returned. `follow` returns when
-    all ranks of the node have called it. Each slice is sent to each other node once.
-
-    Ranks that share no memory (see `Communicator.memory_groups`) have private copies.
-
-    All ranks raise ConfigError if the weights are on a GPU, or a node's memory is too small.
+    all ranks of the node have called it. Each slice is sent to each other node once. Ranks that
+    share no memory (see `Communicator.memory_groups`) have private copies. All ranks raise
+    ConfigError if the weights are on a GPU, or a node's memory is too small.
     """
 
     _allgather = staticmethod(Collectives.allgather_once)

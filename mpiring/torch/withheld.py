@@ -115,8 +115,8 @@ class WithheldGradients:
     def release(self) -> list[str]:
         """Return withheld gradients to their parameters, unless the program has assigned others.
 
-        Return the names of the gradients that the program has replaced, or has written to through
-        earlier references.
+        Return the names of gradients that the program has replaced, or written to by old
+        references.
         """
         changed = []
         while self._gradients:

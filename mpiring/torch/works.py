@@ -134,15 +134,11 @@ class Future(torch.futures.Future):
 
 
 class Work(dist.Work):
-    """One operation.
+    """One operation; for a receive, the result of the handle is the rank that sent.
 
-    Args:
-        handle: The operation; for a receive, its result is the rank that sent.
-        value: The tensors with the result.
-        timeout_s: Longest time that `wait` waits, in seconds; None for the timeout of the group.
-        threaded: If true, operations advance in the background.
-        lanes: Lanes to pause if `get_future` is called during a backward pass, which waits for the
-            operation at its end; see `Lane.pause`.
+    `value` has the tensors with the result. Without `timeout_s`, `wait` uses the timeout of the
+    group. If `threaded`, operations advance in the background. If `get_future` is called during a
+    backward pass, which waits for the operation at its end, it pauses `lanes`; see `Lane.pause`.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any],

@@ -34,8 +34,7 @@ _OPERATIONS, _PIECES, _SLICES = (1, 2, 4), (0.5, 1.0, 2.0), (1, 2, 3)
 def is_wanted(fusion: Fusion, comm: Communicator) -> bool:
     """Return whether to tune in the first steps.
 
-    Raises:
-        ConfigError: The user requests both tuning and bitwise identical runs.
+    Raises ConfigError if the user requests both tuning and bitwise identical runs.
     """
     if fusion.autotune is None:
         if fusion.deterministic and comm.config.autotune and comm.rank == 0:
@@ -54,12 +53,8 @@ class Autotuner:
     Each rank measures its own time. After the last step of a trial, the ranks agree on the time of
     the slowest rank, so they make the same decisions. Other steps need no message.
 
-    Args:
-        comm: Communicator of the ranks.
-        overlaps: If true, several operations may be in flight.
-
-    Attributes:
-        first: Settings before the first trial; None until the first trial begins.
+    If it `overlaps`, several operations may be in flight. `first` are the settings before the first
+    trial; None until that begins.
     """
 
     def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
@@ -73,11 +68,7 @@ class Autotuner:
     def end_step(self, fused: FusedTensors, *, fixed: bool) -> bool:
         """Record the time of the step that ends; return whether tuning is over.
 
-        Args:
-            fused: Tensors whose settings are tuned.
-            fixed: If true, buckets must not change.
-
-        Collective: yes. Blocking: yes, at the end of a trial.
+        If `fixed`, buckets must not change. Collective; blocking at the end of a trial.
         """
         if self._search is None:
             return self._begin(fused, fixed=fixed)

@@ -52,11 +52,6 @@ class Averager(FusedTensors):
     in the same order on all ranks.
 
     Args:
-        tensors: Tensors, the same and in the same order on every rank.
-        comm: Communicator of the ranks to average over.
-        fusion: Settings by which tensors are fused and averaged.
-        placement: Memory of the tensors.
-        weighing: Weighing of the gradients; by default, a new Weighing.
         before: Averager that this one replaces between two steps; see `_continue`.
         overlap: If true, send buckets as soon as they are full. Otherwise `wait` sends them, one
             after another, since ranks compute on all cores until then. The same on all ranks.
@@ -70,19 +65,13 @@ class Averager(FusedTensors):
         scatters: If true, only this rank's slices of the buckets receive means; see `scatter`.
         finite: Whether all means of the last completed step are finite; the same on all ranks. True
             before the first step.
-        nonfinite: Record of the ranks whose own gradients contained NaN or Inf.
         tally: Counter of a step's operations, including operations on gradients in no bucket.
         statistics: Costs of the last completed step's operations only.
         weighing: Weighing whose factor multiplies gradients before they are ready.
         replicas: Replicas that an optimizer compares before it updates them; None if the adapter
             does so.
 
-    FusedTensors documents the other attributes.
-
-    Raises:
-        ConfigError: As for FusedTensors.
-
-    Collective: yes. Blocking: yes.
+    FusedTensors documents the other arguments and attributes, and the errors. Collective, blocking.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator,
@@ -149,13 +138,8 @@ class Averager(FusedTensors):
     def ready(self, name: str) -> None:
         """Mark a tensor as written; send each bucket that is full if all earlier buckets are sent.
 
-        Args:
-            name: Name of the tensor.
-
-        Raises:
-            GradientError: The name is unknown, or was already marked in this step.
-
-        Collective: yes, over a step. Blocking: no.
+        Raises GradientError if the name is unknown, or was already marked in this step. Collective,
+        over a step.
         """
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
@@ -198,16 +182,10 @@ class Averager(FusedTensors):
         return None
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
-        """Wait until every tensor is the mean over ranks, and end the step.
+        """Wait until every tensor is the mean over ranks, and end the step. Collective, blocking.
 
-        Args:
-            elsewhere: Names of this rank's nonfinite gradients that are in no bucket.
-            finite: False if any rank has such gradients.
-
-        Raises:
-            GradientError: Some tensors were not marked ready; names them.
-
-        Collective: yes. Blocking: yes.
+        `elsewhere` names this rank's nonfinite gradients that are in no bucket; `finite` is false
+        if any rank has such gradients. Raises GradientError if some tensors were not marked ready.
         """
         waited_s, missing = time.monotonic(), self.missing
         if missing:
@@ -234,7 +212,6 @@ class Averager(FusedTensors):
             self._autotuner = None
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; see FusedTensors."""
         # A rank with different settings would wait for messages that no rank sends.
         self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
         super().use(choice)
@@ -285,13 +262,9 @@ class Averager(FusedTensors):
     # Between two steps
 
     def rescale(self, factor: float) -> None:
-        """Multiply the state of Reducers, because the tensors have another scale from now on.
+        """Multiply the state of Reducers by the ratio of the tensors' new scale to their old one.
 
-        Args:
-            factor: Ratio of the new scale to the old scale.
-
-        Raises:
-            ConfigError: The factor is not a finite number above 0.
+        Raises ConfigError if the factor is not a finite number above 0.
         """
         factor = number(f"rank {self._comm.rank}: factor", factor,
                         lambda x: 0 < x < math.inf, "a finite number above 0")
@@ -301,21 +274,15 @@ class Averager(FusedTensors):
         self.compared["rescale"] = f"rescaled by {self._rescaled:.15g}"
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state: the order of the tensors, and the state of its Reducers.
-
-        Collective: no.
-        """
+        """Return this rank's own state: the order of the tensors, and the state of its Reducers."""
         return {"order": self.order,
                 "reducers": [compressor.state_dict() for compressor in self.compressors]}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `own_state_dict` on this rank; other buckets may then be due.
 
-        Raises:
-            ConfigError: The state belongs to another model or to other Reducers.
-            GradientError: A step has begun.
-
-        Collective: no.
+        Raises ConfigError if the state belongs to another model or to other Reducers, and
+        GradientError if a step has begun.
         """
         self._refuse_during_step("load_own_state_dict()")
         refuse_other_state(state, ("order", "reducers"), "of a DataParallel")
@@ -352,10 +319,7 @@ class Averager(FusedTensors):
         that is not completely in the slices. If a slice of any rank contains NaN or Inf, all
         buckets of all ranks are filled with NaN. Tuning ends.
 
-        Raises:
-            GradientError: A step has begun.
-
-        Collective: yes. Blocking: no.
+        Raises GradientError if a step has begun. Collective.
         """
         self._refuse_during_step("scatter()")
         if self._autotuner is not None and self._autotuner.first is not None:
@@ -382,16 +346,9 @@ class Averager(FusedTensors):
         return self._optimizer()
 
     def refuse_claim(self, *, scatters: bool) -> None:
-        """Raise an error if `claim` is not possible.
+        """Raise ConfigError if `claim` is not possible, and GradientError if a step has begun.
 
-        Args:
-            scatters: Argument of `claim`.
-
-        Raises:
-            ConfigError: Another optimizer updates the tensors, or has done so with slices.
-            GradientError: A step has begun.
-
-        Collective: no.
+        It is not possible if another optimizer updates the tensors, or has done so with slices.
         """
         other = self.optimizer
         if other is not None:
@@ -408,11 +365,7 @@ class Averager(FusedTensors):
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Let one optimizer update the tensors, after `refuse_claim` has passed on all ranks.
 
-        Args:
-            optimizer: The optimizer.
-            scatters: If true, it updates slices; see `scatter`.
-
-        Collective: yes. Blocking: no.
+        If it `scatters`, it updates slices; see `scatter`. Collective.
         """
         if scatters:
             self.scatter()
@@ -433,11 +386,8 @@ class NonFinite:
     steps after a step with nonfinite means, it checks all buckets. Ranks exchange names only if
     means are not finite.
 
-    Args:
-        comm: Communicator of the ranks.
-
-    Attributes:
-        by_rank: Names of nonfinite gradients in the last completed step; the same on all ranks.
+    `by_rank` has the names of nonfinite gradients in the last completed step; the same on all
+    ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -453,8 +403,6 @@ class NonFinite:
         """Check a bucket that is about to be sent, if it is the last one or all are checked.
 
         The last bucket on a GPU is an exception, since the check would wait for backward.
-
-        Collective: no.
         """
         if self._full_checks_left or last and bucket.device is None:
             self._names += bucket.nonfinite_names(0, bucket.plan.size)
@@ -466,15 +414,10 @@ class NonFinite:
 
     def end_step(self, step: int, elsewhere: Sequence[str], bad_means: Sequence[str], *,
                  finite: bool) -> None:
-        """Complete a step.
+        """Complete a step, in which this rank has found `bad_means`. Collective, blocking.
 
-        Args:
-            step: Number of the step.
-            elsewhere: Names of this rank's nonfinite gradients that are in no bucket.
-            bad_means: Names of means in which this rank has found NaN or Inf.
-            finite: True if all means of all ranks are finite.
-
-        Collective: yes. Blocking: yes.
+        `elsewhere` names this rank's nonfinite gradients that are in no bucket. `finite` tells
+        whether all means of all ranks are finite.
         """
         names, self._names = [*self._names, *elsewhere], []
         self._step, self._is_known = step, False
@@ -493,17 +436,11 @@ class NonFinite:
                        f"explains")
 
     def skip_report(self) -> None:
-        """Do not report the last completed step, because the user has asked for its result.
-
-        Collective: no.
-        """
+        """Do not report the last completed step, because the user has asked for its result."""
         self._is_known = True
 
     def report(self) -> None:
-        """Warn on rank 0 that nonfinite gradients are used, once for several steps in a row.
-
-        Collective: no.
-        """
+        """Warn on rank 0 that nonfinite gradients are used, once for several steps in a row."""
         if self.unreported:
             self._warn()
 

@@ -46,12 +46,10 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory of an adapter's tensors.
+    """The memory of an adapter's tensors, on a GPU or, if `device` is None, in host memory.
 
-    Attributes:
-        device: GPU that holds the tensors; None for host memory.
-        mark: Function that returns the event after which the GPU has written a ready tensor; by
-            default, it marks CuPy's stream.
+    `mark` returns the event after which the GPU has written a ready tensor; by default, it marks
+    CuPy's stream.
     """
 
     device: Device | None = None
@@ -61,9 +59,7 @@ class Placement:
 class Views(Mapping[str, Array]):
     """Tensors by name, which can be changed in place, but not replaced.
 
-    Args:
-        views: The tensors; the mapping may change later.
-        holder: Name of this mapping in messages.
+    The mapping that is passed may change later. `holder` is the name of this mapping in messages.
     """
 
     _error: type[MpiringError] = GradientError
@@ -88,9 +84,8 @@ class Views(Mapping[str, Array]):
     def __setitem__(self, name: str, value: object) -> None:
         """Accept the end of `views[name] += value`, which has already written in place.
 
-        Raises:
-            GradientError: Another array is assigned, which would not be used. For master weights,
-                the error is a ConfigError.
+        Raises GradientError if another array is assigned, which would not be used. For master
+        weights, the error is a ConfigError.
         """
         if value is not self._views.get(name):
             view = f"{self._holder}[{name!r}]"
@@ -103,7 +98,6 @@ class BucketReduction:
     """The method by which a bucket is averaged, chosen when the bucket is built.
 
     Attributes:
-        reducer: Reducer of the bucket.
         bucket: Bucket that the Reducer averages; it may be a copy in host memory.
         reduce: Function that returns the schedule, given collectives.
         scatter: Like `reduce`, but each rank needs its own slice only.
@@ -126,31 +120,19 @@ class BucketReduction:
 class FusedTensors:
     """Tensors that are fused into buckets, once.
 
-    Args:
-        tensors: Tensors, the same and in the same order on every rank.
-        comm: Communicator of the ranks to average over.
-        fusion: Settings by which tensors are fused.
-        placement: Memory of the tensors.
+    Tensors are the same and in the same order on every rank. Raises ConfigError if a reducer is
+    invalid or unsuitable, a pattern matches no name, or an order has other names. Collective,
+    blocking.
 
     Attributes:
-        tensors: Tensors by name, in the given order.
-        views: Views by name.
         buckets: Buckets in the order in which they are sent.
-        reductions: Reduction of each bucket.
         home: Bucket of each tensor.
         compressors: Reducers that have a state.
-        device, mark: GPU and function `mark` of the placement.
         gpu: Description of the GPU that holds the buckets; "" for host memory.
         choice: Settings that change the speed; see `due` for the length of buckets.
         order: Names in the order in which the tensors are fused.
         dense_bytes: Number of bytes that this rank would send to other nodes in a step without
             compression.
-
-    Raises:
-        ConfigError: A reducer is invalid or unsuitable, a pattern matches no name, or an order has
-            other names.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, fusion: Fusion,
@@ -196,13 +178,7 @@ class FusedTensors:
                      if compressor.loaded_order is not None), None)
 
     def use(self, choice: Choice) -> None:
-        """Use other settings from the next step on; other buckets may then be due.
-
-        Args:
-            choice: The settings.
-
-        Collective: no.
-        """
+        """Use other settings from the next step on; other buckets may then be due."""
         self.choice, self._comm.tunable.operations_in_flight = choice, choice.operations
         self._demand(bucket_bytes=choice.bucket_bytes)
 
@@ -214,11 +190,7 @@ class FusedTensors:
         return self._due
 
     def _demand(self, **settings: Any) -> None:
-        """Demand buckets with other settings.
-
-        Raises:
-            ConfigError: An order is of another model.
-        """
+        """Demand buckets with other settings; raise ConfigError if an order is of another model."""
         due = replace(self._due or self._fusion, **settings)
         plans = tuple(bucket.plan for bucket in self.buckets)
         self._due = None if self._plan(due.order, due.bucket_bytes) == plans else due
@@ -236,11 +208,7 @@ class FusedTensors:
             ).wait()
 
     def _ordered(self, order: Any) -> list[TensorSpec]:
-        """Return the tensors in the order of a saved state.
-
-        Raises:
-            ConfigError: The state belongs to another model.
-        """
+        """Return tensors in a saved order; raise ConfigError if it belongs to another model."""
         if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
             raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
                               f"`order` was")

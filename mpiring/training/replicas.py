@@ -27,7 +27,7 @@ class Replicated:
     """An array or a number that should have the same bits on all ranks.
 
     Attributes:
-        name: A unique name.
+
         read: Function that returns the bytes, or a copy of them: shape (n,), uint8.
         write: Function that replaces the bytes, given a vector of this shape and dtype.
         floats: Function that returns bytes as float64; None for items that may not differ by
@@ -49,7 +49,6 @@ class Replicas:
         comm: Communicator of the ranks, whose settings `digest_steps` and `digest_action` apply.
         items: Function that yields the current state; names are the same on all ranks.
         model: Number of the model as a string for messages; see `Communicator.next_model`.
-        by_optimizer: Initial value of the attribute.
 
     Attributes:
         paused: Whether comparisons are suspended, because ranks may differ temporarily.
@@ -71,9 +70,7 @@ class Replicas:
     def end_step(self) -> None:
         """Count a step of training; compare if this is due and no optimizer does so.
 
-        Raises: as `compare`.
-
-        Collective: yes. Blocking: if it compares.
+        Collective; blocking if it compares. Raises the errors of `compare`.
         """
         was_due = self._is_due
         self._steps += 1
@@ -83,9 +80,7 @@ class Replicas:
     def begin_update(self) -> None:
         """Compare if this is due, before an optimizer updates the parameters.
 
-        Raises: as `compare`.
-
-        Collective: yes. Blocking: if it compares.
+        Collective; blocking if it compares. Raises the errors of `compare`.
         """
         self.by_optimizer = True
         if self._is_due:
@@ -101,13 +96,8 @@ class Replicas:
         """Compare the bits of all ranks; if they are equal, this costs a message of 16 bytes.
 
         Items that only some ranks have are ignored. If ranks differ by rounding, all ranks get the
-        items of rank 0.
-
-        Raises:
-            ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority to
-                restore from; raised on all ranks.
-
-        Collective: yes. Blocking: yes.
+        items of rank 0. If ranks differ, and `digest_action` is "stop", or there is no majority to
+        restore from, all ranks raise ReplicaError. Collective, blocking.
         """
         steps, self._compared = self._steps - self._compared, self._steps
         written, self.written = self.written, False
@@ -169,12 +159,8 @@ class Replicas:
         """Return whether ranks differ by at most one unit of the last place per step.
 
         The unit is that of the largest number, since a small one may be the difference of two
-        larger ones. A single number that nobody has written is more likely a flipped bit.
-
-        Args:
-            items: Items that differ.
-            steps: Number of steps since the last comparison.
-            written: If true, the program of a rank has written parameters.
+        larger ones. A single number that no rank's program has `written` is more likely a flipped
+        bit. `steps` have passed since the last comparison.
         """
         largest = 0.0
         # Largest difference in units, and number of numbers that differ.
@@ -207,10 +193,7 @@ class Replicas:
         return self._comm.broadcast(raw, root=root)
 
     def copy_from(self, root: int) -> None:
-        """Copy the items that all ranks have from one rank to all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Copy the items that all ranks have from one rank to all ranks. Collective, blocking."""
         items = {item.name: item for item in self._items()}
         by_rank = self._comm.allgather_object(list(items))
         self._copy_all([items[name] for name in sorted(set(items).intersection(*by_rank))], root)
@@ -254,11 +237,8 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
                   ) -> Iterator[Replicated]:
     """Yield the arrays of a pytree, and the numbers in its mappings and lists.
 
-    Args:
-        nest: A pytree; see memory.pytrees.
-        name: Name of the pytree.
-        leaf: Function that returns the Replicated of an array; None for other leaves, and for
-            arrays that were yielded before.
+    `leaf` returns the Replicated of an array, or None for other leaves, and for arrays that were
+    yielded before.
     """
     for path, value in leaves(nest):
         full_name = name + path_text(path)

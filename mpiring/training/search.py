@@ -79,13 +79,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting, and the values that are worth trying.
+    """A setting, a field of Choice, and the values that are worth trying.
 
-    Attributes:
-        name: Field of Choice.
-        values: Values to try, including the value at the start of the search.
-        ordered: If true, neighboring values give similar speeds, so the search walks along them;
-            otherwise it tries all values.
+    These include the value at the start of the search. If `ordered`, neighboring values give
+    similar speeds, so the search walks along them; otherwise it tries all values.
     """
 
     name: str
@@ -95,13 +92,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a search.
-
-    Attributes:
-        choice: Settings to keep.
-        first: Settings of the first steps.
-        seconds, first_s: Duration of a step with `choice` and with `first`, in seconds.
-    """
+    """The settings to keep, and the first settings, each with the duration of a step in s."""
 
     choice: Choice
     first: Choice
@@ -125,11 +116,8 @@ class _Exhausted(Exception):
 class Descent:
     """A search that changes one setting at a time, as long as steps become faster.
 
-    Args:
-        first: Settings to begin with.
-        axes: Settings that may change, the most important first.
-        identity: Function that returns equal values for choices with equal steps.
-        trials: Number of choices that may be tried, at least 1.
+    It begins with `first`, and tries at most `trials` choices. Axes begin with the most important
+    one. `identity` returns equal values for choices with equal steps.
     """
 
     def __init__(self, first: Choice, axes: Sequence[Axis],
@@ -143,9 +131,8 @@ class Descent:
     def search(self) -> Search:
         """Yield settings to try, and receive the duration of a step with them, in seconds.
 
-        Returns:
-            The best settings, if a comparison at the end confirms that they are faster than the
-            first settings; otherwise the first settings.
+        Return the best settings, if a comparison at the end confirms that they are faster than the
+        first settings; otherwise the first settings.
         """
         try:
             yield from self._try(self._first)

@@ -21,9 +21,6 @@ class Weighing:
     The gradient of each rank is the mean over the rank's tokens. A rank with n of the N tokens of a
     step gets the factor n * size / N. All ranks' tokens are summed in the background.
 
-    Args:
-        comm: Communicator of the ranks.
-
     Attributes:
         model: Number of the model on the communicator as a string for messages, which ranks
             compare; "" for the first model.
@@ -49,14 +46,8 @@ class Weighing:
     def begin(self, tokens: Any) -> None:
         """Set the number of tokens over which this rank's gradients in the current step are a mean.
 
-        Args:
-            tokens: Number of tokens, finite, at least 0.
-
-        Raises:
-            ConfigError: `tokens` is not such a number.
-            GradientError: This is the second call in a step, or gradients were already weighed.
-
-        Collective: yes, unless `counting`. Blocking: no.
+        Raises ConfigError if it is not a finite number from 0. Raises GradientError if this is the
+        second call in a step, or gradients were already weighed. Collective, unless `counting`.
         """
         tokens = number(f"rank {self._comm.rank}: weigh(tokens): tokens", tokens,
                         lambda x: 0 <= x <= _MAX_TOKENS, "a number from 0 to 2**53")
@@ -81,9 +72,7 @@ class Weighing:
         """The factor of this rank's gradients in the current step; read it when one is ready.
 
         With a factor of 0, gradients count as zeros even if they are NaN, as a mean over no tokens
-        is.
-
-        Collective: if `counting`. Blocking: until the ranks' tokens are summed.
+        is. Blocks until the ranks' tokens are summed. Collective if `counting`.
         """
         if self._handle is not None:
             self._handle.wait()
@@ -95,20 +84,12 @@ class Weighing:
         return self._factor
 
     def use(self, tokens: float, total: float) -> None:
-        """Weigh this rank's gradients of the current step.
-
-        Args:
-            tokens: Number of tokens over which the gradients are a mean.
-            total: Sum of the tokens over all ranks; if 0, the mean is 0.
-        """
+        """Weigh gradients by `tokens`, of `total` on all ranks; if `total` is 0, the mean is 0."""
         self._is_used = True
         self._factor = tokens * self._comm.size / total if total else 0.0
 
     def end_step(self) -> float | None:
-        """Reset the factor to 1, and return `tokens` of the step that ends.
-
-        Collective: no. Blocking: no.
-        """
+        """Reset the factor to 1, and return `tokens` of the step that ends."""
         tokens, self.tokens, self.samples = self.tokens, None, None
         self._factor, self._is_used = 1.0, False
         return tokens

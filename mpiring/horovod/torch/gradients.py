@@ -126,15 +126,9 @@ class StepGradients:
     node and on many nodes. A gradient can be read if it will only be sent in `finish`.
 
     The gradients of a parameter are averaged from the first step in which all ranks have the
-    parameter.
-
-    Args:
-        process_set: Ranks to average over; gradients of other ranks remain unchanged.
-        passes: Number of backward passes that complete a gradient.
-        name: Name of the steps, the same on all ranks.
-
-    Attributes:
-        counts: Number of passes of this step that have added to each gradient, if there are any.
+    parameter. Gradients of ranks outside of the process set remain unchanged. `passes` backward
+    passes complete a gradient; `counts` has those of this step. Steps have the same name on all
+    ranks.
     """
 
     def __init__(self, names: Mapping[Parameter, str], process_set: ProcessSet,
@@ -236,7 +230,7 @@ class StepGradients:
             del self.counts[p]
 
     def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when gradients are averaged; other ranks have arrived or joined.
+        """Return when gradients are averaged, with ranks that arrived or joined.
 
         Collective, blocking.
         """
@@ -257,10 +251,7 @@ class StepGradients:
                 averaging.finish(order)
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
-        """Begin to average more parameters, with an averaging for each device.
-
-        Collective, blocking.
-        """
+        """Begin to average more parameters, separately for each device. Collective, blocking."""
         share_cores(comm)
         keep_freed_memory()
         combination, bucket_bytes = self._combination, world().settings.bucket_bytes

@@ -70,7 +70,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Call `closure` if given, `synchronize`, then run a step of the plain optimizer.
+        """Call `closure`, if given, and `synchronize`, then run a step of the plain optimizer.
 
         Raises GradientError if `synchronize` raises it, or was not called before a step in
         `skip_synchronize`. Collective, blocking.
@@ -131,7 +131,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
                              "optimizer.")
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Run a step of the plain optimizer, and combine the changes of all ranks by Adasum.
+        """Run a plain step, and combine the changes of all ranks by Adasum.
 
         Collective, blocking.
         """
