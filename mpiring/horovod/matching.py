@@ -410,10 +410,7 @@ class Matcher:
                          now_s - requests[0].submitted_s, _listed(requests), text)
 
     def finish(self, request: NamedRequest) -> Any:
-        """Return the result of an operation, or raise HorovodInternalError.
-
-        Collective, blocking.
-        """
+        """Return an operation's result, or raise HorovodInternalError. Collective, blocking."""
         if request.results is None:
             try:
                 if not request.started:

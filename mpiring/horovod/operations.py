@@ -20,6 +20,9 @@ class Operations:
     `..._async` returns a handle for `poll` and `synchronize`. A function whose name ends with `_`
     works in place. A function `grouped_...` accepts a list of arrays, for one operation. All ranks
     of the `process_set` must call the function.
+
+    Args:
+        arrays: Functions of the package; see requests.ArrayPackage.
     """
 
     def __init__(self, arrays: Any) -> None:
@@ -275,7 +278,10 @@ class Operations:
 
     def grouped_allgather(self, tensors: Arrays, name: str | None = None,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-        """Return concatenations of all ranks' arrays; arguments as for `grouped_allgather_async`.
+        """Return the concatenations of all ranks' arrays; see `grouped_allgather_async`.
+
+        Args:
+            tensors, name, process_set: Arguments of `grouped_allgather_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -314,7 +320,10 @@ class Operations:
 
     def broadcast_async_(self, tensor: Any, root_rank: int, name: str | None = None,
                          process_set: ProcessSet = global_process_set) -> NamedRequest:
-        """Start to copy one rank's array to the arrays of all ranks, as `broadcast_async` does.
+        """Start to copy one rank's array to the arrays of all ranks; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: no.
         """
@@ -324,7 +333,10 @@ class Operations:
 
     def broadcast(self, tensor: Any, root_rank: int, name: str | None = None,
                   process_set: ProcessSet = global_process_set) -> Any:
-        """Return a copy of one rank's array; arguments as for `broadcast_async`.
+        """Return a copy of one rank's array; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -339,7 +351,10 @@ class Operations:
 
     def broadcast_(self, tensor: Any, root_rank: int, name: str | None = None,
                    process_set: ProcessSet = global_process_set) -> Any:
-        """Copy one rank's array to the arrays of all ranks; arguments as for `broadcast_async`.
+        """Copy one rank's array to the arrays of all ranks; see `broadcast_async`.
+
+        Args:
+            tensor, root_rank, name, process_set: Arguments of `broadcast_async`.
 
         Collective: yes. Blocking: yes.
         """
@@ -380,9 +395,14 @@ class Operations:
 
     def alltoall(self, tensor: Any, splits: Any = None, name: str | None = None,
                  process_set: ProcessSet = global_process_set) -> Any:
-        """Return the rows that all ranks have sent to this rank; arguments as for `alltoall_async`.
+        """Return the rows that all ranks have sent to this rank.
 
-        If `splits` is passed, return a pair of the rows and the number of rows from each rank.
+        Args:
+            tensor, splits, name, process_set: Arguments of `alltoall_async`.
+
+        Returns:
+            The rows. If `splits` was passed, a pair of the rows and the number of rows from each
+            rank.
 
         Collective: yes. Blocking: yes.
         """

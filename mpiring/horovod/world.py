@@ -60,10 +60,7 @@ class HorovodWorld:
         self._sets.append(process_set)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """End the operations of a set; return False for unknown and global ones.
-
-        Collective, blocking.
-        """
+        """End the operations of a set; return False if unknown or global. Collective, blocking."""
         if process_set not in self._sets[1:]:
             return False
         self._sets[0].arrive("remove_process_set")

@@ -117,9 +117,10 @@ class Fragment:
 
     A synchronization has four stages:
 
-    1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps. 2.
-    `update` updates the global weights with their mean. 3. `receive` receives the global weights
-    that other ranks have updated. 4. `mix` mixes the global weights into the local weights.
+    1. `send` sends pseudo-gradients: global minus local weights, the changes by local steps.
+    2. `update` updates the global weights with their mean.
+    3. `receive` receives the global weights that other ranks have updated.
+    4. `mix` mixes the global weights into the local weights.
 
     Weights and reducers are those of the complete model; settings are checked, and equal on all
     ranks. Collective, blocking.

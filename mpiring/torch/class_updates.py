@@ -50,7 +50,7 @@ class ShardedState:
                             if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
-        """Return the state of complete parameters; only on rank `root`, if given.
+        """Return the state of complete parameters; on `root` only, if given.
 
         Collective, blocking.
         """

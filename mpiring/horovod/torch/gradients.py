@@ -230,7 +230,7 @@ class StepGradients:
             del self.counts[p]
 
     def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when gradients are averaged, with ranks that arrived or joined.
+        """Return when gradients are averaged; other ranks arrived or joined.
 
         Collective, blocking.
         """

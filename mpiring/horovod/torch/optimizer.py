@@ -131,10 +131,7 @@ class _DistributedAdasumOptimizer(_DistributedOptimizer):
                              "optimizer.")
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Run a plain step, and combine the changes of all ranks by Adasum.
-
-        Collective, blocking.
-        """
+        """Take a plain step; combine the changes of all ranks by Adasum. Collective, blocking."""
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         started = [p.detach().clone() for p in trained]
         loss = self._plain.step(self, closure)
