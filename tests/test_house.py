@@ -196,24 +196,26 @@ def test_functions_are_short():
     assert not long
 
 
-def is_told(node, scope, path):
-    """Return whether a docstring tells of a node, or of the method of a base that it overrides.
-
-    Only bases in the package count: classes of the file, and what it imports from the package.
-    """
-    if ast.get_docstring(node):
-        return True
-    if not isinstance(scope, ast.ClassDef) or not isinstance(node, ast.FunctionDef):
-        return False
+def bases_of(scope, path):
+    """Yield the bases of a class that are in the package: of its file, or imported from another."""
     here = {name for top in tree_of(path).body for name in (
         [top.name] if isinstance(top, ast.ClassDef) else
         [alias.asname or alias.name for alias in top.names]
         if isinstance(top, ast.ImportFrom) and top.level else [])}
-    bases = [re.sub(r"\[.*", "", ast.unparse(base)).split(".") for base in scope.bases]
-    return any(is_told(method, base, file)
-               for names in bases if names[0] in here and names[-1] != scope.name
-               for base, file in classes()[names[-1]]
-               for method in base.body
+    for base in scope.bases:
+        names = re.sub(r"\[.*", "", ast.unparse(base)).split(".")
+        is_here = names[0] in here and names[-1] != scope.name
+        for found in classes()[names[-1]] if is_here else ():
+            yield found[0]
+            yield from bases_of(*found)
+
+
+def is_told(node, scope, path):
+    """Return whether a node has a docstring, or overrides a method that has one."""
+    if isinstance(scope, ast.Module) or isinstance(node, ast.ClassDef):
+        return bool(ast.get_docstring(node))
+    return any(ast.get_docstring(method) for each in (scope, *bases_of(scope, path))
+               for method in each.body
                if isinstance(method, ast.FunctionDef) and method.name == node.name)
 
 
