@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mpiring.errors import ConfigError
-from mpiring.launch.start import find_mpiexec
+from mpiring.launch.start import required_mpiexec
 from mpiring.tools.arguments import listed, positive
 from mpiring.tools.table import Column, Row
 
@@ -44,7 +44,8 @@ def _rows(options: Namespace) -> Iterator[Row]:
     """Run the jobs, and yield the medians for each number of ranks.
 
     Raises:
-        ConfigError: There is no mpiexec, or a job fails.
+        MissingDependencyError: There is no mpiexec.
+        ConfigError: A job fails.
     """
     for ranks in options.ranks:
         readings = [_job(ranks) for _ in range(options.rounds)]
@@ -54,9 +55,7 @@ def _rows(options: Namespace) -> Iterator[Row]:
 
 def _job(ranks: int) -> dict[str, float]:
     """Run a job, and return the highest readings of its ranks."""
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
-        raise ConfigError("there is no mpiexec: pip install 'mpiring[mpich]'")
+    mpiexec = required_mpiexec()
     # The ranks get the program as text: run as a file, it would import modules from its folder.
     job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
                          capture_output=True, text=True, timeout=_LIMIT_S)

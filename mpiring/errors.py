@@ -62,4 +62,4 @@ class ProcessFailedError(TransportError):
 
 
 class MissingDependencyError(MpiringError, ImportError):
-    """An optional package is not installed; the message names the extra to install."""
+    """An optional package is not installed; the message has the command for it."""

@@ -20,7 +20,7 @@ ALL_FILES = FILES + sorted((ROOT / "benchmarks").glob("*.py"))
 # Rooms are the package's folders, and the files beside them. Imports go to the same or a lower
 # layer, and files make no circle.
 LAYERS = [
-    ["errors", "arguments", "names", "text", "files"],
+    ["errors", "arguments", "names", "text", "files", "remedies"],
     ["config", "jit", "memory"],
     ["gpu", "progress"],
     ["launch", "transport", "buckets"],
@@ -258,6 +258,7 @@ FORBIDDEN = {  # what no file may have, but those that are for it
     "mpi4py is imported elsewhere": (r"^\s*(from|import) mpi4py", MPI_USERS),
     "the package needs no study": (r"^\s*(from|import) benchmarks\b", ()),
     "files are opened by mpiring.files": (OPENING, FILE_OPENERS),
+    "what pip installs is said by mpiring.remedies": (r"pip install|mpiring\[", ("remedies.py",)),
 }
 
 

@@ -19,6 +19,7 @@ import torch
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
+from ..remedies import pip_install_cupy
 from .device import Device, DeviceVector, Event, Gpu, Mark
 
 # cudaHostRegisterPortable; HIP uses the same value.
@@ -165,7 +166,7 @@ class AcceleratorStream:
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
         """Raise MissingDependencyError, because array operations need CuPy."""
         raise MissingDependencyError(
-            f"{function.__qualname__} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
+            f"{function.__qualname__} needs CuPy: {pip_install_cupy()}")
 
     def record(self) -> AcceleratorEvent:
         """Return a mark behind all queued work."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import Array, dtype_name
+from ..remedies import pip_install_cupy
 from . import kernels
 from .device import Device, DeviceVector, Event, Gpu, Mark
 from .kernels import Kernel
@@ -46,8 +47,7 @@ def cupy() -> Any:
         import cupy as package
     except ImportError as error:
         raise MissingDependencyError(
-            f"a GPU's memory needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x); {error}"
-        ) from error
+            f"a GPU's memory needs CuPy: {pip_install_cupy()}; {error}") from error
     try:
         package.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
@@ -58,8 +58,8 @@ def cupy() -> Any:
         package.cuda.nvrtc.getVersion()
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"CuPy {package.__version__} cannot compile kernels: pip install 'cupy-cuda13x[ctk]' "
-            f"(or 'cupy-cuda12x[ctk]'); {str(error).partition(chr(10))[0]}") from error
+            f"CuPy {package.__version__} cannot compile kernels: {pip_install_cupy('[ctk]')}; "
+            f"{str(error).partition(chr(10))[0]}") from error
     return package
 
 
@@ -300,7 +300,7 @@ class Cuda(Gpu):
         """
         if dtype_name(x.dtype) == "bfloat16" and int(self.cupy.__version__.partition(".")[0]) < 14:
             raise ConfigError(f"CuPy {self.cupy.__version__} has no bfloat16: "
-                              f"pip install 'cupy-cuda13x>=14' (or 'cupy-cuda12x>=14')")
+                              f"{pip_install_cupy('>=14')}")
         memory = self.cupy.cuda.UnownedMemory(x.address, x.nbytes, x, self.index)
         pointer = self.cupy.cuda.MemoryPointer(memory, 0)
         return self.cupy.ndarray(tuple(shape), x.dtype, pointer)

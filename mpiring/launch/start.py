@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ClosedError, LaunchError, MissingDependencyError
+from ..remedies import get_mpi
 from . import forks
 from .ending import FORWARD_S
 from .environment import launched_by_ancestors, launched_size, launchers
@@ -28,8 +29,7 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
         raise MissingDependencyError(
-            f"mpi4py cannot load an MPI library ({exc}); load your cluster's MPI module, "
-            f"or install one: pip install 'mpiring[mpich]'") from exc
+            f"mpi4py cannot load an MPI library ({exc}); {get_mpi()}") from exc
     if MPI.Is_finalized():
         raise ClosedError("MPI is finalized; make communicators before MPI.Finalize()")
     if not MPI.Is_initialized():
@@ -50,6 +50,18 @@ def find_mpiexec() -> str | None:
     import shutil
     return (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
             or shutil.which("mpiexec"))
+
+
+def required_mpiexec() -> str:
+    """Return what `find_mpiexec` finds.
+
+    Raises:
+        MissingDependencyError: There is no mpiexec.
+    """
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise MissingDependencyError(f"there is no mpiexec; {get_mpi()}")
+    return mpiexec
 
 
 def mpi_world(*, allow_singleton: bool) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ConfigError, MissingDependencyError
+from ..remedies import pip_install
 
 Array = NDArray[Any]
 # In CPython, the first field of an array object is the address of its data.
@@ -70,7 +71,8 @@ def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise MissingDependencyError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
+        raise MissingDependencyError(
+            f"bfloat16 needs ml_dtypes: {pip_install('ml_dtypes')}") from error
     bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return bfloat16
 

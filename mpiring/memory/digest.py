@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError
+from ..remedies import pip_install
 from .arrays import Array
 
 # BLAKE2b runs at 1.2 GB/s on any processor. SHA-256 reaches 1.8 GB/s on processors with
@@ -34,8 +35,8 @@ def xxh3() -> Any:
     try:
         import xxhash
     except ImportError as exc:
-        raise MissingDependencyError("XXH3 needs the package xxhash: pip install xxhash, or "
-                                     "mpiring[fast]") from exc
+        raise MissingDependencyError(
+            f"XXH3 needs the package xxhash: {pip_install('xxhash')}") from exc
     return xxhash.xxh3_128()
 
 

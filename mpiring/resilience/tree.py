@@ -16,6 +16,7 @@ from ..files import parsed
 from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name, dtype_named
 from ..memory.pytrees import Path, path_text
+from ..remedies import pip_install
 from ..sharding.sliced import Range, Sliced
 
 Bytes = NDArray[np.uint8]
@@ -82,7 +83,7 @@ class Arrays:
         except TypeError as exc:
             raise MissingDependencyError(
                 f"the checkpoint holds {dtype}, which NumPy has once ml_dtypes is imported: "
-                f"pip install ml_dtypes, and import it before load()") from exc
+                f"{pip_install('ml_dtypes')}, and import it before load()") from exc
         return data.view(known).reshape(shape)
 
 

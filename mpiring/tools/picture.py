@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError
+from ..remedies import pip_install
 from .output import writing
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def refuse_undrawable(path: str) -> None:
     try:
         import matplotlib.figure
     except ImportError as exc:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'mpiring[bench]'"
-                                     ) from exc
+        raise MissingDependencyError(
+            f"drawing needs matplotlib: {pip_install('[bench]')}") from exc
     known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in known:
         raise ConfigError(f"{path}: expected a name that ends in .{', .'.join(sorted(known))}")

@@ -58,7 +58,7 @@ def missing(text):
 def mpiexec():
     """Return the mpiexec of this environment; skip, or fail in CI, if there is none."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    return beside or shutil.which("mpiexec") or missing("no mpiexec: pip install 'mpiring[mpich]'")
+    return beside or shutil.which("mpiexec") or missing("no mpiexec: pip install mpich")
 
 
 def installed(module):

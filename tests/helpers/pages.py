@@ -113,7 +113,7 @@ def compiled(text):
 
 
 def check_words(text):
-    """Check that commands have the options, extras and files that they name."""
+    """Check that commands have the options and files that they name."""
     lexer = shlex.shlex(text.replace("\\\n", " ").replace("\n", " ; "), posix=True,
                         punctuation_chars=True)
     lexer.whitespace_split = True
@@ -130,9 +130,6 @@ def _check_command(words):
     for word in words:
         if word.split("/")[0] in _FOLDERS and "/" in word and "*" not in word:
             assert (ROOT / word.partition("::")[0]).exists(), word
-        for extras in re.findall(r"^\.\[(.*)\]$|^mpiring\[(.*)\]$", word):
-            for extra in "".join(extras).split(","):
-                assert re.search(rf"^{extra} =$", (ROOT / "setup.cfg").read_text(), re.M), extra
     while "-m" in words:
         _, module, *words = words[words.index("-m"):]
         folder, _, name = module.partition(".")

@@ -26,7 +26,7 @@ def test_xxh3_is_fast(monkeypatch):
     assert digest([], fast=True) == int.from_bytes(bytes.fromhex("99aa06d3014798d8"), "little")
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert not has_xxh3()
-    with pytest.raises(MissingDependencyError, match=r"pip install xxhash, or mpiring\[fast\]"):
+    with pytest.raises(MissingDependencyError, match=": pip install xxhash$"):
         digest([], fast=True)
 
 

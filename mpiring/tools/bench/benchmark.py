@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
-from ...launch.start import find_mpiexec
+from ...launch.start import required_mpiexec
 from ...progress import Progress
 from ..arguments import UsageError, checked, counts, names, not_negative, positive, ranks, share
 from ..output import OutputError
@@ -230,10 +229,7 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     """
     check_files(options)
     jobs = plan(options.levels, options.rounds)
-    mpiexec = find_mpiexec()
-    if mpiexec is None:
-        raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
-                                     "your cluster's MPI module")
+    mpiexec = required_mpiexec()
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
                 for job in jobs)
     with (tempfile.TemporaryDirectory() as folder,

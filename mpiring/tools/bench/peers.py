@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import ConfigError, MissingDependencyError
 from ...launch.host import ipv4_address, ipv4_addresses
 from ...memory.arrays import Array
+from ...remedies import pip_install
 from .world import World
 
 NAMES = ("gloo", "horovod")
@@ -41,7 +42,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 def refuse_missing_torch() -> None:
     """Raise MissingDependencyError if a package that `mpiring.torch` needs is not installed."""
     if missing(*TORCH):
-        raise MissingDependencyError("this needs PyTorch: pip install 'mpiring[torch]'")
+        raise MissingDependencyError(f"this needs PyTorch: {pip_install('[torch]')}")
 
 
 def _refuse_missing(name: str) -> None:

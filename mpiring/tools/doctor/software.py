@@ -4,29 +4,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...launch.environment import launched_here, launcher_of, survives_deaths
+from ...remedies import CPU_TORCH, get_mpi, pip_install, pip_install_cupy
 from ...text import count, ranks_on_nodes, span
 from .facts import (
     ENDING, STARTING, Failure, JobFacts, Rank, cma_fails, incompatible, vendor_of, version_of)
 from .hardware import shm_is_short
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check
 
-_INSTALL_MPI = "load your cluster's MPI module (module avail mpi), or: pip install 'mpiring[mpich]'"
 _DOCTOR = "python -m mpiring doctor"
 
 _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
            "MVAPICH": "export MV2_ENABLE_AFFINITY=0"}
-# Optional packages, each with its use and the command that installs it.
-_OPTIONAL = {
-    "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
-                                "first"),
-    "numba": ("faster 16-bit sums on a node, and faster codecs",
-              "pip install 'mpiring[fast]'"),
-    "xxhash": ("faster hashes of checkpoints and weights", "pip install 'mpiring[fast]'"),
-    "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
-    "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
-    "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",
-             "pip install cupy-cuda13x (or cupy-cuda12x)"),
-}
 
 _PMI_OFFERS = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
 _CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
@@ -68,7 +56,7 @@ def installed(job: JobFacts, rank: Rank) -> Rows:
     library = job.library
     yield _compared(job, "Python", rank, lambda each: each.python, rank.executable)
     if "mpi4py" not in job.reporter.versions:
-        yield Finding("mpi4py", PROBLEM, "not installed", "pip install mpi4py")
+        yield Finding("mpi4py", PROBLEM, "not installed", pip_install("mpi4py"))
         return
     yield _compared(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
     if library.text:
@@ -78,7 +66,7 @@ def installed(job: JobFacts, rank: Rank) -> Rows:
     variables = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
     unset = f"unset {' '.join(variables)}, which mpi4py obeys; or " if variables else ""
     yield Finding("MPI library", PROBLEM, f"mpi4py cannot load one\n{library.error or 'unknown'}",
-                  unset + _INSTALL_MPI)
+                  unset + get_mpi())
 
 
 def _compared(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
@@ -107,9 +95,9 @@ def mpirun(job: JobFacts, *_: Rank) -> Rows:
         (not path and matching, WARNING, "not in PATH",
          f"use {matching}, or put its folder in PATH"),
         (not path and job.slurm.installed, OK, "none; srun does without"),
-        (not path, WARNING, "there is none", _INSTALL_MPI),
+        (not path, WARNING, "there is none", get_mpi()),
         (not library.text, NOTE, f"{text}; there is no library that it could belong to",
-         _INSTALL_MPI),
+         get_mpi()),
         (incompatible(vendor, library.vendor), WARNING if is_launched else PROBLEM,
          f"{text}, but mpi4py loads {library.name}: each rank would be alone, or not start",
          reinstall if is_replaced else remedy),
@@ -136,11 +124,24 @@ def packages(job: JobFacts, rank: Rank) -> Rows:
     """Judge the packages of a rank, and explain the use of missing packages."""
     yield _compared(job, "numpy", rank, lambda each: each.versions.get("numpy", "missing"),
                     remedy="install the same version on all nodes")
-    for name, (purpose, remedy) in _OPTIONAL.items():
+    for name, (purpose, remedy) in _optional().items():
         yield check(name, [
             (name in rank.versions, OK, rank.versions.get(name, "")),
             (name != "cupy" or rank.gpus.kind, NOTE, f"not installed; it is for {purpose}",
              remedy)])
+
+
+def _optional() -> Mapping[str, tuple[str, str]]:
+    """Return the use of each optional package, and the command that installs the package."""
+    return {
+        "torch": ("PyTorch models", f"{pip_install('[torch]')}; without a GPU, first: {CPU_TORCH}"),
+        "numba": ("16-bit sums on a node and codecs, several times as fast",
+                  pip_install("[fast]")),
+        "xxhash": ("faster hashes of checkpoints and weights", pip_install("[fast]")),
+        "ml_dtypes": ("bfloat16 in NumPy", pip_install("ml_dtypes")),
+        "matplotlib": ("plots of benchmarks and traces", pip_install("[bench]")),
+        "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",
+                 pip_install_cupy())}
 
 
 def launch_command(job: JobFacts) -> str:

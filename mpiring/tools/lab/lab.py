@@ -25,6 +25,7 @@ from pathlib import Path
 from ...errors import ConfigError, LaunchError, MissingDependencyError
 from ...launch.environment import LAB_OPTIONS
 from ...launch.start import find_mpiexec
+from ...remedies import pip_install
 
 PLACEMENTS = ("block", "round-robin")
 
@@ -167,7 +168,7 @@ def _mpich_mpiexec() -> str:
         if "HYDRA" in version:
             return mpiexec
     raise MissingDependencyError(
-        f"the lab needs MPICH's mpiexec, but finds {mpiexec}; pip install 'mpiring[mpich]'")
+        f"the lab needs MPICH's mpiexec, but finds {mpiexec}; {pip_install('[mpich]')}")
 
 
 def _start(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":
