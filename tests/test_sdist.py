@@ -3,6 +3,7 @@
 import filecmp
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from launching import HANG_S, ROOT, environment, missing, mpiexec, needed
+from launching import HANG_S, ROOT, environment, installed, missing, mpiexec, needed
 
 MAX_BYTES = 2_000_000
+WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def run(*words, cwd, python=sys.executable, **variables):
@@ -95,24 +97,53 @@ def test_an_index_would_take_them(archives):
         assert archive.stat().st_size < MAX_BYTES
 
 
-@pytest.mark.launch
-@pytest.mark.any_mpi
-def test_the_wheel_installs_in_a_fresh_environment_and_runs(archives, unpacked, tmp_path):
-    """It was built of the sdist. What it depends on comes from this environment."""
+@pytest.fixture
+def fresh(tmp_path):
+    """Return Python of a new environment. What mpiring depends on comes from this environment."""
     run("-m", "venv", "--without-pip", "fresh", cwd=tmp_path)
     python = tmp_path / "fresh" / "bin" / "python"
-    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = Path(run("-c", where, python=python, cwd=tmp_path).strip())
-    ours = run("-c", where, cwd=tmp_path).strip()
+    ours = run("-c", WHERE, cwd=tmp_path).strip()
+    packages = Path(run("-c", WHERE, python=python, cwd=tmp_path).strip())
     (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    run("-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
-        "--ignore-installed", archives[1], cwd=tmp_path)
+    return python
+
+
+def pip(python, *words, cwd):
+    """Run pip for an environment, without a network."""
+    return run("-m", "pip", "--python", python, *words, "--no-index", "--no-build-isolation",
+               cwd=cwd)
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_the_wheel_installs_in_a_fresh_environment_and_runs(archives, unpacked, fresh, tmp_path):
+    """It was built of the sdist."""
+    pip(fresh, "install", "--no-deps", "--ignore-installed", archives[1], cwd=tmp_path)
+    packages = Path(run("-c", WHERE, python=fresh, cwd=tmp_path).strip())
     assert (packages / "mpiring" / "__init__.py").is_file()
     example = shutil.copy(unpacked / "examples" / "allreduce.py", tmp_path)
     code = ("import mpiring, runpy; assert mpiring.__file__.startswith({!r}), mpiring.__file__; "
             "runpy.run_path({!r})").format(str(packages), example)
     started = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
     # mpi4py's wheel looks beside Python, then here.
-    output = run("-c", started, mpiexec(), "-n", 2, python, "-c", code, cwd=tmp_path,
+    output = run("-c", started, mpiexec(), "-n", 2, fresh, "-c", code, cwd=tmp_path,
                  LD_LIBRARY_PATH=str(Path(sys.prefix) / "lib"))
     assert "rank 1 of 2: the ranks add up to 1;" in output, output
+
+
+@pytest.mark.parametrize("origin", ["wheel", "folder", "editable"])
+def test_the_command_that_installs_an_extra_works(origin, archives, unpacked, fresh, tmp_path):
+    """As it is printed, wherever mpiring came from."""
+    for package in "numba", "xxhash":
+        installed(package)
+    tree = shutil.copytree(unpacked, tmp_path / "a folder")
+    source = {"wheel": [archives[1]], "folder": [tree], "editable": ["-e", tree]}[origin]
+    pip(fresh, "install", *source, "--no-deps", "--ignore-installed", cwd=tmp_path)
+    code = "from mpiring.remedies import pip_install; print(pip_install('[fast]'))"
+    command = run("-c", code, python=fresh, cwd=tmp_path).strip()
+    assert command == {
+        "wheel": "pip install 'numba>=0.61' 'xxhash>=3.0'",
+        "folder": f"pip install '{tree}[fast]'",
+        "editable": f"pip install -e '{tree}[fast]'"}[origin]
+    printed = pip(fresh, *shlex.split(command)[1:], "--dry-run", cwd=tmp_path)
+    assert "Requirement already satisfied: numba>=0.61" in printed
