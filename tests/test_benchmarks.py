@@ -12,7 +12,7 @@ import draw  # noqa: E402
 import drawn  # noqa: E402
 import english  # noqa: E402
 from figures import FIGURES  # noqa: E402
-from measured import result_of  # noqa: E402
+from measured import BACK_END, GLOO, PARALLEL, result_of  # noqa: E402
 
 AGAIN = "run python docs/benchmarks/draw.py"
 
@@ -81,6 +81,45 @@ def test_other_pages_quote_the_figures_of_the_pages_that_they_name():
                              for number in numbers(sentence) if number not in there]
     assert quoted > 1
     assert not lost, "\n".join(lost)
+
+
+def over_compute(name, contender):
+    """Return the interval of a contender's step over compute."""
+    row, = (row for row in result_of(name).rows if row["contender"] == contender)
+    return row["over_compute_low"], row["over_compute_high"]
+
+
+def is_less(name, contender, other):
+    """Return whether a contender's interval is below that of another."""
+    return over_compute(name, contender)[1] < over_compute(name, other)[0]
+
+
+def ratios(*names):
+    return [row["ratio"] for name in names for row in result_of(name).rows]
+
+
+# Comparisons in words: the page, the words, and whether the data say so.
+WORDS = [
+    ("how_to/pytorch.md", "On one node, steps of both take [about equally long]", lambda: not (
+        is_less("steps_2", PARALLEL, BACK_END) or is_less("steps_2", BACK_END, PARALLEL))),
+    ("how_to/pytorch.md", "Between hosts, steps with the wrapper are [shorter]",
+     lambda: is_less("steps_hosts_2", PARALLEL, BACK_END)),
+    ("how_to/from_ddp.md", "its steps take [about equally long]", lambda: not (
+        is_less("steps_2", PARALLEL, BACK_END) or is_less("steps_2", BACK_END, PARALLEL))),
+    ("how_to/from_ddp.md", "between hosts, they are [shorter]",
+     lambda: is_less("steps_hosts_2", PARALLEL, BACK_END)),
+    ("explanation/comparison.md", "Between hosts, a step is [shorter than with Gloo]",
+     lambda: is_less("steps_hosts_2", PARALLEL, GLOO)),
+    ("how_to/predict_steps.md", "within 10 % of the measured step in seven of eight cases",
+     lambda: [abs(ratio - 1) <= 0.1 for ratio in ratios(
+         "steps_against_node", "steps_against_1gbit", "steps_against_100mbit")].count(True) == 7),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "holds"), WORDS)
+def test_comparisons_in_words_are_those_of_the_data(page, words, holds):
+    assert words in " ".join((HERE.parent / page).read_text().split())
+    assert holds()
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)

@@ -4,13 +4,13 @@ tests/test_sdist.py runs those of extras, after pip has installed mpiring.
 """
 
 import ast
-import configparser
 import json
 import re
 import shlex
 import sys
 
 import pytest
+from environments import requirements, setup_cfg
 from launching import ROOT, needed
 
 from mpiring import remedies
@@ -20,13 +20,8 @@ SOURCE = [*(ROOT / "mpiring").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")
 # and CONTRIBUTING.md says how the name is checked before.
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "packaging").glob("*/*"),
          *(ROOT / "packaging").glob("README.md"), *(ROOT / "slurm").iterdir()]
-EXTRA = re.compile(r"(/\S+|\.)(?:\[(.+)\])?")
-
-
-def extras():
-    config = configparser.ConfigParser(interpolation=None)
-    config.read(ROOT / "setup.cfg")
-    return {name: text.split() for name, text in config["options.extras_require"].items()}
+EXTRAS = setup_cfg()["options.extras_require"].keys()
+CHECKOUT = re.compile(r"(/\S+|\.)(?:\[(.+)\])?")
 
 
 def printed():
@@ -53,8 +48,8 @@ def test_commands_name_what_exists(commands, least):
     for command in found:
         words = shlex.split(command.removeprefix("pip install "), comments=True)
         for before, word in zip(["", *words], words):
-            if extra := EXTRA.fullmatch(word):
-                assert {*(extra[2] or "fast").split(",")} <= extras().keys(), command
+            if checkout := CHECKOUT.fullmatch(word):
+                assert {*(checkout[2] or "fast").split(",")} <= EXTRAS, command
             elif not word.startswith("-") and before not in ("--index-url", "--group"):
                 assert requirement(word).name != "mpiring", f"not ours in an index: {command}"
 
@@ -73,7 +68,7 @@ def test_an_extra_is_installed_from_where_mpiring_is(origin, command, monkeypatc
     folder.mkdir()
     (folder / "METADATA").write_text("Name: mpiring\nRequires-Dist: numpy\n" + "".join(
         f'Requires-Dist: {line}; extra == "{name}"\n'
-        for name, lines in extras().items() for line in lines))
+        for name in EXTRAS for line in requirements(name)))
     if origin is not None:
         (folder / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.syspath_prepend(tmp_path)

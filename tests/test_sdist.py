@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from launching import HANG_S, ROOT, environment, installed, missing, mpiexec, needed
 
+import mpiring
+
 MAX_BYTES = 2_000_000
 WHERE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
@@ -85,6 +87,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives, unpacked):
         assert any(Path(name).name == "LICENSE" for name in wheel.namelist())
     assert names == package and "mpiring/py.typed" in names
     assert metadata["Author"] and metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Version"] == mpiring.__version__ and metadata["Project-URL"]
     text = metadata.get_payload()
     assert text.startswith("# mpiring")
     assert not re.search(r"\]\((?!https://)", text), "an index has no other files"

@@ -20,11 +20,17 @@ HANG_S = 3600
 TABLE = "{:15} {:34} {:>7} {:>7} {:>7} {:>8}"
 
 
+def setup_cfg():
+    """Return setup.cfg, by section and name."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
 def requirements(extra):
-    """Return the requirements of an extra of setup.cfg."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    return setup["options.extras_require"][extra].split()
+    """Return the requirements of an extra of setup.cfg; those of mpiring itself for ""."""
+    section, name = ("options.extras_require", extra) if extra else ("options", "install_requires")
+    return setup_cfg()[section][name].split()
 
 
 def make(folder, *packages):

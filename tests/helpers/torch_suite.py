@@ -1,7 +1,7 @@
 """Runs PyTorch's tests of torch.distributed that Gloo passes, with the back end of mpiring.
 
     pip install expecttest
-    python tests/helpers/torch_suite.py                       # all tests; a quarter of an hour
+    python tests/helpers/torch_suite.py                       # all tests
     python tests/helpers/torch_suite.py test_broadcast_group  # this test
 
 The tests are in PyTorch's wheel: torch.testing._internal.distributed.distributed_test. Each test

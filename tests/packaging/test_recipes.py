@@ -1,10 +1,10 @@
 """Tests the files under packaging/: they parse, and agree with the package and with each other."""
 
 import ast
-import configparser
 import re
 
 import pytest
+from environments import requirements, setup_cfg
 from launching import ROOT, needed
 
 import mpiring
@@ -17,19 +17,11 @@ IMAGES = [FOLDER / "Dockerfile", FOLDER / "mpiring.def"]
 NAMES = {"pytorch": "torch", "python-xxhash": "xxhash"}
 
 
-def setup_cfg():
-    config = configparser.ConfigParser(interpolation=None)
-    config.read(ROOT / "setup.cfg")
-    return config
-
-
 def table():
     """Return what setup.cfg says of requirements: {"": {"numpy": "1.24", …}, "torch": …}."""
-    lines = {"": setup_cfg()["options"]["install_requires"],
-             **setup_cfg()["options.extras_require"]}
     return {extra: dict(re.match(r"([\w.-]+)(?:>=)?([\d.]*)", line).groups()
-                        for line in text.split("\n") if re.match(r"\w", line))
-            for extra, text in lines.items()}
+                        for line in requirements(extra))
+            for extra in ["", *setup_cfg()["options.extras_require"]]}
 
 
 def build_setuptools():
@@ -145,6 +137,26 @@ def test_images_install_what_there_is(path):
                  "/opt/venv/bin/pip install --no-cache-dir",
                  "PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"]:
         assert line in text
+
+
+def test_files_that_name_the_project_in_an_index_have_its_name():
+    """Whoever must change the name changes setup.cfg, and then these."""
+    name = setup_cfg()["metadata"]["name"]
+    described = re.findall(r"pip install '?(\w+)", (FOLDER / "description.md").read_text())
+    assert described and set(described) == {name}
+    address = f"https://pypi.org/project/{name}/"
+    for path, text in [(SPACK, f'pypi = "{name}/{name}-'), (CONDA, address),
+                       (ROOT / "setup.cfg", f"= {address}\n"),
+                       (ROOT / "mpiring" / "remedies.py", f'metadata.distribution("{name}")'),
+                       (ROOT / "CONTRIBUTING.md", f"`pip index versions {name}`")]:
+        assert text in path.read_text(), path
+
+
+def test_commands_name_the_image_of_this_version():
+    files = [*(ROOT / "docs" / "how_to").iterdir(), *(path for path in FOLDER.iterdir()
+                                                      if path.is_file())]
+    tags = [tag for path in files for tag in re.findall(r"mpiring:(\d[\d.]*)", path.read_text())]
+    assert len(tags) > 8 and set(tags) == {mpiring.__version__}
 
 
 def test_the_commands_that_files_name_exist():

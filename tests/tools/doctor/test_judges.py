@@ -12,6 +12,7 @@ from examined import (
     one, ranks)
 from launching import needed
 
+from mpiring import __version__
 from mpiring.remedies import get_mpi
 from mpiring.tools.doctor import hardware
 from mpiring.tools.doctor.command import judge
@@ -408,7 +409,7 @@ def test_findings_of_all_ranks_are_told_once_and_others_where():
     what = job(some)
     shown = as_text(judge(what), what)
     assert "  warning  Python: 3.12.1  [ranks 4-7 on n2]\n" in shown
-    assert shown.startswith("mpiring 0.1.0 doctor: 8 ranks on n1, n2\n")
+    assert shown.startswith(f"mpiring {__version__} doctor: 8 ranks on n1, n2\n")
     report = json.loads(as_json(judge(what), what))
     (shm,) = [one for one in report["findings"] if one["where"] and one["name"] == "/dev/shm"
               and one["verdict"] != "ok"]
