@@ -60,8 +60,9 @@ def _extra(name: str) -> list[str]:
 
 
 def _is_checkout(folder: Path) -> bool:
-    """Return whether a folder has the source of mpiring, and pip can install it."""
+    """Return whether pip can install mpiring from a folder, which may have changed since."""
     try:
-        return "\nname = mpiring\n" in (folder / "setup.cfg").read_text()
+        is_named = "\nname = mpiring\n" in (folder / "setup.cfg").read_text()
     except OSError:
         return False
+    return is_named and (folder / "mpiring").is_dir()

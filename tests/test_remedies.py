@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from environments import requirements, setup_cfg
 from launching import ROOT, needed
 
 from mpiring import remedies
+from mpiring.__main__ import _COMMANDS
 
 SOURCE = [*(ROOT / "mpiring").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 # Including the files that users copy. Not the text on a package index: it names mpiring itself,
@@ -78,7 +80,24 @@ def test_an_extra_is_installed_from_where_mpiring_is(origin, command, monkeypatc
     assert install("[fast]") == command
 
 
+def test_a_checkout_without_the_package_is_none(tmp_path):
+    """The images of packaging/ keep setup.cfg, and delete the package that they have installed."""
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    assert not remedies._is_checkout(tmp_path)
+    (tmp_path / "mpiring").mkdir()
+    assert remedies._is_checkout(tmp_path)
+
+
 def test_a_copy_of_the_package_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(remedies, "_ROOT", tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert remedies.pip_install.__wrapped__("[fast]") == "pip install '/path/of/mpiring[fast]'"
+
+
+def test_messages_name_files_and_commands_that_exist():
+    texts = [path.read_text() for path in SOURCE]
+    files = {name for text in texts for name in re.findall(
+        r"\b(?:docs|examples|packaging|slurm)/[\w/]+\.\w+", text)}
+    commands = {name for text in texts for name in re.findall(r"python -m mpiring ([a-z]+)", text)}
+    assert len(files) > 5 and not [name for name in files if not (ROOT / name).exists()]
+    assert commands and commands <= _COMMANDS.keys()

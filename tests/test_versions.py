@@ -8,8 +8,9 @@ from launching import ROOT
 
 INSTALL = (ROOT / "docs" / "install.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-PAGES = [*ROOT.glob("[!C]*.md"), ROOT / "CONTRIBUTING.md", *ROOT.glob("*/README.md"), *(ROOT / "packaging").glob("*.md"),
-         *(ROOT / "docs").rglob("*.md")]
+# Not CHANGELOG.md, which says what was true.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("*/README.md"),
+         ROOT / "packaging" / "description.md", *(ROOT / "docs").rglob("*.md")]
 # Names of packages on pages.
 TITLES = {"PyTorch": "torch", "NumPy": "numpy"}
 LEAST = {re.split(">=", line)[0]: line.partition(">=")[2]
