@@ -146,7 +146,6 @@ def test_files_that_name_the_project_in_an_index_have_its_name():
     assert described and set(described) == {name}
     address = f"https://pypi.org/project/{name}/"
     for path, text in [(SPACK, f'pypi = "{name}/{name}-'), (CONDA, address),
-                       (ROOT / "setup.cfg", f"= {address}\n"),
                        (ROOT / "mpiring" / "remedies.py", f'metadata.distribution("{name}")'),
                        (ROOT / "CONTRIBUTING.md", f"`pip index versions {name}`")]:
         assert text in path.read_text(), path
