@@ -172,7 +172,7 @@ def test_the_reference_has_every_command(capsys):
         return capsys.readouterr().out
 
     text, found = (REFERENCE / "commands.md").read_text(), 0
-    for command in re.search(r"\{([\w,]+)\}", help_of())[1].split(","):
+    for command in re.findall(r"^ {4}(\w+)", help_of(), re.MULTILINE):
         further = re.search(r"^usage: \S+ -m mpiring \w+\s+\[-h\]\s+\{([\w,]+)\}", help_of(command))
         for words in [command, *(f"{command} {name}" for name in
                                  (further[1].split(",") if further else []))]:
