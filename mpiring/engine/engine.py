@@ -5,6 +5,7 @@ takes a core from the computation. The engine's thread therefore sleeps between 
 operations rarely move. While a caller waits, the caller tests instead, continuously.
 """
 
+import contextlib
 import itertools
 import os
 import sys
@@ -16,7 +17,8 @@ from typing import Any, TextIO
 
 from ..arguments import path, whole_number
 from ..config import Config
-from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
+from ..errors import (
+    ClosedError, MpiringError, ProcessFailedError, StallError, TransportError)
 from ..launch import forks
 from ..launch.ending import JobEnder
 from ..record.counter import OperationCounter
@@ -26,6 +28,7 @@ from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
 from .background import BackgroundCompiler
 from .handle import Action, Handle, Lane
+from .questions import Watch, report_peers
 
 # The engines of this process by number, the oldest first.
 _engines: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
@@ -112,14 +115,14 @@ class Engine(forks.OfRank):
         """Whether a communicator is in use."""
         return bool(self._lanes) and not self.given_up
 
-    def join(self, check: Callable[[], object], max_in_flight: float | None = None) -> Lane:
+    def join(self, watch: Watch, max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
         Args:
-            check: Function to call periodically; raises StallError if an operation is overdue.
+            watch: Watch of the operations.
             max_in_flight: Largest number of operations in flight; by default, as in the settings.
         """
-        lane = Lane(self, check, max_in_flight or self._config.operations_in_flight)
+        lane = Lane(self, watch, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
@@ -360,7 +363,7 @@ class Engine(forks.OfRank):
             if now >= self._next_check_s:
                 self._next_check_s = now + waiting.BUSY_CHECK_S
                 for lane in self._lanes:
-                    lane.check()
+                    lane.watch.check()
                 self._forget_dropped()
         except BaseException as error:
             self.fail(error)
@@ -429,6 +432,25 @@ class Engine(forks.OfRank):
             self._call_actions()
         except BaseException as error:
             self._hand_over(error)
+        self._answer_until_stopped()
+
+    def _answer_until_stopped(self) -> None:
+        """After a failure, answer ranks that end the job: this rank may still run other code."""
+        while not self._stopping and any(not lane.dropped for lane in tuple(self._lanes)):
+            if isinstance(self.failure, ProcessFailedError):
+                # The main thread may recover, which MPI calls on these communicators can disturb.
+                return
+            self._try_locked(self._answer)
+            self._wake.wait(waiting.IDLE_CHECK_S)
+            self._wake.clear()
+
+    def _answer(self) -> bool:
+        """Answer ranks that end the job. The caller holds the lock."""
+        # If MPI has failed, there is nobody to tell.
+        with contextlib.suppress(MpiringError):
+            for lane in self._lanes:
+                lane.watch.answer(failed=True)
+        return False
 
     def _hand_over(self, error: BaseException) -> None:
         """Leave an error to the main thread; end the job if that thread does not raise it."""
@@ -440,6 +462,7 @@ class Engine(forks.OfRank):
         while time.monotonic() < deadline:
             if self._failure_noticed or self._stopping:
                 return
+            self._try_locked(self._answer)
             time.sleep(0.01)
         if self.end_job is not None:
             self.end_job(error)
@@ -512,6 +535,10 @@ def report_all(last: int) -> str:
 def has_communicated() -> bool:
     """Return whether this process has sent data of the program in a communicator in use."""
     return any(engine.recorder.has_data for engine in _live())
+def report_all_peers() -> str:
+    """Let the other ranks save their last operations; return lines about these operations."""
+    return report_peers([(engine.lock, [lane.watch for lane in engine._lanes])
+                         for engine in _live() if engine.is_live])
 
 
 def ender() -> JobEnder | None:

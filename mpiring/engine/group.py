@@ -91,7 +91,7 @@ class Group(forks.OfRank):
         self._mailbox = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
-        self.lane = self.engine.join(self._watch.check)
+        self.lane = self.engine.join(self._watch)
         self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)

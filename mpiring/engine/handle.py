@@ -11,6 +11,7 @@ from ..launch.forks import OfRank
 from ..record.flight import Flight
 from ..transport import waiting
 from ..transport.base import T, Task
+from .questions import Watch
 
 # Function to call with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
@@ -141,7 +142,7 @@ class Lane:
 
     Attributes:
         engine: Engine that advances the operations.
-        check: Function to call periodically; raises StallError if an operation is overdue.
+        watch: Watch of the operations; the engine checks it periodically.
         max_in_flight: Largest number of operations in flight.
         queue: Operations that wait to be started.
         active: Background operations in flight.
@@ -160,7 +161,7 @@ class Lane:
     """
 
     engine: Driver
-    check: Callable[[], object]
+    watch: Watch
     max_in_flight: float
     queue: deque[Handle[Any]] = field(default_factory=deque)
     active: list[Handle[Any]] = field(default_factory=list)

@@ -83,7 +83,7 @@ class Messages(forks.OfRank):
                  config: Config) -> None:
         self.comm = transport.comm
         self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.report)
-        self.lane = engine.join(self.watch.check, math.inf)
+        self.lane = engine.join(self.watch, math.inf)
         self._transport, self._mailbox = transport, mailbox
         self._engine = engine
         # Each rank numbers its messages independently.

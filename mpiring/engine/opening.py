@@ -27,7 +27,7 @@ from ..transport.base import Task
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
 from .background import may_compile
-from .engine import Engine, advance_inline, ender, report_all
+from .engine import Engine, advance_inline, ender, report_all, report_all_peers
 from .stalls import print_at_once
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def open_group(
     from ..transport.mpi import MpiTransport, abort
     recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
     end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, report_all,
-                       in_full=config.full_tracebacks)
+                       report_all_peers, in_full=config.full_tracebacks)
     # These settings must be equal on all ranks.
     settings = {"trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
     ends_job = mpi_comm.size > 1 and config.abort_on_exception

@@ -2,12 +2,11 @@
 
 import contextlib
 import functools
-import json
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,11 @@ from ..record.counter import OperationCounter
 from ..record.flight import Flight
 from ..transport import waiting
 from .handle import Handle
+from .questions import MAX_CALLS, MAX_RANKS, Watch
 
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
 
-# A report shows this many operations before the stalled one, for this many ranks: this rank, and
-# the first ranks that have not called the operation.
-_MAX_CALLS, _MAX_RANKS = 4, 4
 # With up to _MAX_ASKED ranks, each rank asks all others. With more, a rank asks rank 0, then
 # _GROWTH times as many of the first ranks, and so on. It stops once one of these ranks also waits
 # and therefore reports on all. This costs a few messages per rank in total. A report lists at most
@@ -34,7 +31,7 @@ _QUESTIONS = 2
 _NO_ANSWER = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
-class StallWatch:
+class StallWatch(Watch):
     """Watches the operations of one rank in one communicator, and asks the other ranks.
 
     Args:
@@ -55,9 +52,8 @@ class StallWatch:
     def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config,
                  report: Callable[[int], str], counter: OperationCounter,
                  warn: Callable[[str], None] | None = None) -> None:
-        self._rank, self._size = rank, size
-        self._mailbox = mailbox
-        self._last_operations = report
+        super().__init__(rank, mailbox, report)
+        self._size = size
         self._counter = counter
         self.config = config
         self._warn = warn or print_at_once
@@ -66,6 +62,11 @@ class StallWatch:
         self._lock = threading.Lock()
         self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks of the group, as numbered in the engine's first group."""
+        return self._counter.ranks
 
     def enter(self, handle: Handle[Any]) -> None:
         """Watch an operation."""
@@ -86,8 +87,7 @@ class StallWatch:
         Raises:
             StallError: `stall_timeout_s` has passed; the error contains the report.
         """
-        for source, message in self._mailbox.poll():
-            self._receive(source, json.loads(message))
+        self.answer()
         oldest = next(iter(self.unfinished()), None)
         if oldest is None:
             self._inquiry = None
@@ -102,7 +102,7 @@ class StallWatch:
             if self._has_answers(inquiry, "warning"):
                 inquiry.reported = True
                 # One report is enough: the lowest waiting rank prints it.
-                if not any(rank < self._rank for rank in inquiry.waiting):
+                if not any(rank < self.rank for rank in inquiry.waiting):
                     self._warn(self._report(inquiry, " has waited"))
 
     def _is_overdue(self, inquiry: "_Inquiry") -> bool:
@@ -114,7 +114,7 @@ class StallWatch:
             return True
         if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
             inquiry.asked_again_s = now_s
-            _ask(self._mailbox, handle.flight.sequence, self._watched_ranks)
+            self.ask(handle.flight.sequence, self._watched_ranks)
         # Without a background thread, a rank that computes does not answer either.
         return handle.lane.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
@@ -126,7 +126,7 @@ class StallWatch:
         p = self._size
         distances = range(1, p) if p <= _MAX_ASKED else [
             1 << k for k in range((p - 1).bit_length())]
-        return [(self._rank + distance) % p for distance in distances]
+        return [(self.rank + distance) % p for distance in distances]
 
     def _patience_s(self, handle: Handle[Any]) -> float:
         """Return the seconds that an operation may stall while all ranks answer."""
@@ -142,7 +142,7 @@ class StallWatch:
         if (len(inquiry.answers) < len(self._asked_ranks(inquiry))
                 and time.monotonic() - inquiry.asked_s <= waiting.ANSWER_S):
             return False
-        if inquiry.asked == self._size or any(rank < self._rank for rank in inquiry.waiting):
+        if inquiry.asked == self._size or any(rank < self.rank for rank in inquiry.waiting):
             return True
         self._ask_more(inquiry)
         return False
@@ -151,38 +151,34 @@ class StallWatch:
         """Ask more ranks; ask all ranks if all lower ranks have been asked."""
         before = len(self._asked_ranks(inquiry))
         inquiry.asked, inquiry.asked_s = max(1, _GROWTH * inquiry.asked), time.monotonic()
-        if self._size <= _MAX_ASKED or inquiry.asked > self._rank:
+        if self._size <= _MAX_ASKED or inquiry.asked > self.rank:
             inquiry.asked = self._size
-        _ask(self._mailbox, inquiry.handle.flight.sequence, self._asked_ranks(inquiry)[before:])
+        self.ask(inquiry.handle.flight.sequence, self._asked_ranks(inquiry)[before:])
 
     def _asked_ranks(self, inquiry: "_Inquiry") -> list[int]:
-        return [rank for rank in range(inquiry.asked) if rank != self._rank]
+        return [rank for rank in range(inquiry.asked) if rank != self.rank]
 
-    def _receive(self, source: int, message: dict[str, Any]) -> None:
+    def _receive(self, source: int, answer: dict[str, Any]) -> None:
         inquiry = self._inquiry
-        if "ask" in message:
-            text, waits = self._position(message["ask"])
-            _answer(self._mailbox, source, message, text, waits, self._last_operations(_MAX_CALLS))
-        elif inquiry and inquiry.handle.flight.sequence == message["answer"]:
-            inquiry.answers[source], inquiry.last[source] = message["text"], message["last"]
+        if inquiry and inquiry.handle.flight.sequence == answer["answer"]:
+            inquiry.answers[source], inquiry.last[source] = answer["text"], answer["last"]
             inquiry.heard_s[source] = time.monotonic()
-            if message["waits"]:
+            if answer["waits"]:
                 inquiry.waiting.add(source)
 
-    def _position(self, sequence: int) -> tuple[str, bool]:
-        """Return how far this rank is with an operation, and whether it waits in it."""
+    def _position(self, number: int) -> tuple[str, bool]:
         unfinished = self.unfinished()
         for handle in unfinished:
-            if handle.flight.sequence == sequence and handle.flight.started_s:
+            if handle.flight.sequence == number and handle.flight.started_s:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
-            if handle.flight.sequence == sequence:
+            if handle.flight.sequence == number:
                 return f"has it queued behind {unfinished[0]}", False
         calls = [flight for flight in (self.last, *self._counter.flights(1)) if flight is not None]
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
         # A started fast call is in neither list until the caller waits for it.
-        if max(last.sequence, self._counter.sequence - 1) >= sequence:
+        if max(last.sequence, self._counter.sequence - 1) >= number:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
@@ -194,10 +190,10 @@ class StallWatch:
             limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
         if timeout_s and patience_s > timeout_s:
             limit += f", but {patience_s:g} s while all ranks answer: others may still be at work"
-        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_MAX_RANKS - 1]
-        last = [self._last_operations(_MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
+        missing = sorted(inquiry.last.keys() - inquiry.waiting)[:MAX_RANKS - 1]
+        last = [self._last_operations(MAX_CALLS), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
-            f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
+            f"rank {self.rank}{verb} {handle.waited_s:.0f} s in {handle}",
             *(f"  {line}" for line in self._positions(inquiry)),
             f"  {limit}",
             *(f"  {line}" for text in last for line in text.splitlines())])
@@ -247,7 +243,7 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
-class MessageWatch:
+class MessageWatch(Watch):
     """Watches the messages for which callers wait, and asks the other ranks.
 
     Args:
@@ -259,11 +255,9 @@ class MessageWatch:
 
     def __init__(self, rank: int, size: int, mailbox: "Mailbox", config: Config,
                  report: Callable[[int], str], warn: Callable[[str], None] | None = None) -> None:
-        self._rank = rank
+        super().__init__(rank, mailbox, report)
         self._others = [other for other in range(size) if other != rank]
-        self._mailbox = mailbox
         self.config = config
-        self._last_operations = report
         self._warn = warn or print_at_once
         # No lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
@@ -291,37 +285,37 @@ class MessageWatch:
 
     def check(self) -> None:
         """Answer other ranks; ask them about late messages, and report late messages."""
-        for source, content in self._mailbox.poll():
-            message = json.loads(content)
-            if "ask" in message:
-                waits = [f"{wait.handle}, since {time.monotonic() - wait.began_s:.0f} s"
-                         for wait in tuple(self._waits.values())]
-                text = f"waits for {'; '.join(waits) or 'no message'}"
-                _answer(self._mailbox, source, message, text, bool(waits),
-                        self._last_operations(_MAX_CALLS))
-            elif message["answer"] in self._waits:
-                self._waits[message["answer"]].answers[source] = "\n".join(
-                    filter(None, [message["text"], message["last"]]))
+        self.answer()
         for number, wait in tuple(self._waits.items()):
             now_s = time.monotonic()
             waited_s = now_s - wait.began_s
             if not wait.asked_s and waited_s >= wait.ask_s:
                 wait.asked_s = now_s
-                _ask(self._mailbox, number, wait.peers)
+                self.ask(number, wait.peers)
             is_late = now_s - wait.asked_s > waiting.ANSWER_S
             complete = is_late or len(wait.answers) == len(wait.peers)
             if waited_s >= wait.warning_s and complete:
                 wait.warning_s = math.inf
                 self._warn("\n".join([
-                    f"rank {self._rank} has waited {waited_s:.0f} s in {wait.handle}",
+                    f"rank {self.rank} has waited {waited_s:.0f} s in {wait.handle}",
                     *self._lines(wait)]))
+
+    def _receive(self, source: int, answer: dict[str, Any]) -> None:
+        if answer["answer"] in self._waits:
+            self._waits[answer["answer"]].answers[source] = "\n".join(
+                filter(None, [answer["text"], answer["last"]]))
+
+    def _position(self, number: int) -> tuple[str, bool]:
+        waits = [f"{wait.handle}, since {time.monotonic() - wait.began_s:.0f} s"
+                 for wait in tuple(self._waits.values())]
+        return f"waits for {'; '.join(waits) or 'no message'}", bool(waits)
 
     def _lines(self, wait: "_Wait") -> list[str]:
         late = wait.asked_s and time.monotonic() - wait.asked_s > waiting.ANSWER_S
         missing = _NO_ANSWER if late else "has not answered yet"
-        lines = [line for rank in wait.peers[:_MAX_RANKS]
+        lines = [line for rank in wait.peers[:MAX_RANKS]
                  for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]
-        return [f"  {line}" for line in lines + self._last_operations(_MAX_CALLS).splitlines()]
+        return [f"  {line}" for line in lines + self._last_operations(MAX_CALLS).splitlines()]
 
 
 @dataclass
@@ -335,18 +329,6 @@ class _Wait:
     warning_s: float
     asked_s: float = 0.0
     answers: dict[int, str] = field(default_factory=dict)
-
-
-def _ask(mailbox: "Mailbox", number: int, ranks: list[int]) -> None:
-    question = json.dumps({"ask": number}).encode()
-    for rank in ranks:
-        mailbox.post(rank, question)
-
-
-def _answer(mailbox: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
-            last: str) -> None:
-    answer = {"answer": question["ask"], "text": text, "waits": waits, "last": last}
-    mailbox.post(source, json.dumps(answer).encode())
 
 
 def print_at_once(text: str) -> None:

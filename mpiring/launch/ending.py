@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -94,6 +95,8 @@ class JobEnder:
         abort: Function that ends the job with an exit status, such as MPI_Abort.
         report: Function that saves the last operations of this rank and returns a text about some
             of them. Its argument is the number of operations.
+        report_peers: Function that lets the other ranks save their last operations, and returns
+            lines about some of them.
         in_full: If true, each rank prints its complete traceback.
 
     Attributes:
@@ -103,8 +106,9 @@ class JobEnder:
     """
 
     def __init__(self, rank: int, size: int, abort: Callable[[int], None],
-                 report: Callable[[int], str], *, in_full: bool = False) -> None:
-        self._report = report
+                 report: Callable[[int], str], report_peers: Callable[[], str], *,
+                 in_full: bool = False) -> None:
+        self._report, self._report_peers = report, report_peers
         self._where = f"rank {rank} of {size} on {os.uname().nodename}"
         self._abort = abort
         self._in_full = in_full
@@ -136,23 +140,21 @@ class JobEnder:
             self.end(error, _traceback_of(error))
         else:
             line = str(error).partition("\n")[0][:_LINE_LENGTH]
-            self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
+            _print(f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
+            self._end(error)
 
     def end(self, error: BaseException, text: str = "") -> None:
-        """Print `text` and the last operations, and end the job because of `error`."""
-        self._end(error, f"{text}{self._last_operations(error)}")
-
-    def _end(self, error: BaseException, text: str) -> None:
-        # PyTorch, after init_process_group, replaces stderr while its excepthook runs. It would
-        # not print the collected text, because this process ends before.
-        is_replaced = sys.stderr is not sys.__stderr__
-        for stream in (sys.stderr, sys.__stderr__) if is_replaced else (sys.stderr,):
-            # The other ranks must end even if printing fails, as on a full disk.
+        """Print `text` and the last operations of all ranks; end the job because of `error`."""
+        try:
+            _print(f"{text}{self._last_operations(error)}")
+            # The job must end even if a report fails.
             with contextlib.suppress(Exception):
-                # One write, so that the launcher does not mix lines of different ranks. (`print`
-                # writes twice.)
-                stream.write(f"{text}\n")  # type: ignore[union-attr]
-                stream.flush()  # type: ignore[union-attr]
+                if not _names_operations(error) and (peers := self._report_peers()):
+                    _print(f"mpiring: the other ranks:\n{textwrap.indent(peers, '  ')}")
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(Exception):
@@ -168,8 +170,7 @@ class JobEnder:
         report = ""
         # The job must end even if the report fails.
         with contextlib.suppress(Exception):
-            # The text of a StallError already contains the last operations.
-            report = self._report(0 if isinstance(error, StallError) else _LAST_OPERATIONS)
+            report = self._report(0 if _names_operations(error) else _LAST_OPERATIONS)
         end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
         if isinstance(error, (ConnectionError, EOFError)):
             end += (". If a data loader or a pool has raised it, one of their processes has died, "
@@ -177,6 +178,24 @@ class JobEnder:
         if isinstance(error, _COMMON) and not self._in_full:
             end += ". For the complete tracebacks of all ranks, set MPIRING_FULL_TRACEBACKS=1."
         return f"{report}\n{end}" if report else end
+
+
+def _names_operations(error: BaseException) -> bool:
+    """Return whether an error's message has the last operations of all ranks that matter."""
+    return isinstance(error, StallError) and "the last operations of" in str(error)
+
+
+def _print(text: str) -> None:
+    """Print to standard error, unless this fails, as on a full disk."""
+    # PyTorch, after init_process_group, replaces stderr while its excepthook runs. It would not
+    # print the collected text, because this process ends before.
+    is_replaced = sys.stderr is not sys.__stderr__
+    for stream in (sys.stderr, sys.__stderr__) if is_replaced else (sys.stderr,):
+        with contextlib.suppress(Exception):
+            # One write, so that the launcher does not mix lines of different ranks. (`print`
+            # writes twice.)
+            stream.write(f"{text}\n")  # type: ignore[union-attr]
+            stream.flush()  # type: ignore[union-attr]
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Describes an operation of this rank, from its call to its end."""
 
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -7,6 +8,8 @@ from ..operations.agreement import Call
 
 # Reports truncate calls to this length, because a call may name all gradients of a bucket.
 _WIDTH = 100
+# A line without its times.
+_LINE = re.compile(r"^ +\d\d:\d\d:\d\d\.\d{3} (.*): (queued for|queued|NOT COMPLETE)", re.MULTILINE)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -57,6 +60,11 @@ class Flight:
             return f"NOT COMPLETE after {now_s - self.started_s:.1f} s"
         return (f"queued {_ms(self.started_s - self.called_s)}, took "
                 f"{_ms(self.ended_s - self.started_s)}, waited for {_ms(self.exposed_s)} ms")
+
+
+def operations_in(report: str) -> list[tuple[str, str]]:
+    """Return the operations in the lines of a report, and how far each is, without times."""
+    return _LINE.findall(report)
 
 
 def _ms(seconds: float) -> str:

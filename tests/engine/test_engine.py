@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from launching import SOON_S
@@ -48,7 +49,7 @@ class Setup:
     def __init__(self, threaded, **settings):
         self.ended = []
         self.engine = Engine(Config(**settings), threaded=threaded, end_job=self.ended.append)
-        self.lane = self.engine.join(int)
+        self.lane = self.engine.join(Mock())
         self.number = -1
 
     def handle(self, schedule, lane=None):
@@ -102,7 +103,7 @@ def test_the_thread_advances_what_nobody_waits_for(background):
 
 def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
     monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 1000.0)
-    flags, log, lane = [Flag() for _ in range(4)], [], background.engine.join(int)
+    flags, log, lane = [Flag() for _ in range(4)], [], background.engine.join(Mock())
     background.lane.pause()
     resting = background.submit(waits_for(flags[0], log=log))
     # That of another communicator does not rest: once it is done, the thread was there.
@@ -211,7 +212,7 @@ def test_operations_start_in_order_and_few_at_a_time():
 def test_communicators_do_not_queue_behind_each_other():
     """Else two ranks that call those of two communicators in different orders would deadlock."""
     setup = Setup(threaded=False, operations_in_flight=1)
-    other, flags = setup.engine.join(int), [Flag() for _ in range(3)]
+    other, flags = setup.engine.join(Mock()), [Flag() for _ in range(3)]
     setup.submit(waits_for(flags[0]))
     setup.submit(waits_for(flags[1]))
     setup.submit(waits_for(flags[2]), other)
@@ -278,6 +279,22 @@ def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
     assert background.ended == []
 
 
+@pytest.mark.parametrize("of_thread", [True, False])
+def test_after_a_failure_the_thread_answers_whoever_ends_the_job(background, of_thread):
+    answer, flag = background.lane.watch.answer, Flag()
+    background.submit(breaks(flag))
+    if of_thread:
+        flag.complete = True
+    else:
+        background.engine.fail(ValueError("of a caller"))
+    until(lambda: answer.called)
+    answer.side_effect = TransportError("MPI has failed")
+    until(lambda: answer.call_count > 3)
+    answer.assert_called_with(failed=True)
+    background.lane.dropped = True
+    until(lambda: not background.engine._thread.is_alive())
+
+
 def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monkeypatch):
     monkeypatch.setattr("mpiring.transport.waiting.GRACE_S", 0.1)
     flag = Flag()
@@ -288,6 +305,7 @@ def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monke
 
 
 def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, monkeypatch):
+    """So are all calls of MPI: the main thread may recover."""
     monkeypatch.setattr("mpiring.transport.waiting.GRACE_S", 0.1)
 
     def dies(flag):
@@ -298,7 +316,7 @@ def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, m
     handle = background.submit(dies(flag))
     flag.complete = True
     until(lambda: not background.engine._thread.is_alive())
-    assert background.ended == [], "the others may go on"
+    assert background.ended == [] and not background.lane.watch.answer.called, "others may go on"
     with pytest.raises(ProcessFailedError, match="a rank has died"):
         handle.wait()
 
@@ -423,7 +441,7 @@ def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
 
 def test_communicators_count_for_themselves():
     setup, flags = Setup(threaded=False), [Flag() for _ in range(3)]
-    other = setup.engine.join(int)
+    other = setup.engine.join(Mock())
     handles = [setup.submit(waits_for(flags[0])), setup.submit(waits_for(flags[1]), other)]
     time.sleep(0.05)
     flags[1].complete = True
@@ -468,7 +486,7 @@ def test_a_dropped_communicator_is_let_go_of_when_nothing_is_under_way(threaded)
 
 def test_a_lane_may_take_any_number():
     setup, flags = Setup(threaded=False, operations_in_flight=1), [Flag() for _ in range(5)]
-    lane = setup.engine.join(int, 5)
+    lane = setup.engine.join(Mock(), 5)
     handles = [setup.handle(waits_for(flag), lane) for flag in flags]
     for handle in handles:
         setup.engine.submit(handle)

@@ -3,10 +3,11 @@
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from mpiring import Config, StallError
+from mpiring import Config, ProcessFailedError, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
 from mpiring.record.counter import OperationCounter
@@ -14,6 +15,7 @@ from mpiring.record.flight import Flight
 from mpiring.record.recorder import Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
+from mpiring.engine import questions
 from mpiring.engine.stalls import MessageWatch, StallWatch
 
 pytestmark = pytest.mark.usefixtures("own_engines")
@@ -230,7 +232,7 @@ def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
         flight = Flight(Call(kind), 0, called_s=time.monotonic())
         ranks.recorders[rank].add(flight)
         flight.started_s = time.monotonic()
-        return Handle(ranks.engine.join(None), flight, Task(stuck()))
+        return Handle(ranks.engine.join(Mock()), flight, Task(stuck()))
 
     with ranks.watches[0].waiting(message(0, "recv of 0 from 1"), 1, 0.0):
         ranks.look(1)
@@ -247,3 +249,92 @@ def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
             assert len(ranks.reports[0]) == 1
             (text,) = ranks.reports[1]
             assert "rank 0 waits for #0 recv of 0" in text and "rank 2 waits for no me" in text
+
+
+class Turns:
+    """The lock of a rank that ends the job; all others look while it acquires this lock."""
+
+    def __init__(self, ranks, monkeypatch, silent=()):
+        self._ranks, self._silent, self._looks = ranks, silent, None
+        monkeypatch.setattr(questions, "_process", lambda: str(self._looks))
+        for watch in ranks.watches:
+            watch._counter.ranks = range(ranks.size)
+
+    def acquire(self, timeout):
+        for self._looks in range(self._ranks.size):
+            if self._looks not in self._silent:
+                self._ranks.watches[self._looks].check()
+        return True
+
+    def release(self):
+        pass
+
+
+def test_whoever_ends_the_job_tells_of_the_others(monkeypatch):
+    """Ranks with the same operations share a report; a few are shown."""
+    ranks = Ranks(12)
+    lock = Turns(ranks, monkeypatch, silent=(0, 7, 8))
+    for rank in range(1, 12):
+        ranks.call(rank, 0, "broadcast", done=True)
+        time.sleep(0.1)
+        ranks.call(rank, 1, f"call {max(rank, 4)}")
+    began_s = time.monotonic()
+    # Two engines have the same ranks.
+    text = questions.report_peers([(lock, ranks.watches[:1]), (lock, ranks.watches[:1])])
+    assert 1 <= time.monotonic() - began_s < 2
+    lines = text.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "the last operations of rank 1, by its clock:", "ranks 2-4: the same operations",
+        *(f"the last operations of rank {rank}, by its clock:" for rank in (5, 6, 9)),
+        "ranks 10-11: other operations", "ranks 7-8: no answer within 1 s; stopped, failing, or "
+        "outside mpiring without a progress thread"]
+    assert sum("#1 call 4: NOT COMPLETE" in line for line in lines) == 1
+
+
+def test_whoever_ends_the_job_waits_no_longer_than_for_all_answers(monkeypatch):
+    ranks = Ranks(3)
+    lock, began_s = Turns(ranks, monkeypatch), time.monotonic()
+    assert questions.report_peers([(lock, ranks.watches[:1])]) == (
+        "rank 1 has called nothing\nrank 2: the same operations")
+    assert questions.report_peers([]) == "" and time.monotonic() - began_s < 0.1
+
+
+def test_a_rank_is_asked_in_one_group_of_an_engine(monkeypatch):
+    """Groups that were split from the first one number their ranks differently."""
+    ranks = Ranks(3)
+    lock = Turns(ranks, monkeypatch)
+    ranks.watches[0]._counter.ranks = [4, 2, 1]
+    first, other = ranks.watches[0], Mock(rank=1, ranks=[4, 2, 5], at_end={2: ("p", "")})
+    assert questions.report_peers([(lock, [first, other])]) == (
+        "rank 1 has called nothing\nranks 2,5: the same operations")
+    assert list(other.hear_at_end.call_args.args[0]) == [2]
+
+
+def test_a_rank_that_has_failed_answers_only_whoever_ends_the_job(monkeypatch):
+    ranks = Ranks(3, stall_warning_s=0.1)
+    Turns(ranks, monkeypatch)
+    ranks.call(0, 0)
+    ranks.look(0.2, ranks=[0])
+    ranks.watches[2].hear_at_end([1])
+    ranks.watches[1].answer(failed=True)
+    assert {source for source, _ in ranks.letters[0]} == {2}
+    assert ranks.watches[2].hear_at_end([1])
+
+
+def test_a_dead_rank_keeps_nobody_from_ending_the_job(monkeypatch):
+    ranks = Ranks(3)
+    lock, post = Turns(ranks, monkeypatch, silent=[0]), ranks.watches[0]._mailbox.post
+
+    def to_the_living(dest, message):
+        if dest == 1:
+            raise ProcessFailedError("rank 1 has died")
+        post(dest, message)
+
+    ranks.watches[0]._mailbox.post = to_the_living
+    text = questions.report_peers([(lock, ranks.watches[:1])])
+    assert "rank 1: no answer" in text and "rank 2 has called nothing" in text
+    ranks.watches[0].at_end.clear()
+    ranks.watches[0]._mailbox.poll = Mock(side_effect=ProcessFailedError("rank 1 has died"))
+    began_s = time.monotonic()
+    assert questions.report_peers([(lock, ranks.watches[:1])]).startswith("ranks 1-2: no answer")
+    assert time.monotonic() - began_s < 0.1

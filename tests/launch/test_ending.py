@@ -5,10 +5,11 @@ import io
 import sys
 from contextlib import redirect_stderr
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from mpiring.errors import BufferMismatchError
+from mpiring.errors import BufferMismatchError, StallError
 from mpiring.launch import ending
 from mpiring.launch.ending import FirstReport, JobEnder
 from mpiring.transport.layout import REPORT_PRINTED
@@ -47,12 +48,12 @@ class Aborted(Exception):
     """The job would have ended here."""
 
 
-def ended(error, words, rank, turn=0, **options):
+def ended(error, words, rank, turn=0, peers="", **options):
     """Let a rank raise an error inside mpiring that ends the job; return what it prints."""
     def abort(status):
         raise Aborted
 
-    ender = JobEnder(rank, 3, abort, lambda last: "the last operations", **options)
+    ender = JobEnder(rank, 3, abort, lambda last: "the last operations", lambda: peers, **options)
     ender.first, ender.turn = of(words, rank), turn
     try:
         with contextlib.ExitStack() as stack:
@@ -104,3 +105,23 @@ def test_a_rank_whose_error_is_known_prints_a_line(words, monkeypatch):
     for rank, text in zip((0, 2), texts[1:]):
         assert text.startswith(f"mpiring: rank {rank} of 3 on ") and text.count("\n") == 1
         assert text.endswith(f"failed with ValueError: rank {rank} called a, but another b\n")
+
+
+def test_the_others_follow_the_report_of_the_rank_that_fails(words):
+    """Unless the error has told of them."""
+    text = ended(ValueError("a bug"), words, 1, peers="rank 0 waits\nrank 2 waits")
+    assert text.endswith("failed with ValueError: the job ends\n"
+                         "mpiring: the other ranks:\n  rank 0 waits\n  rank 2 waits\n")
+    for message, told in [("rank 0: Timed out\n  the last operations of rank 1: …", True),
+                          ("wait for #3: Timed out after 2 s", False)]:
+        text = ended(StallError(message), words, 0, peers="rank 1 waits")
+        assert ("rank 1 waits" in text) == (not told)
+
+
+def test_an_interrupt_while_others_are_asked_ends_the_job(words):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    ender = JobEnder(0, 2, Mock(side_effect=Aborted), lambda last: "", interrupted)
+    with pytest.raises(Aborted), redirect_stderr(io.StringIO()):
+        ender(ValueError("a bug"))

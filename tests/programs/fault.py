@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -22,10 +23,24 @@ comm.allreduce(x)
 is_compiled = any(call.code for call in comm._fast_calls._calls.values())
 print(f"rank {comm.rank} is ready{', compiled' * is_compiled}", flush=True)
 
+
+def stop():
+    """Stop this process, but not for ever, whatever becomes of the job."""
+    subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 if fault == "raise":
     if odd:
         raise ValueError("a bug in the user's code")
     comm.allreduce(x)
+elif fault == "raise beside a stopped rank":
+    pid = comm.broadcast_object(os.getpid())
+    if not odd:
+        stop()
+    while "stopped" not in Path(f"/proc/{pid}/status").read_text():
+        time.sleep(0.01)
+    raise ValueError("a bug in the user's code")
 elif fault == "shape":
     comm.allreduce(np.ones(1000 - odd, np.float32))
 elif fault == "missing call":
@@ -78,9 +93,7 @@ elif fault == "full":
     time.sleep(60)
 elif fault == "stopped":
     if odd:
-        # Not for ever, whatever becomes of the job.
-        subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
 elif fault == "drift":
     params = {name: np.ones(1000, np.float32) for name in "vw"}
     dp = DataParallel(params, comm)

@@ -9,6 +9,7 @@ import pickle
 import sys
 import time
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_a_line_tells_how_far_an_operation_came():
 
 def test_what_is_remembered_keeps_no_array():
     engine = Engine(Config(), threaded=False, end_job=print)
-    lane, x = engine.join(int), np.ones(3)
+    lane, x = engine.join(Mock()), np.ones(3)
     flight = Flight(Call("test"), 0)
     engine.recorder.add(flight)
     handle = engine.submit(Handle(lane, flight, Task(returns(x))))
