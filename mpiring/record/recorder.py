@@ -1,5 +1,6 @@
 """Records a rank's last operations: their calls, their times, and how long callers waited."""
 
+import threading
 import time
 import weakref
 import zlib
@@ -49,6 +50,8 @@ class Recorder(OfRank):
         self._steps = 0
         self._step_ended_s = 0.0
         self._saved_s, self._saved = 0.0, ""
+        # Reentrant, because a signal handler may ask for a report.
+        self._saving = threading.RLock()
 
     def name(self, ranks: Sequence[int]) -> str:
         """Return a new name for a communicator, the same on all its ranks.
@@ -143,15 +146,18 @@ class Recorder(OfRank):
         Returns:
             Text with the file's name, to append to a report.
         """
-        if folder is None:
+        if folder is not None:
+            return self._write(Path(folder).expanduser().absolute() / f"flight-rank{self.rank:05d}")
+        # Threads of several engines may save at once, and each report names the file.
+        with self._saving:
             if self.trace is None or time.monotonic() - self._saved_s < _SAVE_S:
                 return self._saved
             self._saved_s = time.monotonic()
-            name = Path(self.trace.flight_path)
             self.trace.incomplete([
                 flight for flight in list(self._flights) if not flight.ended_s])
-        else:
-            name = Path(folder).expanduser().absolute() / f"flight-rank{self.rank:05d}"
+            return self._write(Path(self.trace.flight_path))
+
+    def _write(self, name: Path) -> str:
         counters = [counter for counter in tuple(self.counters) if not counter.closed]
         content = pickled(self._last(CAPACITY), counters)
         try:

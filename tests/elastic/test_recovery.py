@@ -45,7 +45,8 @@ def test_a_failure_after_a_recovery_is_told_by_the_new_communicator(survives):
     ended = launch(3, PROGRAMS / "reported.py", "recovered", "exception", options=SURVIVES)
     assert ended.status != 0 and ended.seconds < SOON_S
     _, *reports = ended.output.split("the last operations of rank ")
-    assert len(reports) == 1 and "float32 (77,)" in reports[0], ended.output
+    assert [report[0] for report in reports] == ["1", "0"], ended.output
+    assert all("float32 (77,)" in report for report in reports), ended.output
 
 
 @pytest.mark.parametrize(("place", "variables"), [

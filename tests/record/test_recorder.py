@@ -9,6 +9,7 @@ import pickle
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from unittest.mock import Mock
 
 import numpy as np
@@ -137,6 +138,16 @@ def test_a_dump_is_one_write_and_names_its_file(tmp_path, trace):
     trace.close(together=True)
     (stuck,) = [event for event in events_of(tmp_path) if event.get("cat") == "operation"]
     assert stuck["name"] == "bucket 3 (not complete)" and stuck["args"]["complete"] is False
+
+
+def test_threads_that_save_at_once_all_name_the_file(trace):
+    recorder = Recorder()
+    recorder.trace = trace
+    with ThreadPoolExecutor(2) as pool:
+        with trace._lock:     # as if the disk were slow
+            saved = [pool.submit(recorder.save) for _ in range(2)]
+            wait(saved, timeout=0.2)
+        assert {each.result() for each in saved} == {f" (more in {trace.flight_path})"}
 
 
 def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_path, trace):
