@@ -535,6 +535,8 @@ def report_all(last: int) -> str:
 def has_communicated() -> bool:
     """Return whether this process has sent data of the program in a communicator in use."""
     return any(engine.recorder.has_data for engine in _live())
+
+
 def report_all_peers() -> str:
     """Let the other ranks save their last operations; return lines about these operations."""
     return report_peers([(engine.lock, [lane.watch for lane in engine._lanes])
