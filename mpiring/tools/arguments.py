@@ -45,11 +45,7 @@ class _Formatter(HelpFormatter):
 class Parser(ArgumentParser):
     """An argument parser that prints once per job, and suggests names for unknown ones.
 
-    Args:
-        options: Arguments of ArgumentParser.
-
-    Attributes:
-        advice: Line below its error messages.
+    The line `advice` follows its error messages.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -21,10 +21,7 @@ class ProcessorUse(NamedTuple):
 
     Attributes:
         share: Processor time divided by elapsed time, while the rank computed.
-        host: Name of the rank's host.
-        load: Load average of the host in the last minute.
         online: Number of processors of the host.
-        allowed: Numbers of the processors that the rank may use.
         quota: Limit of the rank's cgroups, in processors.
     """
 
@@ -41,8 +38,6 @@ def processor_use() -> ProcessorUse:
 
     The share needs no privileges, and counts only what takes time from this rank. The load average
     also counts programs on processors that these ranks may not use, and is a minute late.
-
-    Collective: no. Blocking: yes, for 0.1 s.
     """
     began_s, used_s = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began_s < _SPIN_S:
@@ -55,9 +50,7 @@ def processor_use() -> ProcessorUse:
 def busy_warning(uses: Sequence[ProcessorUse], result: str) -> str:
     """Return a warning if a rank got less than a core while all ranks computed; otherwise "".
 
-    Args:
-        uses: Result of `processor_use` on each rank.
-        result: Sentence about the results that are wrong therefore.
+    The `result` is a sentence about the results that are wrong therefore.
     """
     rank = min(range(len(uses)), key=lambda number: uses[number].share)
     worst = uses[rank]

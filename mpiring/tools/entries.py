@@ -8,13 +8,7 @@ LARGEST = 10**15
 
 
 class Field(NamedTuple):
-    """The values that a field may have.
-
-    Attributes:
-        fits: Function that returns whether a field may have this value.
-        expected: Text that completes the message "expected ...".
-        optional: Whether the field may be missing.
-    """
+    """The values that a field may have; `expected` completes the message "expected ..."."""
 
     fits: Callable[[Any], bool]
     expected: str

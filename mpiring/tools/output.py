@@ -39,22 +39,14 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a string.
-
-        Raises:
-            OutputError: The disk is full, or the reader has closed the pipe.
-        """
+        """Write a string; raise OutputError if the disk is full or the pipe is closed."""
         # A name of a file may have bytes that are not in the encoding.
         encoding = self._stream.encoding or "utf-8"
         encoded = text.encode(encoding, "backslashreplace").decode(encoding)
         return _unless_lost(lambda: self._stream.write(encoded))
 
     def flush(self) -> None:
-        """Flush the stream.
-
-        Raises:
-            OutputError: See `write`.
-        """
+        """Flush the stream; raise OutputError as `write` does."""
         _unless_lost(self._stream.flush)
 
 
@@ -70,9 +62,6 @@ def run(parse: Callable[[], Namespace]) -> int:
 
     The status is 1 if standard output cannot be written to. A message then gives the reason, unless
     the reader has closed the pipe, as with `| head`.
-
-    Args:
-        parse: Function that returns the options of the command line.
     """
     if sys.stdout is None:
         return _status(parse)
@@ -129,12 +118,7 @@ def _end_job(status: int) -> None:
 
 
 def _act(options: Namespace) -> int:
-    """Run the action; if an option is "-", print all other output on standard error.
-
-    Raises:
-        UsageError: Several options are "-".
-        ConfigError: There is no standard output.
-    """
+    """Run the action; if an option is "-", print all other output on standard error."""
     dashed = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
     if len(dashed) > 1:
         raise UsageError(f"--{dashed[0]} - and --{dashed[1]} -: standard output takes one of them")
@@ -150,11 +134,7 @@ def _act(options: Namespace) -> int:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert OSError to ConfigError while a file is written.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Convert OSError to ConfigError while a file is written."""
     try:
         yield
     except OSError as exc:
@@ -163,15 +143,7 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Iterator[TextIO]:
-    """Yield a new file, or the stream that was given instead of a path.
-
-    Args:
-        path: Path of the file, or a stream.
-        opener: Argument of Python's `open`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Yield a new file, or the stream given instead of a path; errors are as in `writing`."""
     if not isinstance(path, str | os.PathLike):
         yield path
         return
@@ -181,11 +153,7 @@ def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Ite
 
 
 def refuse_unwritable(path: Target) -> None:
-    """Raise an error if a file cannot be written; do not create it.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Raise ConfigError if a file cannot be written; do not create it."""
     if not isinstance(path, str | os.PathLike):
         return
     with writing(path):

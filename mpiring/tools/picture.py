@@ -61,12 +61,7 @@ _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _P
 
 
 def refuse_undrawable(path: str) -> None:
-    """Raise an error if no picture with this name can be drawn.
-
-    Raises:
-        ConfigError: matplotlib does not know the format of the extension.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Raise ConfigError for unknown extensions, and MissingDependencyError without matplotlib."""
     try:
         import matplotlib.figure
     except ImportError as exc:
@@ -82,11 +77,8 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
             ) -> "Iterator[Panels]":
     """Yield the empty panels of a picture, row by row; write the picture at the end.
 
-    Args:
-        path: Name of the file, whose extension sets the format: .png, .pdf, .svg.
-        heights: Heights of the rows, in inches.
-        columns: Number of panels in each row.
-        caption: Text above all panels.
+    The extension of `path` sets the format: .png, .pdf, .svg. A row has `columns` panels; its
+    height is in inches.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -164,12 +156,7 @@ def _label_log(axes: "Axes") -> None:
 
 
 def _fit_labels(axes: "Axes", per_point: float) -> None:
-    """Turn the labels below a panel if they touch each other, and hide those without space.
-
-    Args:
-        axes: Panel.
-        per_point: Pixels per point.
-    """
+    """Turn the labels below a panel if they touch each other, and hide those without space."""
     labels = [(label.get_window_extent(), label) for label in axes.get_xticklabels()
               if label.get_text()]
     labels.sort(key=lambda pair: pair[0].x0)
@@ -188,13 +175,7 @@ def _fit_labels(axes: "Axes", per_point: float) -> None:
 
 
 def _missing_inches(axes: "Axes", height: float, dpi: float) -> float:
-    """Return the height that a panel lacks for its curves, or for its names of bars.
-
-    Args:
-        axes: Panel.
-        height: Height of the panel with its labels, in inches.
-        dpi: Pixels per inch.
-    """
+    """Return the inches that a panel of this height lacks for its curves, or names of bars."""
     # Bars have names at their left; other labels have space.
     names = sum(label.get_window_extent().height for label in axes.get_yticklabels()
                 ) if axes.patches else 0
@@ -203,12 +184,7 @@ def _missing_inches(axes: "Axes", height: float, dpi: float) -> float:
 
 
 def _tell_coinciding(axes: "Axes", per_point: float) -> None:
-    """Name the curves of a panel that coincide, below it.
-
-    Args:
-        axes: Panel.
-        per_point: Pixels per point.
-    """
+    """Name the curves of a panel that coincide, below it."""
     curves = {str(line.get_label()): axes.transData.transform(line.get_xydata()) / per_point
               for line in _named_lines(axes)
               if _is_curve(line) and line.get_transform() == axes.transData}
@@ -248,9 +224,7 @@ def _covers(curve: "np.ndarray[Any, Any]", points: "np.ndarray[Any, Any]") -> bo
 def _name_curves(axes: "Axes", height: float) -> None:
     """Write the names of curves next to the panel, each in its color, close to the curve's end.
 
-    Args:
-        axes: Panel with the curves.
-        height: Height of the panel with its labels, in inches.
+    The height, in inches, is that of the panel with its labels.
     """
     to_axes = axes.transScale + axes.transLimits
     axes.autoscale_view()
@@ -290,11 +264,7 @@ def label_measured(axes: "Axes", values: Sequence[float], text: Callable[[float]
                    name: str) -> None:
     """Label all measured values on the horizontal axis of a panel, which is logarithmic.
 
-    Args:
-        axes: Panel of curves.
-        values: Measured values. The double of a single value is also labeled: it shows the scale.
-        text: Function that returns the label of a value.
-        name: Name of the axis.
+    The double of a single value is also labeled: it shows the scale.
     """
     shown = sorted(set(values))
     axes.set_xscale("log", base=2)

@@ -35,11 +35,9 @@ class Drawing(NamedTuple):
     """How the results of a benchmark are drawn.
 
     Attributes:
-        draw: Function that draws rows on a line of panels.
         columns: Number of panels in a line.
         title: Function that returns the title of a line, from one of its rows and all rows.
-        fields: Fields of rows that it draws.
-        about: Fields of the environment that it draws.
+        fields, about: Fields of rows, and of the environment, that it draws.
     """
 
     draw: "Callable[[Sequence[Axes], Sequence[Row]], None]"
@@ -58,18 +56,9 @@ class Drawing(NamedTuple):
 
 def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
          drawings: Mapping[str, Drawing]) -> None:
-    """Write a picture of the results of a benchmark.
+    """Write a picture of the results of a benchmark, with its drawing in `drawings`.
 
-    Args:
-        path: Name of the file, whose extension sets the format: .png, .pdf, .svg.
-        benchmark: Name of the benchmark.
-        about: Machine and software with which the results were measured.
-        rows: Results.
-        drawings: Drawing of each benchmark, by its name.
-
-    Raises:
-        ConfigError: There is nothing to draw, or the file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
+    It raises ConfigError if there is nothing to draw, and the errors of `picture.picture`.
     """
     drawing = drawings.get(benchmark)
     if not rows or drawing is None:
@@ -212,13 +201,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def over_nodes(axes: "Sequence[Axes]", rows: Sequence[Row], name_key: str, time_key: str) -> None:
-    """Draw time and efficiency over the number of nodes, a curve per name.
-
-    Args:
-        axes: Panels for time and efficiency.
-        rows: Results.
-        name_key, time_key: Keys of the name and the time in a row.
-    """
+    """Draw time and efficiency over the number of nodes, a curve per name."""
     for i, name in enumerate(dict.fromkeys(row[name_key] for row in rows)):
         members = [row for row in rows if row[name_key] == name]
         style = {**curve_style(i), "label": name.removeprefix("reducer="), "linewidth": 1.2,

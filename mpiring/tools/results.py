@@ -37,12 +37,7 @@ Fields = tuple[Mapping[str, Field], Mapping[str, Field]]
 
 
 def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
-    """Declare the options for output files.
-
-    Args:
-        parser: Parser of the command.
-        content: Content of the files, for the help texts.
-    """
+    """Declare the options for output files, whose content the help texts tell."""
     declare_json(parser, content)
     parser.add_argument("--csv", metavar="FILE", help=_FILE_HELP.format(content))
     parser.add_argument("--plot", metavar="FILE.png",
@@ -153,10 +148,8 @@ def read_json(path: str, fields: Mapping[str, Fields] | None = None,
               ) -> tuple[str, Environment, list[Row]]:
     """Return the benchmark, the environment and the rows in a file from `write_json`.
 
-    Args:
-        path: Name of the file; "-" for standard input.
-        fields: Fields that the environment and each row must have, by benchmark; None to accept any
-            benchmark and any fields.
+    The path may be "-" for standard input. The `fields` are those that the environment and each row
+    must have, by benchmark; None accepts any benchmark and any fields.
 
     Raises:
         ConfigError: The file cannot be read, or is not from `write_json` for these benchmarks.
@@ -194,17 +187,7 @@ def _refuse(path: str, place: str, entry: Any, fields: Mapping[str, Field]) -> N
 
 
 def draw_json(path: str, picture: str, drawings: Mapping[str, Drawing] = DRAWINGS) -> None:
-    """Write a picture of the results in a file from `write_json`.
-
-    Args:
-        path: Name of the file; "-" for standard input.
-        picture: Name of the picture.
-        drawings: Drawing of each benchmark, by its name.
-
-    Raises:
-        ConfigError: As for `read_json` and `draw`.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Write a picture of a file from `write_json`; raise the errors of `read_json` and `draw`."""
     draw(picture, *read_json(path, {name: (drawing.about, drawing.fields)
                                     for name, drawing in drawings.items()}), drawings)
 

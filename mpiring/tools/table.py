@@ -21,7 +21,6 @@ class Column:
     """A column of a table.
 
     Attributes:
-        key: Key of its values in rows.
         width: Width in characters; negative to align left.
         digits: Number of significant digits of numbers; None for text.
         title: Heading; by default the key, with spaces for underscores.
@@ -46,10 +45,7 @@ def head(columns: Sequence[Column]) -> str:
 def line(row: Row, columns: Sequence[Column], best: Collection[str] = ()) -> str:
     """Return the line of a row; a dash stands for a missing value.
 
-    Args:
-        row: Values by key.
-        columns: Columns of the table.
-        best: Keys of values that are bold in a terminal, and marked with * elsewhere.
+    Values with keys in `best` are bold in a terminal, and marked with * elsewhere.
     """
     cells = [_text(row, column) for column in columns]
     numbers = [number for number, column in enumerate(columns) if column.key in best]
@@ -67,13 +63,7 @@ def show(rows: Iterable[Row], columns: Sequence[Column]) -> list[Row]:
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], styles: dict[int, str]) -> str:
-    """Return cells side by side.
-
-    Args:
-        cells: Text of each column.
-        columns: Columns of the table.
-        styles: "bold" or "underline", by the number of a cell.
-    """
+    """Return cells side by side; a style is "bold" or "underline", by the number of a cell."""
     render = renderer()
     aligned = [(f"{cell:{'<' if column.width < 0 else '>'}{abs(column.width)}}",
                 styles.get(number, ""))

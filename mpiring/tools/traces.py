@@ -65,11 +65,8 @@ _SPANS: Mapping[str, Mapping[str, Field]] = {
 class RankTrace:
     """The trace of one rank.
 
-    Attributes:
-        path: File of the trace.
-        job: Name of the job.
-        rank, size, node: Number of the rank, number of ranks, and number of the rank's node.
-        start, end: Its clock compared with rank 0's; `end` is None if the trace was not closed.
+    The times `start` and `end` compare its clock with rank 0's; `end` is None if the trace was not
+    closed.
     """
 
     path: Path
@@ -114,13 +111,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class JobTrace:
-    """The traces of the ranks of one job.
-
-    Attributes:
-        name: Name of the job.
-        ranks: Traces in the order of the ranks.
-        warnings: Messages about missing data.
-    """
+    """The traces of one job in the order of its ranks, and warnings about missing data."""
 
     name: str
     ranks: Sequence[RankTrace]
@@ -141,11 +132,7 @@ class JobTrace:
 
 
 def open_job(folder: str, prefix: str | None) -> JobTrace:
-    """Return the traces of a job.
-
-    Args:
-        folder: Folder of the traces.
-        prefix: Beginning of the job's name; None for the only job.
+    """Return the traces of the job whose name has this prefix; None is for the only job.
 
     Raises:
         ConfigError: There are no traces, or traces of several jobs.
@@ -176,11 +163,7 @@ def open_job(folder: str, prefix: str | None) -> JobTrace:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the names of traces in a folder.
-
-    Raises:
-        ConfigError: The folder cannot be read.
-    """
+    """Return the names of traces in a folder; raise ConfigError if it cannot be read."""
     try:
         return [folder / name for name in sorted(os.listdir(folder))
                 if fnmatch(name, "trace-*-rank*.json")]
@@ -204,11 +187,8 @@ def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
 def _opened(path: Path) -> tuple[RankTrace | None, str]:
     """Read the first and the last lines of a trace.
 
-    Returns:
-        The trace; None if the first lines do not name a rank, with the reason or "".
-
-    Raises:
-        ConfigError: The file cannot be read.
+    Return None if the first lines do not name a rank, with the reason or "". Raise ConfigError if
+    the file cannot be read.
     """
     about: dict[str, Any] = {}
     for line, event in _events(path):
@@ -251,11 +231,7 @@ def _events(path: Path) -> Iterator[tuple[int, Any]]:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """Open a trace.
-
-    Raises:
-        ConfigError: The file cannot be read, or mpiring does not write files of this length.
-    """
+    """Open a trace; raise ConfigError if mpiring does not write files of this length."""
     try:
         with open(path, "rb", opener=regular) as file:
             if (nbytes := os.fstat(file.fileno()).st_size) > 2 * MAX_BYTES:

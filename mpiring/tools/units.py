@@ -30,8 +30,7 @@ def _value(text: str, units: Mapping[str, float]) -> float | None:
 def parse_size(text: str, least: int = 1, most: int = _MOST_BYTES) -> int:
     """Return a number of bytes: 65,536 for "64K" and "64KiB", 64,000 for "64KB".
 
-    Raises:
-        ConfigError: It is not a size, is less than `least`, or more than `most`.
+    It raises ConfigError for other text, and outside the limits, as all functions here do.
     """
     nbytes = _value(text, _SIZES)
     if nbytes is None:
@@ -47,9 +46,6 @@ def parse_sizes(text: str) -> list[int]:
     """Return the sizes in a list, "8,64K,1M", or in a range of factors of 4, "8..64M".
 
     A range includes its end and its start; the factors count from the end.
-
-    Raises:
-        ConfigError: An item is not a size, or the end of a range is less than its start.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -68,11 +64,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes per second: 125,000,000 for "1gbit", 5,000,000,000 for "5GB/s".
-
-    Raises:
-        ConfigError: It is not a rate, or less than 1 B/s or more than 1 PB/s.
-    """
+    """Return bytes per second, up to 1 PB/s: 125,000,000 for "1gbit", 5,000,000,000 for "5GB/s"."""
     rate = _value(text, _RATES)
     if not rate:
         raise ConfigError(f"rate {text!r}: expected a number with kbit, mbit or gbit, as 1gbit, "
@@ -83,11 +75,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Return a count: 13,000,000 for "13M".
-
-    Raises:
-        ConfigError: It is not a number from 1 to 1000G.
-    """
+    """Return a count from 1 to 1000G: 13,000,000 for "13M"."""
     count = _value(text, _COUNTS) or 0
     if count < 1:
         raise ConfigError(f"number {text!r}: expected one above 0, as 13M")
@@ -97,11 +85,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Return seconds: 0.000002 for "2us".
-
-    Raises:
-        ConfigError: It is not a time, or more than a million seconds.
-    """
+    """Return at most a million seconds: 0.000002 for "2us"."""
     seconds = _value(text, _TIMES)
     if seconds is None:
         raise ConfigError(f"time {text!r}: expected a number with ns, us, ms or s, as 2us")

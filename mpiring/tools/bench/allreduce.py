@@ -67,10 +67,7 @@ def _cases(options: Namespace) -> list[tuple[str, str, int]]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders on an array of each dtype, kind of buffer and size.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure all contenders on an array of each dtype, kind of buffer and size."""
     arrays = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
     contenders = arrays.contenders(options)
     rng = random.Random(options.seed)
@@ -87,11 +84,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 
 class HostArrays:
-    """Arrays in host memory, and the contenders for them.
-
-    Args:
-        world: The ranks.
-    """
+    """Arrays in host memory, and the contenders for them."""
 
     device = "cpu"
     stopwatch = staticmethod(timing.by_clock)
@@ -100,20 +93,14 @@ class HostArrays:
         self._world = world
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Array:
-        """Return an array: shared with the node's ranks if `buffer` is "empty", otherwise private.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return an array: private, or shared with the node's ranks if `buffer` is "empty"."""
         if buffer == "empty":
             x: Array = self._world.comm.empty(length, dtype)
             return x
         return np.empty(length, dtype)
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return the requested contenders, and a contender that shows the limit on one node.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the requested contenders, and a contender that shows the limit on one node."""
         # Compile before anything is measured.
         self._world.comm.prepare(map(inputs.dtype_of, options.dtypes))
         contenders = chosen(self._world, options.contenders, options.algorithms, options.interface)
@@ -124,13 +111,7 @@ class HostArrays:
 
 def _subjects(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
               stopwatch: timing.Stopwatch) -> dict[str, Callable[[], timing.Readings]]:
-    """Return, for each contender that can sum `x`, a function that times its calls.
-
-    Raises:
-        WrongAnswerError: A contender's result is not the sum.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Check the contenders that can sum `x`; return for each a function that times its calls."""
     def timed(call: Call, times: int) -> timing.Readings:
         return {"call": timing.timed(
             world, call, times, **inputs.series(world, x, call), stopwatch=stopwatch)}

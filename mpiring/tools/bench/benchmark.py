@@ -42,12 +42,7 @@ def declare_jobs(parser: ArgumentParser) -> None:
 
 def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1],
                   rounds: int = 6) -> None:
-    """Declare the options of benchmarks whose contenders take turns.
-
-    Args:
-        levels: Default thread levels of MPI.
-        rounds: Default number of rounds.
-    """
+    """Declare the options of benchmarks whose contenders take turns, with these defaults."""
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N",
                         help=f"number of rounds, each in a random order (default: {rounds})")
     parser.add_argument("--seed", type=not_negative, default=1, metavar="N",
@@ -85,11 +80,9 @@ def declare_models(parser: _ActionsContainer) -> None:
 
 
 class Measurement(NamedTuple):
-    """The readings of one contender in one case.
+    """The readings of one contender in one case, labeled with both.
 
-    Attributes:
-        labels: Labels of the case and the contender.
-        readings: Times in seconds, by kind; empty if the contender does not support the case.
+    Readings are times in seconds, by kind; empty if the contender does not support the case.
     """
 
     labels: dict[str, Any]
@@ -113,11 +106,7 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 def with_case(measurements: Sequence[Measurement], *keys: str,
               ) -> Iterator[tuple[Measurement, dict[str, Measurement]]]:
-    """Yield each measurement, with all measurements of its case by contender.
-
-    Args:
-        keys: Keys of the labels that identify a case.
-    """
+    """Yield each measurement, with all of its case by contender; `keys` identify a case."""
     cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for measurement in measurements:
         cases.setdefault(measurement.case(*keys), {})[measurement.labels["contender"]] = measurement
@@ -127,12 +116,7 @@ def with_case(measurements: Sequence[Measurement], *keys: str,
 
 def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
                   seconds: Callable[[Measurement], float]) -> dict[tuple[Any, ...], float]:
-    """Return the shortest time of each case, ignoring NaN.
-
-    Args:
-        keys: Keys of the labels that identify a case.
-        seconds: Function that returns the seconds of a measurement.
-    """
+    """Return the shortest time of each case, ignoring NaN; `keys` of labels identify a case."""
     least: dict[tuple[Any, ...], float] = {}
     for measurement in measurements:
         case, value = measurement.case(*keys), seconds(measurement)
@@ -146,10 +130,8 @@ class Benchmark:
     """The properties in which benchmarks differ.
 
     Attributes:
-        name: Name of the command.
         cases: Returns how many times `measure` yields, given the options.
         measure: Measures together with all ranks, and yields the measurements that are complete.
-        rows: Turns measurements into rows of a table.
         layout: Columns of the table, or a function that puts results side by side. The column
             "thread_level" is shown only if there are several levels.
         title: Returns the title of a row's table.
@@ -222,11 +204,7 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
 
 
 def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
-    """Run one or more jobs, and report the results of all of them.
-
-    Raises:
-        MissingDependencyError: There is no mpiexec.
-    """
+    """Run one or more jobs, and report the results of all of them."""
     check_files(options)
     jobs = plan(options.levels, options.rounds)
     mpiexec = required_mpiexec()
@@ -254,11 +232,7 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
 class _Results:
     """The results of one or more jobs; each case is printed when the last job completes it.
 
-    Args:
-        benchmark: The benchmark.
-        options: Options of the benchmark.
-        progress: Progress that prints lines and counts cases.
-        levels: Thread levels of the jobs that this process starts; none in a job of a launcher.
+    The levels are those of the jobs that this process starts; none in a job of a launcher.
     """
 
     def __init__(self, benchmark: Benchmark, options: Namespace, progress: Progress,
@@ -304,11 +278,8 @@ def _case_of(measurement: Measurement) -> str:
 class BenchmarkJob(NamedTuple):
     """An MPI job of a benchmark that was started without a launcher.
 
-    Attributes:
-        level: MPI's thread level.
-        rounds: Number of rounds; None for benchmarks without rounds.
-        peers: Whether Gloo and Horovod take part. They do not depend on MPI's thread level, and
-            are measured at one level only.
+    The `rounds` are None for benchmarks without rounds. With `peers`, Gloo and Horovod take part.
+    They do not depend on MPI's thread level, and are measured at one level only.
     """
 
     level: str

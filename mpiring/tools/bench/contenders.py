@@ -44,11 +44,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Shares:
-    """How ranks share data in training: there is one copy per "rank", per "node", or per "job".
-
-    Attributes:
-        weights, gradients, state: Sharing of weights, gradients, and optimizer state.
-    """
+    """How ranks share data in training: there is one copy per "rank", per "node", or per "job"."""
 
     weights: str = "rank"
     gradients: str = "rank"
@@ -57,10 +53,7 @@ class Shares:
     def bytes_per_parameter(self, optimizer: str, node_ranks: int, ranks: int) -> float:
         """Return the float32 bytes per parameter that all processes of a node hold together.
 
-        Args:
-            optimizer: "adamw", with two vectors of state, or "sgd", with none.
-            node_ranks: Number of ranks on the node.
-            ranks: Number of all ranks.
+        The optimizer is "adamw", with two vectors of state, or "sgd", with none.
         """
         copies = {"rank": node_ranks, "node": 1, "job": node_ranks / ranks}
         state = copies[self.state] * (2 if optimizer == "adamw" else 0)
@@ -79,14 +72,12 @@ class Contender:
     The functions that take an array raise ConfigError if the contender cannot sum it.
 
     Attributes:
-        name: Name in tables.
         blocking: Takes an array, and returns a function that sums it with each call.
         starting: Takes an array, and returns a function that begins to sum it and returns a
             function that waits. None if only blocking calls are measured.
         sums: False for a contender that only shows a limit.
         join: Takes a PyTorch module and a recipe for an optimizer, and returns the model to call
             and the optimizer.
-        shares: How ranks share weights, gradients and optimizer state in training.
         has_means: Whether each rank has all averaged gradients after a backward pass, so that they
             can be checked.
     """
@@ -146,11 +137,8 @@ def memory_copy() -> Contender:
 def gloo(world: World, interface: str | None) -> Contender:
     """Return Gloo, whose process group is called without the wrappers of torch.distributed.
 
-    Args:
-        interface: Network interface; by default the loopback on one node, and the first interface
-            with an address between nodes.
-
-    Collective: yes. Blocking: yes.
+    By default, the interface is the loopback on one node. Between nodes, it is the first interface
+    with an address.
     """
     interface = interface or peers.interface_for(world)
     group = peers.gloo_group(
@@ -195,12 +183,8 @@ def settle_contenders(options: Namespace, kinds: Mapping[str, Sequence[str]],
                       device: str = "cpu") -> None:
     """Refuse contenders that cannot take part; in a job without peers, remove the peers.
 
-    Args:
-        kinds: Kinds that can take part, by device.
-        device: "cpu" or "cuda".
-
-    Raises:
-        UsageError: A requested kind cannot take part.
+    The kinds that can take part are given by device. It raises UsageError for other requested
+    kinds.
     """
     known = kinds[device]
     for name in options.contenders or ():
@@ -217,15 +201,10 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
            interface: str | None = None) -> list[Contender]:
     """Return the requested contenders; "auto" and MPI's own allreduce are always included.
 
-    Args:
-        kinds: Some of KINDS; by default all that are installed.
-        algorithms: mpiring algorithms; by default all.
-        interface: Network interface for Gloo.
+    By default, these are all installed kinds, and all algorithms of mpiring.
 
     Raises:
         MissingDependencyError: A requested kind is not installed.
-
-    Collective: yes. Blocking: yes.
     """
     contenders = [mpi(world), *mpiring_contenders(world, kinds, algorithms)]
     if peers.takes_part("gloo", kinds, world):

@@ -22,19 +22,16 @@ def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Ar
                    ) -> tuple[Any, dict[str, list[float]]]:
     """Create a training run, and check the gradients of its first step.
 
+    Return the run, and the memory that it adds, in bytes: the largest peak of a rank, and the
+    largest total of a node at the end.
+
     Args:
         make: Function that returns the run, with a `name` and methods `step` and `gradients`.
         right: Means over ranks of the first step's gradients; empty to check none.
         use: Function that is called twice with the run, to measure its peak memory.
 
-    Returns:
-        The run, and the memory that it adds, in bytes: the largest peak of a rank, and the largest
-        total of a node at the end.
-
     Raises:
         WrongAnswerError: A gradient is not the mean.
-
-    Collective: yes. Blocking: yes.
     """
     node_growth, growth = NodeGrowth(world), Growth(world.comm.local_size)
     training = make()
@@ -55,10 +52,7 @@ def start_training(world: World, make: Callable[[], Any], right: Mapping[str, Ar
 
 
 def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the means of all ranks' arrays, computed by MPI in float64.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return the means of all ranks' arrays, computed by MPI in float64."""
     means = {}
     for name, value in arrays.items():
         means[name] = value.astype(np.float64, order="C") / world.size
@@ -77,17 +71,10 @@ def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, 
 
 
 def check_parameters(world: World, trained: Mapping[str, Mapping[str, Array]]) -> None:
-    """Raise an error on all ranks if trained parameters differ between ranks or contenders.
+    """Raise WrongAnswerError on all ranks if trained parameters differ between ranks or contenders.
 
-    Args:
-        trained: Parameters of each contender, after the same number of steps.
-
-    Raises:
-        WrongAnswerError: They are not bitwise identical on all ranks, or differ from the reference
-            by more than the tolerance. The reference is DDP with Gloo if it takes part, otherwise
-            DataParallel.
-
-    Collective: yes. Blocking: yes.
+    After the same number of steps, they must be bitwise identical on all ranks, and close to the
+    reference. The reference is DDP with Gloo if it takes part, otherwise DataParallel.
     """
     reference = GLOO if GLOO in trained else OURS
     for contender, parameters in trained.items():

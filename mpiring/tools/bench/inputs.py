@@ -69,10 +69,8 @@ def series_length(dtype: np.dtype[Any], size: int) -> int:
 def fill(x: Array, rank: int, size: int) -> None:
     """Fill an array with a rank's first values of a series, which are always the same.
 
-    Args:
-        x: Array of shape (n,) with a dtype in DTYPES, of NumPy or CuPy.
-        rank, size: Rank and number of ranks; at each offset, the values of all ranks have the same
-            sign.
+    The array, of NumPy or CuPy, has shape (n,) and a dtype in DTYPES. At each offset, the values of
+    all ranks have the same sign.
     """
     if is_on_gpu(x):
         host = np.empty(x.shape, x.dtype)
@@ -86,11 +84,7 @@ def fill(x: Array, rank: int, size: int) -> None:
 
 
 def series(world: World, x: Array, call: Callable[[], object]) -> dict[str, Any]:
-    """Return arguments `prepare` and `every` for `timing`, which keep the sums of `x` finite.
-
-    Args:
-        call: Function that sums `x` over the ranks.
-    """
+    """Return arguments `prepare` and `every` for `timing`, which keep the sums of `x` finite."""
     def prepare() -> None:
         fill(x, world.rank, world.size)
         call()
@@ -122,11 +116,7 @@ def _sums(dtype: np.dtype[Any], size: int) -> Array:
 
 
 def first_wrong(x: Array, size: int) -> int | None:
-    """Return the index of the first element that is not the sum, or None if all are right.
-
-    Args:
-        x: Sum of the arrays that `fill` writes on `size` ranks.
-    """
+    """Return the first index where `x` is not the sum of all arrays from `fill`, or None."""
     right = _sums(x.dtype, size)
     digits = _RANGES[x.dtype.name].digits
     # All values at an offset have the same sign, and at least 2 bits, of which 1 is random. With
@@ -143,32 +133,17 @@ def first_wrong(x: Array, size: int) -> int | None:
 
 
 def check(world: World, x: Array, contender: str) -> None:
-    """Raise an error on all ranks if `x` on any rank is not the sum of the filled arrays.
-
-    Raises:
-        WrongAnswerError: Names the contender, and the first rank and element that are wrong.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Raise WrongAnswerError on all ranks if `x` on any is not the sum of the filled arrays."""
     if is_on_gpu(x):
         x = cast(Any, x).get()
     refuse_wrong(world, x, first_wrong(x, world.size), contender, "the sum")
 
 
 def refuse_wrong(world: World, x: Array, index: int | None, contender: str, right: str) -> None:
-    """Raise an error on all ranks if a contender's result is wrong on any rank.
+    """Raise WrongAnswerError on all ranks if a contender's result is wrong on any rank.
 
-    Args:
-        world: The ranks.
-        x: Result on this rank.
-        index: Index of its first wrong element; None if all are right.
-        contender: Name of the contender.
-        right: Description of the right result.
-
-    Raises:
-        WrongAnswerError: Names the contender, and the first rank and element that are wrong.
-
-    Collective: yes. Blocking: yes.
+    The error names the contender, and the first rank and element that are wrong. On this rank,
+    `index` is the first wrong element of `x`, or None; `right` describes the right result.
     """
     report = "" if index is None else (
         f"{contender} on rank {world.rank}: element {index} of {x.size} {x.dtype.name} is "

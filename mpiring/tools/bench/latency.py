@@ -61,7 +61,6 @@ class _Subject(NamedTuple):
     """The calls of a contender on an array, whose results were checked.
 
     Attributes:
-        contender: Name of the contender.
         call: Runs a complete collective.
         start: Begins the collective, and returns a function that waits; None for blocking calls.
         prepare: Called before the first of every `every` calls.
@@ -80,10 +79,7 @@ def _cases(options: Namespace) -> list[tuple[str, str, int]]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure MPI's own calls and those of mpiring.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure MPI's own calls and those of mpiring."""
     rng, arrays = random.Random(options.seed), HostArrays(world)
     for test, buffer, length in _cases(options):
         subjects = (_sum_subjects if test in _SUMS else _other_subjects)(
@@ -101,13 +97,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 def _sum_subjects(world: World, array: Callable[[int], Array], length: int, test: str,
                   ) -> list[_Subject]:
-    """Return the subjects of an allreduce.
-
-    Raises:
-        WrongAnswerError: A contender's result is not the sum.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return the subjects of an allreduce, whose results are checked."""
     x = array(length)
     contenders = chosen(world, ["mpiring", "mpi"], ["auto"])
     op = world.comm.persistent_allreduce(x)
@@ -136,12 +126,7 @@ def _other_subjects(world: World, array: Callable[[int], Array], length: int, te
                     ) -> list[_Subject]:
     """Return the subjects of a collective whose array needs no refill between calls.
 
-    Each rank contributes `length` numbers; in a broadcast, only rank 0 does.
-
-    Raises:
-        WrongAnswerError: A contender does not return what the ranks have contributed.
-
-    Collective: yes. Blocking: yes.
+    Each rank contributes `length` numbers; in a broadcast, only rank 0 does. Results are checked.
     """
     def contribution(rank: int) -> Array:
         part = np.empty(length, _DTYPE)
@@ -179,20 +164,14 @@ def _other_subjects(world: World, array: Callable[[int], Array], length: int, te
 
 
 def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
-    """Return each rank's mean seconds per call, after some calls that are not timed.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return each rank's mean seconds per call, after some calls that are not timed."""
     action(max(1, calls // _WARM_SHARE))
     ranks = world.raw.allgather(action(calls))
     return {kind: [seconds[kind] for seconds in ranks] for kind in ranks[0]}
 
 
 def _actions(world: World, subject: _Subject, barrier: bool) -> Callable[[int], dict[str, float]]:
-    """Return a function that times a number of calls; nonblocking calls also behind compute.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return a function that times a number of calls; nonblocking calls also behind compute."""
     mean_seconds = partial(timing.mean_seconds, world, barrier=barrier, prepare=subject.prepare,
                            every=subject.every)
 

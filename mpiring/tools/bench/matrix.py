@@ -16,11 +16,9 @@ _MPI, _OURS = "MPI_", "mpiring "
 
 
 class Line(NamedTuple):
-    """The results of one size at one thread level of MPI.
+    """The results of one size at one thread level of MPI, by column title.
 
-    Attributes:
-        times: Microseconds of contenders, by column title.
-        others: Further values, by column title.
+    Times of contenders are in microseconds; `others` has further values.
     """
 
     times: Mapping[str, float]
@@ -35,10 +33,8 @@ class Report:
     """Prints the results of a benchmark.
 
     Args:
-        name: Name of the benchmark.
         layout: Columns of its table, or a function that puts results side by side.
         title: Function that returns the title of a row's table; None for one table without a title.
-        say: Function that prints a line.
         has_levels: If true, there are results for several thread levels of MPI.
     """
 

@@ -14,11 +14,8 @@ _FORGET_PEAK = "5"
 class Growth:
     """Growth of this process's memory since this object was created, as Linux counts it.
 
-    Each rank counts an equal part of the memory that the ranks of its node share. Linux would count
-    all shared pages that the process has touched, also those of other ranks.
-
-    Args:
-        sharers: Number of ranks that share the windows.
+    Each of the `sharers` counts an equal part of the memory that the ranks of its node share. Linux
+    would count all shared pages that the process has touched, also those of other ranks.
     """
 
     def __init__(self, sharers: int) -> None:
@@ -48,10 +45,8 @@ class Growth:
 class NodeGrowth:
     """Growth of the memory of a node's ranks since this object was created, as Linux counts it.
 
-    Memory that several ranks share counts once. Code and other files do not count.
-
-    Args:
-        world: The ranks, which must all create and use the object together.
+    Memory that several ranks share counts once. Code and other files do not count. All ranks create
+    and use the object together.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,10 +54,7 @@ class NodeGrowth:
         self._before = self._now()
 
     def bytes_now(self) -> float:
-        """Return the growth of the node that has grown most; NaN if the system is not Linux.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the growth of the node that has grown most; NaN if the system is not Linux."""
         growth_here = self._world.comm.node_rank, self._now() - self._before
         nodes: dict[int, float] = {}
         for node, growth in self._world.raw.allgather(growth_here):
@@ -70,10 +62,7 @@ class NodeGrowth:
         return max(nodes.values())
 
     def _now(self) -> float:
-        """Return this process's bytes; shared pages are divided by the number of their users.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return this process's bytes; shared pages are divided by the number of their users."""
         _trim_memory()
         # No rank may free shared pages while other ranks count them.
         self._world.barrier()

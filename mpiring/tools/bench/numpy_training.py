@@ -20,15 +20,8 @@ Gradients = Mapping[str, Array]
 class Network:
     """A multilayer perceptron with handwritten forward and backward passes.
 
-    Args:
-        width: Width of every layer.
-        layers: Number of layers.
-        batch: Number of rows of data.
-        rank: Seed of the data; weights are the same on all ranks.
-
-    Attributes:
-        params: Parameters by name.
-        ready_order: Names in the order in which `backward` computes gradients.
+    The rank seeds the data; weights are the same on all ranks. In `ready_order`, names have the
+    order in which `backward` computes gradients.
     """
 
     def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
@@ -47,9 +40,7 @@ class Network:
     def backward(self, gradients: Gradients, ready: Callable[[str], object]) -> None:
         """Compute the gradients of half the mean squared error, the last layer's first.
 
-        Args:
-            gradients: Arrays to write, by name.
-            ready: Function that is called with each name as soon as its gradient is written.
+        The function `ready` is called with each name as soon as its gradient is written.
         """
         inputs, x = [], self._x
         for layer in self._layers:
@@ -75,10 +66,7 @@ class Network:
 class NumpyTraining:
     """A method to take training steps.
 
-    Attributes:
-        name: Name in tables.
-        gradients: Returns the gradients of the last step.
-        own_bytes: Bytes of gradients that were allocated together with the variant.
+    The `own_bytes` are those of gradients that were allocated together with the variant.
     """
 
     def __init__(self, name: str, network: Network, combine: Callable[[], object],

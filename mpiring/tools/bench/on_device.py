@@ -21,13 +21,8 @@ from .world import World
 class GpuArrays:
     """Arrays on this rank's GPU, and the contenders for them.
 
-    Args:
-        world: The ranks.
-
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,10 +34,7 @@ class GpuArrays:
         self.device: Device = device_named("cuda", world.comm.local_rank)
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array: shared with the node's ranks if `buffer` is "empty", otherwise private.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return an array: private, or shared with the node's ranks if `buffer` is "empty"."""
         if buffer == "empty":
             return self._world.comm.empty(length, dtype, device=self.device)
         memory = self.device.allocate(length * dtype.itemsize).view(dtype)
@@ -60,10 +52,7 @@ class GpuArrays:
     def contenders(self, options: Namespace) -> list[Contender]:
         """Return the requested contenders, and always "auto", the naive method and the limits.
 
-        Raises:
-            ConfigError: NCCL was requested, but cannot run here.
-
-        Collective: yes. Blocking: yes.
+        It raises ConfigError if NCCL was requested, but cannot run here.
         """
         world, kinds = self._world, options.contenders
         contenders = [naive(world)]

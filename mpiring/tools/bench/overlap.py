@@ -68,14 +68,7 @@ def _run(options: Namespace) -> int:
 
 
 def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
-    """Return work that takes `wanted_s` if all ranks do it at the same time, and nothing else.
-
-    Args:
-        unit: Function that does a short piece of the work.
-        wanted_s: Duration in seconds.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return so many units that they take `wanted_s` if all ranks do them, and nothing else."""
     def work(times: int) -> Action:
         def repeat() -> None:
             for _ in range(times):
@@ -90,10 +83,7 @@ def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders and kinds of compute in each round; the last round yields all results.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure contenders and kinds of compute in rounds; the last round yields all results."""
     length = max(1, options.bucket // 4)
     total = max(1, options.size // 4)
     buckets = [world.comm.empty(min(length, total - start), np.float32)

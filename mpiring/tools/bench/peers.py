@@ -21,16 +21,10 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
-    """Return whether a peer is measured.
-
-    Args:
-        name: One of NAMES.
-        kinds: Names on the command line; None for all installed packages.
+    """Return whether a peer is measured: one of `kinds`, or any that is installed.
 
     Raises:
         MissingDependencyError: A requested peer is not installed on all ranks.
-
-    Collective: yes. Blocking: yes.
     """
     if kinds is None:
         return not world.any_rank(bool(missing(*_NEEDS[name])))
@@ -59,11 +53,7 @@ def missing(*packages: str) -> list[str]:
 
 
 def tensor_of(x: Array) -> Any:
-    """Return a tensor that shares the memory of `x`.
-
-    Raises:
-        ConfigError: PyTorch has no such dtype.
-    """
+    """Return a tensor in the memory of `x`; raise ConfigError if PyTorch lacks the dtype."""
     from ...torch.tensors import seen_as_tensor
     try:
         return seen_as_tensor(x)
@@ -72,11 +62,7 @@ def tensor_of(x: Array) -> Any:
 
 
 def interface_for(world: World) -> str:
-    """Return the network interface for Gloo if the user did not choose one.
-
-    Raises:
-        ConfigError: No interface has an address.
-    """
+    """Return the network interface for Gloo, or raise ConfigError if none has an address."""
     if world.comm.num_nodes == 1:
         return "lo"
     for name in ipv4_addresses():
@@ -87,13 +73,7 @@ def interface_for(world: World) -> str:
 
 
 def store_of_rank_0(world: World, interface: str) -> Any:
-    """Return the TCPStore of rank 0, through which the ranks find each other.
-
-    Args:
-        interface: Network interface on which rank 0 listens.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return the TCPStore by which the ranks find each other; rank 0 listens on the interface."""
     import torch.distributed as dist
     if world.rank == 0:
         # Port 0: the system picks a free one.
@@ -105,10 +85,7 @@ def store_of_rank_0(world: World, interface: str) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
-    """Connect the ranks with Gloo, and return the process group.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Connect all ranks with Gloo, and return the process group."""
     import torch.distributed as dist
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]

@@ -111,8 +111,6 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Raises:
         MissingDependencyError: There is no PyTorch.
         WrongAnswerError: A method's final parameters differ between ranks.
-
-    Collective: yes. Blocking: yes.
     """
     warn_if_nothing_is_compressed(world)
     world.call_on_all(refuse_missing_torch)
@@ -153,13 +151,7 @@ def warn_if_nothing_is_compressed(world: World) -> None:
 
 def _readings(world: World, options: Namespace, training: "Training", *,
               communicates: bool) -> timing.Readings:
-    """Train, and return the seconds of each step, and the costs of a settled step.
-
-    Raises:
-        WrongAnswerError: Parameters differ between ranks.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Train, and return the seconds of each step, and the costs of a settled step."""
     cost, settled = Statistics(), options.steps - options.settled
 
     def step() -> None:
@@ -181,11 +173,7 @@ def _readings(world: World, options: Namespace, training: "Training", *,
 def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float) -> timing.Readings:
     """Return the costs of a settled step: bytes of all ranks, seconds of the slowest rank.
 
-    Args:
-        cost: Costs of all `steps`, on this rank.
-        host_bytes: Bytes that all hosts have sent during these steps.
-
-    Collective: yes. Blocking: yes.
+    The `cost` is that of all `steps` on this rank; all hosts have sent `host_bytes` in them.
     """
     ranks = world.raw.allgather(cost)
     totals = {"dense_bytes": sum(cost.dense_bytes for cost in ranks),
@@ -196,13 +184,7 @@ def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float)
 
 
 class HostTraffic:
-    """Counts the bytes that all hosts send from now on, including all headers.
-
-    Args:
-        world: The ranks on these hosts.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Counts the bytes that all hosts send from now on, including all headers."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -210,16 +192,10 @@ class HostTraffic:
         self._before = sent_bytes()
 
     def end(self, known_bytes: int) -> float:
-        """Return the bytes that all hosts have sent.
+        """Return the bytes that all hosts have sent; NaN if all ranks are on one host.
 
-        Args:
-            known_bytes: Bytes that this rank is known to have sent.
-
-        Returns:
-            The bytes; NaN if all ranks are on one host, or if a counter shows fewer bytes than a
-            rank has sent. The latter happens with InfiniBand, whose messages bypass the system.
-
-        Collective: yes. Blocking: yes.
+        It is also NaN if a counter shows fewer bytes than the `known_bytes` of a rank. This happens
+        with InfiniBand, whose messages bypass the system.
         """
         self._world.barrier()
         comm, counted = self._world.comm, max_growth(self._before, sent_bytes())
@@ -262,12 +238,10 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
 
 def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
           first: int) -> Row:
-    """Return the times of steps, and the costs of a settled step.
+    """Return the times of steps with one method, and the costs of a settled step.
 
-    Args:
-        runs: Trainings with one method.
-        trainings: Trainings with all methods, by method.
-        first: Index of the first settled step.
+    The `trainings` of all methods are given by method; `first` is the index of the first settled
+    step.
     """
     def over(other: str) -> timing.Ratio:
         return timing.over(*([run.readings["step"][first:] for run in each]

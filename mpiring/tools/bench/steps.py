@@ -78,10 +78,7 @@ def _run(options: Namespace) -> int:
 
 
 def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all variants in each round; the last round yields all results.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure all variants in each round; the last round yields all results."""
     right = mean_gradients(world, options)
     world.warm_up()
     started = [gradients.start_training(world, make, right, NumpyTraining.communicate)
@@ -97,13 +94,7 @@ def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measuremen
 
 
 def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders, model by model; the last round of a model yields all results.
-
-    Raises:
-        MissingDependencyError: There is no PyTorch.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure all contenders, model by model; the last round of a model yields all results."""
     world.call_on_all(peers.refuse_missing_torch)
     from . import torch_training
     # Each measurement of memory collects garbage; frozen objects, such as PyTorch's, are skipped.

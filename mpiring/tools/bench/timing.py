@@ -46,12 +46,8 @@ def timed(world: World, action: Action, calls: int, *,
     An MPI barrier, which is not timed, precedes each call. Garbage collection is off.
 
     Args:
-        action: Function to time.
-        calls: Number of calls.
         prepare: Function that is called before the first of every `every` calls, and not timed.
         stopwatch: Function that returns the seconds of an action; on a GPU, between two events.
-
-    Collective: yes. Blocking: yes.
     """
     seconds = []
     with _gc_disabled():
@@ -67,14 +63,8 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
                  prepare: Action, every: int) -> float:
     """Return the mean seconds of several calls on this rank.
 
-    Args:
-        action: Function to time.
-        calls: Number of calls.
-        barrier: If true, an MPI barrier precedes each call, and is not timed. Otherwise, it
-            precedes only the first of every `every` calls, which run back to back.
-        prepare: Function that is called before the first of every `every` calls, and not timed.
-
-    Collective: yes. Blocking: yes.
+    With `barrier`, an MPI barrier precedes each call, and is not timed. Otherwise, it precedes only
+    the first of every `every` calls, which run back to back. See `timed` for the other arguments.
     """
     burst, seconds = 1 if barrier else every, 0.0
     with _gc_disabled():
@@ -106,14 +96,8 @@ def in_turns(options: Namespace, rng: random.Random, subjects: Mapping[T, Callab
              ) -> Generator[list[Any], None, dict[T, Readings]]:
     """Measure subjects in rounds, each in a random order; return their readings.
 
-    Yields an empty list after each round but the last, as a benchmark's `measure` does.
-
-    Args:
-        options: Options with the number of `rounds`.
-        rng: Generator of the random orders.
-        subjects: Functions that measure one round of each subject, by subject.
-
-    Collective: yes. Blocking: yes.
+    Yields an empty list after each round but the last, as a benchmark's `measure` does. Each
+    function measures one round of a subject. All ranks call this together.
     """
     readings: dict[T, Readings] = {name: {} for name in subjects}
     for count in range(options.rounds):
@@ -156,12 +140,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Ratio(NamedTuple):
-    """Ratio of two times, with its confidence interval.
-
-    Attributes:
-        value: Ratio of the medians.
-        low, high: Ends of its 95 % confidence interval; NaN for a single round.
-    """
+    """Ratio of two median times, with its 95 % confidence interval; NaN for a single round."""
 
     value: float
     low: float
@@ -176,11 +155,8 @@ def over(rounds: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -
     """Return the ratio of the medians of two actions that were timed in the same rounds.
 
     The interval is computed by a paired bootstrap. It draws rounds with replacement, and the same
-    rounds for both actions, because the readings of a round are close in time.
-
-    Args:
-        rounds: Seconds of one action in each round.
-        others: Seconds of the other action. Rounds without readings of both are ignored.
+    rounds for both actions, because the readings of a round are close in time. Rounds without
+    readings of both are ignored.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
@@ -200,12 +176,7 @@ def _median_ratio(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> f
 
 
 def in_rounds(seconds: Sequence[float], calls: int) -> list[Sequence[float]]:
-    """Split the seconds of all calls by round.
-
-    Args:
-        seconds: Seconds of each call.
-        calls: Number of calls in a round.
-    """
+    """Split the seconds of all calls by round; a round has this number of calls."""
     return [seconds[start:start + calls] for start in range(0, len(seconds), calls)]
 
 
@@ -220,11 +191,5 @@ def overlap_percentage(compute_s: float, communication_s: float, total_s: float)
 
 
 def wire_seconds(nbytes: int, nodes: int, bytes_per_s: float) -> float:
-    """Return the seconds for which an allreduce occupies a node's link, in each direction.
-
-    Args:
-        nbytes: Size of the array in bytes.
-        nodes: Number of nodes; a single node sends nothing, and its time is 0.
-        bytes_per_s: Data rate of the link.
-    """
+    """Return the seconds that an allreduce occupies a node's link, each way; 0 for one node."""
     return 2 * (nodes - 1) / nodes * nbytes / bytes_per_s

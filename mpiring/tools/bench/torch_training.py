@@ -62,9 +62,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Transformer(nn.Module):
     """A byte-level transformer that predicts each next byte.
 
-    Args:
-        width: Length of its vectors; a multiple of 64, the width of an attention head.
-        longest: Largest number of bytes in a text.
+    The length of its vectors, `width`, is a multiple of 64, the width of an attention head. Texts
+    have at most `longest` bytes.
     """
 
     def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
@@ -143,10 +142,7 @@ def model_of(kind: str, width: int) -> nn.Module:
 def batch_of(kind: str, samples: int | None, seed: int) -> Batch:
     """Return a batch of data for a kind of model, in host memory.
 
-    Args:
-        kind: Name of the kind of model.
-        samples: Number of samples; by default, batches of all kinds take about the same time.
-        seed: Seed of the random data.
+    With the default number of samples, batches of all kinds take about the same time.
     """
     x, y = _KINDS[kind].data(samples or _KINDS[kind].batch, torch.Generator().manual_seed(seed))
     return x.contiguous(), y.contiguous()
@@ -184,13 +180,7 @@ def _by_events(action: Callable[[], object]) -> float:
 
 
 def device_named(world: World, name: str) -> ModelDevice:
-    """Return the host, "cpu", or this rank's GPU, "cuda".
-
-    Raises:
-        MissingDependencyError: PyTorch finds no GPU.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Return the host, "cpu", or this rank's GPU, "cuda"; without one, MissingDependencyError."""
     if name == "cpu":
         return ModelDevice(torch.device("cpu"), timing.by_clock)
     # Otherwise, ranks with a GPU would wait for a rank without one.
@@ -201,12 +191,8 @@ def device_named(world: World, name: str) -> ModelDevice:
 class Training:
     """A module, its data, and how it is trained.
 
-    Args:
-        name: Name of the method, for tables.
-        module: Module that is trained.
-        model: Model to call for the module's results.
-        optimizer: Optimizer, which uses the gradients that backward() computes.
-        batches: Data and targets of each step, on the module's device.
+    The `model` is called for the module's results. The data and targets of each step are on the
+    module's device.
     """
 
     def __init__(self, name: str, module: nn.Module, model: Any, optimizer: Any,
@@ -230,28 +216,18 @@ class Training:
         return sum(p.numel() for p in self.module.parameters())
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return the gradients of the last step, by name.
-
-        Collective: with FSDP2. Blocking: with FSDP2.
-        """
+        """Return the gradients of the last step, by name; with FSDP2, on all ranks together."""
         return {name: _gathered(p.grad) for name, p in self.module.named_parameters()}
 
     def parameters(self) -> Mapping[str, Array]:
-        """Return the parameters, by name.
-
-        Collective: with FSDP2. Blocking: with FSDP2.
-        """
+        """Return the parameters, by name; with FSDP2, on all ranks together."""
         if isinstance(self.optimizer, Sharded):
             self.optimizer.synchronize()
         return {name: _gathered(p.detach()) for name, p in self.module.named_parameters()}
 
 
 def training_of(contender: Contender, kind: str, width: int, recipe: Any, batch: Batch) -> Training:
-    """Return the training of a model with one batch, on the batch's device.
-
-    Args:
-        recipe: Function that creates the optimizer.
-    """
+    """Return the training of a model with one batch; `recipe` creates the optimizer."""
     module = model_of(kind, width).to(batch[0].device)
     model, optimizer = contender.join(module, recipe)
     return Training(contender.name, module, model, optimizer, itertools.repeat(batch))
@@ -271,12 +247,8 @@ def _gathered(tensor: torch.Tensor) -> Array:
 def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
     """Connect the ranks through all requested contenders, and return the contenders.
 
-    On GPUs, Horovod is left out.
-
-    Raises:
-        MissingDependencyError: A requested peer is not installed.
-
-    Collective: yes. Blocking: yes.
+    On GPUs, Horovod is left out. It raises MissingDependencyError if a requested peer is not
+    installed.
     """
     share_cores(world.comm)
     kinds = options.contenders
@@ -316,13 +288,7 @@ def _mpiring_contenders(world: World, options: Namespace) -> Iterator[Contender]
 
 
 def data_parallel(world: World, name: str, **settings: Any) -> Contender:
-    """Return DataParallel of mpiring.
-
-    Args:
-        world: The ranks.
-        name: Name in tables.
-        settings: Arguments of DataParallel.
-    """
+    """Return DataParallel of mpiring with these settings."""
     return Contender(
         name, lambda flat: lambda: world.comm.allreduce(flat),
         join=lambda module, recipe: (DataParallel(module, world.comm, **settings),
@@ -396,10 +362,7 @@ def _by_optimizer(name: str, call: Callable[[Array], Call], wrapper: Any) -> Con
 
 
 def close() -> None:
-    """Leave torch.distributed, and free models.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Leave torch.distributed on all ranks, and free models."""
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,16 +22,14 @@ _WARM_BYTES = 1 << 20
 class World:
     """The ranks that measure together.
 
-    MPI's own calls use a duplicate of the world, which carries no messages of mpiring.
+    All ranks call its methods, and the functions that take it, together; these block. MPI's own
+    calls use a duplicate of the world, which carries no messages of mpiring.
 
     Attributes:
         mpi: The module mpi4py.MPI.
         raw: The duplicate, an mpi4py communicator.
         comm: mpiring's communicator over the same ranks.
-        rank, size: Rank of this process, and number of ranks.
         thread_level: "multiple", "serialized", "funneled" or "single".
-
-    Collective: yes. Blocking: yes.
     """
 
     def __init__(self) -> None:
@@ -48,28 +46,19 @@ class World:
         self.barrier = self.raw.Barrier
 
     def slowest(self, values: list[float]) -> list[float]:
-        """Return the largest values over all ranks, element by element.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the largest values over all ranks, element by element."""
         array = np.array(values, np.float64)
         self.raw.Allreduce(self.mpi.IN_PLACE, array, op=self.mpi.MAX)
         return [float(value) for value in array]
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return whether the flag is set on any rank."""
         return self.slowest([float(flag)])[0] > 0
 
     def call_on_all(self, action: Callable[[], object]) -> None:
         """Call a function on all ranks; if it fails on any rank, raise an error on all of them.
 
-        Raises:
-            MpiringError: The error of the lowest rank that failed, with its number.
-
-        Collective: yes. Blocking: yes.
+        This MpiringError is that of the lowest rank that failed, with its number.
         """
         failure = None
         try:
@@ -81,29 +70,20 @@ class World:
                 raise type(problem)(f"rank {rank}: {problem}") from failure
 
     def busy_warning(self) -> str:
-        """Return a warning if ranks do not get a core each; otherwise "".
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return a warning if ranks do not get a core each; otherwise ""."""
         self.barrier()
         return busy_warning(self.raw.allgather(processor_use()),
                             "These times are too long, and do not compare contenders fairly.")
 
     def warm_up(self) -> None:
-        """Send first messages, so that the memory they allocate counts for no contender.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Send first messages, so that the memory they allocate counts for no contender."""
         short, long = np.ones(self.size), np.ones(self.size * _WARM_BYTES // 8)
         self.comm.iallreduce(short).wait()
         self.comm.allreduce(short)
         self.raw.Alltoall(long, np.empty_like(long))
 
     def environment(self) -> Environment:
-        """Return the machine, the software and the placement of the ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the machine, the software and the placement of the ranks."""
         place = {"rank": self.rank, "host": socket.gethostname(), "node": self.comm.node_rank,
                  # The cores that this process may use; only Linux knows them.
                  "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
@@ -121,9 +101,6 @@ class World:
         }
 
     def close(self) -> None:
-        """Close both communicators.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Close both communicators."""
         self.comm.close()
         self.raw.Free()
