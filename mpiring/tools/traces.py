@@ -65,8 +65,8 @@ _SPANS: Mapping[str, Mapping[str, Field]] = {
 class RankTrace:
     """The trace of one rank.
 
-    The times `start` and `end` compare its clock with rank 0's; `end` is None if the trace was not
-    closed.
+    Its clock was compared with rank 0's at `start` and `end`; the latter is None if the trace was
+    not closed.
     """
 
     path: Path

@@ -68,7 +68,7 @@ def _run(options: Namespace) -> int:
 
 
 def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
-    """Return so many units that they take `wanted_s` if all ranks do them, and nothing else."""
+    """Return repeated units that take `wanted_s` if all ranks do them at once, and nothing else."""
     def work(times: int) -> Action:
         def repeat() -> None:
             for _ in range(times):

@@ -25,10 +25,7 @@ _NAMED = 3
 class Checkpoint:
     """A checkpoint in a folder.
 
-    Attributes:
-        path: Folder of the checkpoint.
-        state: Description of whether it is complete.
-        manifest: Manifest of the checkpoint; empty if it cannot be read.
+    Its state tells whether it is complete. The manifest is empty if it cannot be read.
     """
 
     path: Path
@@ -52,11 +49,7 @@ class Checkpoint:
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, the newest last.
-
-    Raises:
-        CheckpointError: This is not a folder, it cannot be read, or it has no checkpoints.
-    """
+    """Return the checkpoints in a folder, the newest last; raise CheckpointError without any."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
     try:
@@ -91,12 +84,7 @@ def _is_named(entry: Path) -> bool:
 
 
 def _described(path: Path, usable: list[str]) -> Checkpoint:
-    """Describe a checkpoint.
-
-    Args:
-        path: Folder of the checkpoint.
-        usable: Names of the checkpoints that a job may resume from, the newest first.
-    """
+    """Describe a checkpoint; a job may resume from the `usable` ones, the newest first."""
     if not _is_named(path):
         doing = "written" if path.name.startswith(UNFINISHED) else "deleted"
         return Checkpoint(path, f"incomplete: it is being {doing}, or its job has ended", {})
@@ -115,11 +103,7 @@ def _described(path: Path, usable: list[str]) -> Checkpoint:
 
 
 def chosen(folder: Path, step: int | None) -> Checkpoint:
-    """Return the newest complete checkpoint, or the newest one of a step.
-
-    Raises:
-        CheckpointError: There is no such checkpoint.
-    """
+    """Return the newest complete checkpoint, or the newest of a step, or raise CheckpointError."""
     matching = [each for each in checkpoints(folder) if each.manifest
                 and (each.state.startswith("complete") if step is None else each.step == step)]
     if not matching:
@@ -140,10 +124,8 @@ def damaged_files(checkpoint: Checkpoint) -> Iterator[str]:
 def arrays_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Stored, int]]:
     """Yield the arrays of a checkpoint: state, name, dtype and shape, number of bytes.
 
-    The states of single ranks are represented by the state of rank 0.
-
-    Raises:
-        CheckpointError: A file cannot be read.
+    The states of single ranks are represented by the state of rank 0. It raises CheckpointError if
+    a file cannot be read.
     """
     files = {name_of(file): (checkpoint.path / file, nbytes)
              for file, nbytes in checkpoint.manifest["files"].items()}
@@ -156,12 +138,7 @@ def arrays_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Stored, int]]:
 def arrays_in(path: Path, nbytes: int | None = None) -> Iterator[tuple[str, Stored, int]]:
     """Yield the arrays of a file: name, dtype and shape, number of bytes.
 
-    Args:
-        path: File to read.
-        nbytes: Expected length of the file; None for any.
-
-    Raises:
-        CheckpointError: The file cannot be read.
+    It raises CheckpointError if the file cannot be read, or does not have the expected `nbytes`.
     """
     tree = rebuild(tree_text(path, nbytes), defaultdict(lambda: None), STORED_KINDS)
     for keys, leaf in leaves(tree):

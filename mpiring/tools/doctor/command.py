@@ -60,11 +60,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine this rank; one of the processes prints the report.
-
-    Returns:
-        1 if the report has a problem, otherwise 0.
-    """
+    """Examine this rank, and report on one of them; return 1 if there is a problem, otherwise 0."""
     if options.examine is not None:
         examine(options.examine, options.deadline)
         return 0
@@ -97,8 +93,7 @@ def _examine_in_child(deadline_s: float) -> tuple[dict[str, Any], Failure | None
     Launchers identify ranks by environment variables and open files, which the child inherits. If
     the child hangs or dies, this process reports it.
 
-    Returns:
-        Fields of JobFacts that the child determined, and its failure, if it failed.
+    Return fields of JobFacts that the child determined, and its failure, if it failed.
     """
     with tempfile.TemporaryFile() as answers:
         os.set_inheritable(answers.fileno(), True)
@@ -145,11 +140,7 @@ def judge(job: JobFacts) -> list[Finding]:
 def _report_failure(rank: int, failure: Failure, facts: Rank, until: float) -> None:
     """Print on standard error that this rank has failed, unless rank 0 reports the same failure.
 
-    Args:
-        rank: Number of this rank.
-        failure: Failure of this rank.
-        facts: Facts about this rank.
-        until: Time (time.monotonic) until which this process must stay alive.
+    This process must stay alive until the time `until` of time.monotonic.
     """
     # One rank per node prints failures of the start. Every rank prints later failures.
     is_printed = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)

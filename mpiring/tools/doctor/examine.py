@@ -40,10 +40,8 @@ _LIBRARY = re.compile(r"libmpi(?!_gtl|_cxx|_mpifh|_usempi|_usempif08|fort|cxx|ja
 def examine(descriptor: int, deadline_s: float) -> None:
     """Run all stages that need MPI, and report each one at its start.
 
-    Args:
-        descriptor: File descriptor to which each stage writes a pickle: its name, and fields of
-            JobFacts by name.
-        deadline_s: Seconds after which the parent process kills this process.
+    Each stage writes a pickle to the file `descriptor`: its name, and fields of JobFacts by name.
+    The parent process kills this process after `deadline_s`.
     """
     # This process must also end if the parent was killed.
     faulthandler.dump_traceback_later(deadline_s + child_job.GRACE_S, exit=True)
@@ -135,11 +133,7 @@ def _try_mpiring(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
 
 
 def _allreduce(mpi: Any) -> float:
-    """Return the time of the fastest of three allreduces, in seconds.
-
-    Raises:
-        MpiringError: The allreduce failed, or the sums are wrong.
-    """
+    """Return the seconds of the fastest of three allreduces; raise MpiringError for wrong sums."""
     best = float("inf")
     # An abort would also end the processes that report the error.
     config = Config(tuning=False, abort_on_exception=False)
@@ -174,9 +168,7 @@ def _query_gpu_support(gpus: Gpus, library: Path) -> Gpus:
 def with_cupy(gpus: Gpus, local_rank: int) -> Gpus:
     """Add the GPUs that CuPy sees, and whether processes can share their memory.
 
-    Args:
-        gpus: GPUs of the node.
-        local_rank: Number of this rank on its node; GPUs are assigned to ranks in turn.
+    GPUs are assigned to the ranks of a node in turn.
     """
     if gpus.kind != "NVIDIA":
         return gpus

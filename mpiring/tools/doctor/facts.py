@@ -54,10 +54,8 @@ class Library:
     """The MPI library that mpi4py loads.
 
     Attributes:
-        path: Path of the library.
         text: Version text of the library, on one line; "" if it could not be loaded.
         standard: Version of the MPI standard that the library implements.
-        error: Reason why the library could not be loaded.
         pmix: If true, the library has loaded libpmix or contains PMIx.
     """
 
@@ -93,7 +91,6 @@ class Processors:
             threads.
         online: Number of processors of the node.
         quota: Limit of a cgroup, in processors; infinite without a limit.
-        load: Load average of the last minute.
     """
 
     allowed: frozenset[int] = frozenset((0,))
@@ -131,10 +128,8 @@ class NetworkDevice:
     """A network device.
 
     Attributes:
-        name: Name of the device.
         kind: "Ethernet", "InfiniBand", "RoCE", "Omni-Path", "EFA", "Slingshot" or "virtual".
         gbit: Speed in Gbit/s; 0 if unknown.
-        active: If true, the device is connected.
     """
 
     name: str
@@ -154,8 +149,6 @@ class Gpus:
 
     Attributes:
         kind: "NVIDIA", "AMD" or "".
-        count: Number of GPUs.
-        driver: Version of the driver.
         modules: Loaded kernel modules for GPUDirect.
         aware: Whether the MPI library says that it accepts GPU memory; None if it has no function
             that says so.
@@ -164,7 +157,6 @@ class Gpus:
         visible: PCI addresses of the NVIDIA GPUs that CuPy sees.
         address: PCI address of this rank's GPU.
         problem: Reason why mpiring cannot use a GPU, or "".
-        sharing_error: Reason why processes cannot share GPU memory, or "".
     """
 
     kind: str = ""
@@ -214,16 +206,12 @@ class Rank:
 
     Attributes:
         rank: Rank in the MPI world, or in the launcher's variables if MPI failed, or 0.
-        host: Name of the node.
         node: Number of the node. Ranks of a node share memory.
-        python, executable: Version and path of Python.
         versions: Versions of the installed packages, by name.
-        library: MPI library.
         thread_level: Thread level that MPI provides; "" if MPI was not started.
         start_method: Start method of Python's multiprocessing.
         variables: Result of `launch.environment.launch_variables`.
         settings_error: Reason why `Config()` rejects the variables, or "".
-        processors, memory, devices, gpus, container: Facts about these subjects.
     """
 
     rank: int = 0
@@ -271,13 +259,7 @@ def cma_fails(ranks: Sequence[Rank]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A measurement between two ranks.
-
-    Attributes:
-        ranks: Numbers of the two ranks.
-        latency_s: Time of an 8-byte message in one direction, in seconds.
-        bytes_per_s: Bandwidth of large messages in one direction.
-    """
+    """The seconds of 8-byte messages between two ranks, and bandwidth of large ones, one way."""
 
     ranks: tuple[int, int]
     latency_s: float
@@ -292,7 +274,6 @@ class Failure:
         stage: LOADING, STARTING, EXCHANGING, TRYING, MEASURING or ENDING.
         reason: Text such as "Bus error (signal 7)", "exit status 16", "no end within 30 s".
         timed_out: If true, the process was killed at the deadline.
-        printed: Lines that the process printed.
     """
 
     stage: str
@@ -309,12 +290,10 @@ LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Mpirun:
-    """The mpirun in PATH.
+    """The mpirun in PATH, and its version text on one line.
 
-    Attributes:
-        path: Path of mpirun, or "".
-        text: Version text of mpirun, on one line.
-        of_library: Path of the mpirun that was installed with the MPI library, or "".
+    The path `of_library` is that of the mpirun that was installed with the MPI library. Unknown
+    paths are "".
     """
 
     path: str = ""
@@ -327,7 +306,6 @@ class Slurm:
     """The output of Slurm's commands.
 
     Attributes:
-        installed: If true, the command srun exists.
         mpi_types: Types that `srun --mpi=list` prints.
         mpi_default: Type that srun uses without `--mpi`.
         kills: If true, a failed rank ends the step (KillOnBadExit); None if unknown.
@@ -356,9 +334,6 @@ class JobFacts:
         trial_errors: Errors of the test allreduce.
         printed: Last lines that the MPI library printed.
         allreduce_s: Time of the test allreduce in seconds; None if it was not run.
-        pairs: Measurements between ranks.
-        failure: Failure of the examination; None if it succeeded.
-        mpirun, slurm: Facts about these commands.
     """
 
     ranks: Sequence[Rank] = (Rank(),)

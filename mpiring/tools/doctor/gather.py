@@ -56,12 +56,7 @@ _SHM_MOUNT_POINTS = ("/dev/shm", "/dev", "/")
 
 
 def rank(number: int, library: Library) -> Rank:
-    """Return the facts about this process.
-
-    Args:
-        number: Rank of this process, or 0 if unknown.
-        library: MPI library that mpi4py loads.
-    """
+    """Return the facts about this process; its number is 0 if unknown."""
     variables = launch_variables()
     return Rank(
         rank=number, host=socket.gethostname(), python=platform.python_version(),
@@ -95,22 +90,14 @@ def _settings_error() -> str:
 
 
 def processors(root: Path = _ROOT) -> Processors:
-    """Return the processors that this process may use.
-
-    Args:
-        root: Root folder of the file system.
-    """
+    """Return the processors that this process may use."""
     allowed = frozenset(usable_processors())
     return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
                       quota=quota(root), load=os.getloadavg()[0])
 
 
 def memory(root: Path = _ROOT) -> Memory:
-    """Return the limits of this process's memory and files.
-
-    Args:
-        root: Root folder of the file system.
-    """
+    """Return the limits of this process's memory and files."""
     total = free = None
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
@@ -150,11 +137,7 @@ def _soft_limit(which: int) -> int | None:
 
 
 def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
-    """Yield the network devices. The TCP interfaces of fast devices are separate devices.
-
-    Args:
-        root: Root folder of the file system.
-    """
+    """Yield the network devices. The TCP interfaces of fast devices are separate devices."""
     for path in sorted((root / "sys/class/net").glob("*")):
         if text_of(path / "type") in _ARPHRD:
             is_virtual = "/devices/virtual/" in str(path.resolve())
@@ -190,11 +173,7 @@ def _rdma_kind(name: str, link_layer: str) -> str:
 
 
 def gpus(root: Path = _ROOT) -> Gpus:
-    """Return the GPUs of the node and their kernel modules, without facts about MPI.
-
-    Args:
-        root: Root folder of the file system.
-    """
+    """Return the GPUs of the node and their kernel modules, without facts about MPI."""
     modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
     if count:
@@ -208,11 +187,7 @@ def gpus(root: Path = _ROOT) -> Gpus:
 
 
 def mpirun(library: Library) -> Mpirun:
-    """Return the mpirun in PATH and the mpirun that was installed with the MPI library.
-
-    Args:
-        library: MPI library that mpi4py loads.
-    """
+    """Return the mpirun in PATH and the mpirun that was installed with the MPI library."""
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
     candidates = [file for home in homes for name in _MPIRUNS
@@ -230,11 +205,7 @@ def _version_text(launcher: str) -> str:
 
 
 def slurm(variables: Iterable[str]) -> Slurm:
-    """Return facts from the output of Slurm commands.
-
-    Args:
-        variables: Names of environment variables. The controller is contacted only in a job.
-    """
+    """Return facts from the output of Slurm commands; contact the controller only in a job."""
     if shutil.which("srun") is None:
         return Slurm()
     # srun prints "MPI plugin types are..." and one type per line, on standard error.
@@ -264,12 +235,7 @@ def loaded_libraries() -> list[Path]:
 
 
 def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
-    """Return the container of this process.
-
-    Args:
-        variables: Result of `launch.environment.launch_variables`.
-        root: Root folder of the file system.
-    """
+    """Return the container of this process, whose variables are those of `launch_variables`."""
     proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
     shm = shared_memory(proc / "self")
     return Container(
@@ -298,11 +264,8 @@ def _container_kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
 def shared_memory(process: Path) -> str:
     """Return the name of a process's file system at /dev/shm, or "" if it is hidden.
 
-    Args:
-        process: Folder of the process in /proc; the process may belong to another user.
-
-    Returns:
-        Number of the device and folder in it. The name is unique on the machine.
+    The process, a folder of /proc, may belong to another user. The name has the numbers of the
+    device and of the folder in it, and is unique on the machine.
     """
     mounts = {}
     for line in text_of(process / "mountinfo").splitlines():

@@ -22,10 +22,8 @@ _POLL_S = 1e-3
 def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return rounds of pairs: first two ranks of each node, then ranks of neighboring nodes.
 
-    The pairs of a round are measured at the same time.
-
-    Args:
-        leaders: Lowest rank on the node of each rank.
+    The pairs of a round are measured at the same time. A leader is the lowest rank on a rank's
+    node.
     """
     nodes = ranks_of_nodes(leaders, range(len(leaders)))
     inside = [(ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1]
@@ -36,10 +34,7 @@ def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
 def measure_pairs(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
     """Measure latency and bandwidth between pairs of ranks; return the results on rank 0.
 
-    Args:
-        mpi: The module mpi4py.MPI.
-        world: Communicator of all ranks that nothing else uses.
-        leaders: Argument of `rounds`.
+    Nothing else uses the communicator `world` of all ranks. For leaders, see `rounds`.
 
     Collective: yes. Blocking: yes.
     """
@@ -61,10 +56,7 @@ def measure_pairs(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
 def _latency(mpi: Any, world: Any, other: int, is_first: bool) -> float:
     """Return half of the median round-trip time of 8 bytes, in seconds.
 
-    Args:
-        mpi, world: Arguments of `measure_pairs`.
-        other: Other rank of the pair.
-        is_first: If true, this rank sends first. A first byte of 0 announces the last round trip.
+    One rank of the pair sends first. A first byte of 0 announces the last round trip.
     """
     message = np.ones(8, np.uint8)
     seconds: list[float] = []
@@ -84,10 +76,7 @@ def _latency(mpi: Any, world: Any, other: int, is_first: bool) -> float:
 def _bandwidth(mpi: Any, world: Any, other: int, is_first: bool) -> float:
     """Return the median bandwidth of large messages in bytes per second, without the first batch.
 
-    Args:
-        mpi, world: Arguments of `measure_pairs`.
-        other: Other rank of the pair.
-        is_first: If true, this rank sends. A first byte of 0 announces the last batch.
+    One rank of the pair sends. A first byte of 0 announces the last batch.
     """
     data, answer = np.ones((_MESSAGES, _MESSAGE_BYTES), np.uint8), np.empty(8, np.uint8)
     post = world.Isend if is_first else world.Irecv

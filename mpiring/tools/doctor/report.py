@@ -24,10 +24,8 @@ class Finding:
     """The result of examining one property.
 
     Attributes:
-        name: Name of the property.
         verdict: "ok", "note" (works, but could be better), "warning" (slow, or at risk), or
             "problem" (does not work).
-        value: Observed value.
         remedy: Advice to the user; "" if nothing needs to be done.
         ranks: Ranks with this finding; () for all ranks.
         subject: Heading of the report under which the finding is printed.
@@ -50,10 +48,7 @@ Row = tuple[object, str, str] | tuple[object, str, str, str]
 def check(name: str, rows: Sequence[Row], ok: str = "") -> Finding | None:
     """Return the finding of the first row whose condition is true.
 
-    Args:
-        name: Name of the property.
-        rows: Rows of the table.
-        ok: Value of the finding if all conditions are false; "" for no finding.
+    If all conditions are false, its value is `ok`; without it, there is no finding.
     """
     return next((Finding(name, *row[1:]) for row in [*rows, (ok, OK, ok)] if row[0]), None)
 
@@ -61,11 +56,7 @@ def check(name: str, rows: Sequence[Row], ok: str = "") -> Finding | None:
 def merge(findings: Iterable[Finding], size: int) -> list[Finding]:
     """Merge findings that differ only in their ranks, and group them by property.
 
-    A finding of all ranks becomes a finding of the job.
-
-    Args:
-        findings: Findings in the order of their subjects.
-        size: Number of ranks.
+    A finding of all ranks becomes a finding of the job. Findings have the order of their subjects.
     """
     joined: dict[Finding, set[int]] = {}
     for finding in findings:
@@ -106,12 +97,7 @@ def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
 
 
 def _lines(finding: Finding, place: str) -> Iterator[str]:
-    """Yield the lines of a finding: its value, and the remedy below.
-
-    Args:
-        finding: The finding.
-        place: Ranks and hosts; "" for all ranks.
-    """
+    """Yield the lines of a finding with its ranks in `place`: the value, and the remedy below."""
     indent = " " * (_WIDTH + 4)
     first, *more = finding.value.splitlines() or [""]
     heading = _wrapped(f"{finding.name}: {first}" + (f"  [{place}]" if place else ""),
@@ -126,12 +112,7 @@ def _lines(finding: Finding, place: str) -> Iterator[str]:
 
 
 def _wrapped(text: str, first: str, other: str) -> list[str]:
-    """Return text as lines that fit the terminal; paths and options stay whole.
-
-    Args:
-        text: Text of a paragraph.
-        first, other: Indentation of the first line, and of the other lines.
-    """
+    """Return text as lines that fit the terminal; paths and options stay whole."""
     return textwrap.wrap(text, line_width(), initial_indent=first, subsequent_indent=other,
                          break_long_words=False, break_on_hyphens=False)
 

@@ -73,12 +73,10 @@ eval "$3"
 
 @dataclass(frozen=True)
 class Lab:
-    """A running lab.
+    """A running lab, whose first host is number 1.
 
-    Attributes:
-        holder: Process number of the holder.
-        hosts: Number of hosts; the first host is number 1.
-        rate: Data rate of each link in each direction, in tc's notation.
+    The holder is a process number. The rate, in tc's notation, is that of each link in each
+    direction.
     """
 
     holder: int
@@ -87,14 +85,10 @@ class Lab:
 
     def run(self, command: Sequence[str], *, hosts: int | None, ranks_per_host: int,
             placement: str) -> int:
-        """Run a command with ranks on the hosts, and return mpiexec's exit status.
+        """Run a command with ranks on the first hosts, or on all, and return mpiexec's exit status.
 
-        Args:
-            command: Program and its arguments.
-            hosts: Number of hosts to use, starting with the first; None for all.
-            ranks_per_host: Number of ranks on each host.
-            placement: One of PLACEMENTS. "block" fills one host after another; "round-robin"
-                assigns ranks to the hosts in turn.
+        The placement "block" fills one host after another; "round-robin" assigns ranks to the hosts
+        in turn.
 
         Raises:
             ConfigError: A number is below 1, or the lab has fewer hosts.
@@ -174,10 +168,7 @@ def _mpich_mpiexec() -> str:
 def _start(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":
     """Start a lab, and return the lab and the parent process of its holder.
 
-    Args:
-        hosts: Number of hosts.
-        rate: Data rate of each link in each direction.
-        until: Shell command that keeps the holder running; the lab ends with it.
+    The shell command `until` keeps the holder running; the lab ends with it.
     """
     _check_tools()
     if not 1 <= hosts <= _MAX_HOSTS:
@@ -200,9 +191,7 @@ def _start(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[st
 def temporary(hosts: int, rate: str) -> Iterator[Lab]:
     """Set up a lab that ends with the `with` block, or earlier if this process dies.
 
-    Args:
-        hosts: Number of hosts.
-        rate: Data rate of each link in each direction: "1gbit", "100mbit".
+    The rate is that of each link in each direction: "1gbit", "100mbit".
 
     Raises:
         LaunchError: The system is not Linux, the user is not root, or the kernel refuses.
@@ -219,16 +208,9 @@ def temporary(hosts: int, rate: str) -> Iterator[Lab]:
 
 
 def up(hosts: int, rate: str) -> Lab:
-    """Set up a lab that stays until `Lab.down`.
+    """Set up a lab that stays until `Lab.down`; arguments and errors are as in `temporary`.
 
-    Args:
-        hosts: Number of hosts.
-        rate: Data rate of each link in each direction: "1gbit", "100mbit".
-
-    Raises:
-        LaunchError: A lab is up already, or for the reasons of `temporary`.
-        MissingDependencyError: A tool is missing; the message names its package.
-        ConfigError: The number of hosts or the rate is invalid.
+    It also raises LaunchError if a lab is up already.
     """
     if running_lab() is not None:
         raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
@@ -249,11 +231,7 @@ def _recorded() -> Lab:
 
 
 def running_lab() -> Lab | None:
-    """Return the lab that `up` set up, if it is still running.
-
-    Raises:
-        ConfigError: The record of the lab is damaged.
-    """
+    """Return the lab that `up` set up, if it still runs; raise ConfigError for damaged records."""
     with contextlib.suppress(FileNotFoundError):
         lab = _recorded()
         # Another process may have the same number now.

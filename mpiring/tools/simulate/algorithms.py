@@ -34,11 +34,10 @@ _BURSTS, _CALLS = 8, 1000
 
 
 class SimulatedTime(NamedTuple):
-    """The predicted time of an algorithm.
+    """The predicted time of an algorithm, in seconds.
 
-    Attributes:
-        seconds: Duration of a call, in seconds.
-        how: "stepped" if all ranks were simulated, "symmetry" if one node represented all nodes.
+    The field `how` is "stepped" if all ranks were simulated, and "symmetry" if one node represented
+    all nodes.
     """
 
     seconds: float
@@ -50,11 +49,7 @@ class SimulatedTime(NamedTuple):
 
 
 class SimulatedTransport:
-    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py.
-
-    Args:
-        net: The operation's channel.
-    """
+    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py."""
 
     def __init__(self, net: Channel) -> None:
         self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
@@ -66,13 +61,7 @@ class SimulatedTransport:
 
 
 def resources(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows) -> Resources:
-    """Return the resources of one rank's operation.
-
-    Args:
-        net: Channel of the operation.
-        nodes: Ranks of each node.
-        windows: Memory that ranks share.
-    """
+    """Return the resources of one rank's operation; `nodes` has the ranks of each node."""
     return Resources(cast(Transport, SimulatedTransport(net)), Turns(), Scratch(keep=0), windows,
                      range(net.size), nodes)
 
@@ -98,14 +87,8 @@ VectorBuild = Callable[["SimulatedOperation", Array], Schedule[None]]
 class Simulation:
     """A simulated cluster that runs groups of operations, one group after the other.
 
-    Args:
-        cluster: Cluster to simulate.
-        symmetry: Symmetry by which one node represents all; None to simulate all ranks.
-        in_python: If true, each message costs the overhead of schedules in Python.
-
     Attributes:
-        cluster, symmetry: The arguments of the same names.
-        network, memory: Network and memory of the cluster.
+        symmetry: Symmetry by which one node represents all; None to simulate all ranks.
         nodes: Ranks of each node.
         how: "stepped" or "symmetry"; see SimulatedTime.
     """
@@ -126,9 +109,7 @@ class Simulation:
             programs: Sequence[Callable[[Channel], Schedule[None]]] = ()) -> None:
         """Run operations and other programs on all ranks at once.
 
-        Args:
-            builds: Functions that return the schedules of operations.
-            programs: Programs that advance after the operations; see SimulatedNetwork.run.
+        Programs advance after the operations; see SimulatedNetwork.run.
         """
         def operation(build: Build, number: int, net: Channel) -> Schedule[None]:
             return build(SimulatedOperation(self, net, number))
@@ -141,13 +122,7 @@ class Simulation:
 class SimulatedOperation(Collectives):
     """One rank's operation on vectors without memory: copying and combining only take time.
 
-    Args:
-        simulation: Simulated cluster.
-        net: The operation's channel.
-        number: Number of the operation.
-
-    Attributes:
-        work: Function that keeps the rank busy for a number of seconds.
+    The function `work` keeps the rank busy for a number of seconds.
     """
 
     __slots__ = ("_simulation", "work")
@@ -196,11 +171,7 @@ _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 
 
 def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
-    """Return the symmetry by which one node represents all; None if all ranks must be simulated.
-
-    Args:
-        name, nbytes: Arguments of `predict`.
-    """
+    """Return the symmetry by which one node represents all; None if all ranks must be simulated."""
     tuning = Tuning()
     is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
                    and cluster.nodes > tuning.direct_nodes)
@@ -217,11 +188,8 @@ def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
     """Return the time of an allreduce on a cluster; None if the algorithm cannot run there.
 
-    Args:
-        name: One of ALGORITHMS or SHARDED.
-        cluster: Cluster to simulate.
-        nbytes: Length of the array in bytes.
-        fold: If false, simulate all ranks even if one node could represent all.
+    The name is one of ALGORITHMS or SHARDED. Without `fold`, all ranks are simulated even if one
+    node could represent all.
     """
     schedule = _schedule(
         name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning()))
@@ -266,24 +234,13 @@ def scatter(call: SimulatedOperation, x: Array) -> Schedule[None]:
 
 
 def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
-    """Run the allgather of weights of a sharded step.
-
-    Args:
-        call, x: Operation, and vector of the weights.
-        once: If true, each node stores the weights once.
-    """
+    """Run the allgather of weights of a sharded step; with `once`, each node stores them once."""
     return (call.allgather_once(x, bounds=bounds_of(x.size, call.size)) if once else
             call.allgather(x))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:
-    """Return the algorithm that "auto" would use for a sum of float32.
-
-    Args:
-        cluster: Cluster on which the algorithms were measured or simulated.
-        nbytes: Length of the array in bytes.
-        seconds: Time of each algorithm, by its name.
-    """
+    """Return the algorithm that "auto" would use for a sum of float32, given the time of each."""
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())
     chosen = choose(case, model=model)

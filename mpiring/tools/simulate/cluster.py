@@ -25,7 +25,6 @@ class Cluster:
     """Identical nodes with the same number of ranks, and their costs.
 
     Attributes:
-        nodes, ranks_per_node: Number of nodes, and of ranks on each.
         latency_s: Seconds of a message between nodes.
         bandwidth: Bytes per second of a node's network interface, each way.
         goodput: Share of the bandwidth that carries data.
@@ -92,11 +91,9 @@ class Cluster:
         return share * nbytes / (self.bandwidth * self.goodput)
 
     def network(self, symmetry: Symmetry | None, *, in_python: bool) -> SimulatedNetwork:
-        """Return a simulated network of this cluster.
+        """Return a simulated network of this cluster; by symmetry, one node represents all.
 
-        Args:
-            symmetry: Symmetry by which one node represents all; None to simulate all ranks.
-            in_python: If true, each message costs the overhead of schedules in Python.
+        With `in_python`, each message costs the overhead of schedules in Python.
         """
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)
         within = Link(self.node_latency_s, self.node_bandwidth)

@@ -48,11 +48,7 @@ class CodecPrices:
 
 
 def measured(profile: Profile) -> list[CodecPrices]:
-    """Measure the costs of each of REDUCERS on this machine.
-
-    Args:
-        profile: Profile of the model, which gives the shapes of the tensors to compress.
-    """
+    """Measure the costs of each of REDUCERS on this machine, for tensors as in the profile."""
     tensors = list(_sample(profile))
     return [_measured(make, tensors)
             for _, _, make in counted("simulate step: measure codecs", REDUCERS)]
@@ -81,16 +77,7 @@ def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> 
 
 
 class _Nodes:
-    """A few simulated nodes with one rank each and random gradients in one bucket.
-
-    Args:
-        make: Function that returns a Reducer.
-        tensors: Tensors of the bucket.
-        count: Number of nodes.
-
-    Attributes:
-        nbytes: Length of the bucket in bytes.
-    """
+    """A few simulated nodes with one rank each and random gradients in one bucket."""
 
     def __init__(self, make: Callable[[], Compressor], tensors: Sequence[TensorSpec],
                  count: int) -> None:

@@ -73,9 +73,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict, print, and write files; return the exit status.
 
-    Args:
-        options: Options of `declare`.
-
     Raises:
         UsageError: There is nothing to predict, or options cannot be combined.
         ConfigError: A file cannot be used.

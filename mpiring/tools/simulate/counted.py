@@ -12,12 +12,7 @@ T = TypeVar("T")
 
 
 def counted(text: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield the items; show on standard error how many are done.
-
-    Args:
-        text: Name of the work.
-        items: Items that take time.
-    """
+    """Yield the items; show on standard error how many are done."""
     with Progress(text, len(items), lines_every_s=_LINES_S) as progress:
         for item in items:
             yield item

@@ -28,12 +28,8 @@ def allreduce(net: Channel, ranks_per_node: int, x: Array, inbox: Array,
               combine: Combine) -> Schedule[None]:
     """Combine `x` within each node, then over the first ranks of all nodes, and copy it to all.
 
-    Args:
-        net: Channel of the operation.
-        ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
-        x: Contribution of this rank, of shape (n,); overwritten with the result.
-        inbox: Scratch vector of shape (n,).
-        combine: Function that combines two vectors.
+    Ranks r with equal `r // ranks_per_node` share a node. The result overwrites `x`, of shape (n,),
+    and `inbox` is scratch memory of the same shape.
 
     Collective: yes. Blocking: no (a schedule).
     """

@@ -68,12 +68,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def environment_of(cluster: Cluster, text: str) -> Environment:
-    """Return the environment of predictions, without the number of nodes.
-
-    Args:
-        cluster: Cluster of the predictions.
-        text: Text before the cluster's description.
-    """
+    """Return the environment of predictions without a number of nodes; `text` begins "cluster"."""
     shared = f"; all on {cluster.cores} cores" if cluster.cores else ""
     return {
         "date": now(), "command": command(), "mpiring": __version__,

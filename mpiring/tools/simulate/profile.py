@@ -31,7 +31,6 @@ class StepCompute:
         update_s: Time of the optimizer's update, at the beginning of the step; 0 if unknown.
         forward_s: Begin and end of the forward pass; both 0 if unknown.
         ready_s: Times at which each tensor's gradient was ready, in the model's order.
-        compute_s: Compute time of the complete step.
         step_s: Duration of the step, including waits.
     """
 
@@ -50,9 +49,7 @@ class Profile:
         tensors: Gradients, in the model's order.
         steps: Steps of all ranks.
         step_s: Median duration of these steps in seconds, including waits.
-        ranks, nodes: Number of ranks and number of nodes of the job.
         overlap: Whether buckets were sent during the backward pass.
-        caption: Description of the recorded job.
     """
 
     tensors: Sequence[TensorSpec]
@@ -75,11 +72,7 @@ class Profile:
 
 
 def read_profile(folder: str, job: str | None) -> Profile:
-    """Return the profile of a job from its traces.
-
-    Args:
-        folder: Folder of the traces.
-        job: Beginning of the job's name; None for the only job.
+    """Return the profile of a job, or of the only job, from its traces.
 
     Raises:
         ConfigError: There is no trace, or it lacks the times when gradients became ready.

@@ -44,10 +44,7 @@ class Flag:
 class Compute(NamedTuple):
     """A part of the computation of a rank in a step; the parts run one after the other.
 
-    Attributes:
-        seconds: Compute time, in seconds.
-        after: Events that it waits for.
-        then: Event that is set at its end.
+    It waits for the events `after`, and sets the event `then` at its end.
     """
 
     seconds: float
@@ -58,11 +55,7 @@ class Compute(NamedTuple):
 class BucketOperation(NamedTuple):
     """An operation that a rank has in flight while it computes.
 
-    Attributes:
-        after: Events that it waits for before it begins.
-        build: Function that returns the schedule.
-        bucket: Bucket that it communicates.
-        done: Event that is set at its end.
+    It begins when the events `after` are set, and sets the event `done` at its end.
     """
 
     after: Sequence[Flag]
@@ -73,12 +66,7 @@ class BucketOperation(NamedTuple):
 
 @dataclass
 class RankStep:
-    """The work of one rank in one step.
-
-    Attributes:
-        computes: Parts of the computation, in their order.
-        operations: Operations in their order; at most `in_flight` advance at once.
-    """
+    """The work of one rank in one step, in order; Config limits the operations in flight."""
 
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
@@ -94,13 +82,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model on a cluster.
-
-    Attributes:
-        profile: Profile of the model's training steps.
-        cluster: Cluster to simulate.
-        bucket_bytes: Argument of DataParallel.
-    """
+    """A model on a cluster."""
 
     profile: Profile
     cluster: Cluster
@@ -128,12 +110,9 @@ Plan = Callable[[Workload, StepCompute], RankStep]
 
 
 class StepTime(NamedTuple):
-    """The predicted time of a step.
+    """The predicted time of a step, as a mean of several steps, in seconds.
 
-    Attributes:
-        seconds: Mean duration of several steps, in seconds.
-        compute_s: Mean compute time of the slowest rank, in seconds.
-        how: "stepped" or "symmetry"; see SimulatedTime.
+    The compute time is that of the slowest rank; for `how`, see SimulatedTime.
     """
 
     seconds: float
@@ -143,13 +122,9 @@ class StepTime(NamedTuple):
 
 def predict_step(workload: Workload, planned: Plan, *, steps: int | None = None,
                  fold: bool = True) -> StepTime:
-    """Return the time of a training step.
+    """Return the time of a training step, from a few steps by default.
 
-    Args:
-        workload: Model and cluster.
-        planned: Function that returns the work of a rank in a step.
-        steps: Number of steps to simulate; by default a few.
-        fold: If false, simulate all ranks even if one node could represent all.
+    The function `planned` returns the work of a rank in a step. For `fold`, see `predict`.
     """
     cluster, rng = workload.cluster, np.random.default_rng(_SEED)
     steps = steps or (_STEPS if cluster.ranks < _MANY_RANKS else _STEPS_OF_MANY)
@@ -183,12 +158,7 @@ def slowest(steps: Sequence[StepCompute]) -> StepCompute:
 
 
 def _run_step(simulation: Simulation, ranks: Sequence[RankStep]) -> float:
-    """Run a step; return its seconds.
-
-    Args:
-        simulation: Simulated cluster.
-        ranks: Work of each rank, with equally many operations.
-    """
+    """Run a step of ranks with equally many operations; return its seconds."""
     def operate(index: int, call: SimulatedOperation) -> Schedule[None]:
         after, build, bucket, done = ranks[call.rank].operations[index]
         yield after

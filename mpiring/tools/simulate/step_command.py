@@ -78,9 +78,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Predict, print, and write files; return the exit status.
 
-    Args:
-        options: Options of `declare`.
-
     Raises:
         UsageError: Options cannot be combined.
         ConfigError: The trace lacks compute times.
@@ -147,11 +144,7 @@ def _against(options: argparse.Namespace, profile: Profile, costs: Cluster) -> I
 
 
 def verdict(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield sentences that recommend one of the strategies predicted for a cluster.
-
-    Args:
-        rows: Predictions; the first is for DataParallel.
-    """
+    """Yield sentences that recommend one of the strategies; the first row is for DataParallel."""
     dense = rows[0]
     where = f"{ranks_on_nodes(dense['ranks'], dense['nodes'])}:"
     faster = [row for row in rows if row["step_ms"] <= (1 - _WORTHWHILE) * dense["step_ms"]]

@@ -25,7 +25,6 @@ class Strategy:
     """A way to train on several ranks.
 
     Attributes:
-        name: Name, as in programs.
         loss: Degree to which it changes the training: 0 not at all, 1 by rounding gradients to 16
             bits, 2 to 8 bits, 3 by approximating them, 4 by local steps.
         predict: Function that returns the time of a step; None if the strategy makes no difference.
@@ -40,11 +39,7 @@ DATA_PARALLEL = Strategy("DataParallel", 0, lambda work: predict_step(work, aver
 
 
 def strategies(profile: Profile) -> list[Strategy]:
-    """Return the strategies to compare; measures Reducers on this machine.
-
-    Args:
-        profile: Profile of the model whose gradients are compressed.
-    """
+    """Return the strategies to compare; measures Reducers on this machine."""
     return [DATA_PARALLEL,
             Strategy("Sharded", 0, lambda work: predict_step(work, sharded)),
             Strategy("Sharded(overlap=True)", 0, _overlapped),
@@ -76,11 +71,7 @@ def _backward(planned: RankStep, workload: Workload, step: StepCompute,
               before_s: float) -> tuple[list[Flag], Flag]:
     """Compute the rest of a step; return an event for each full bucket, and one for the end.
 
-    Args:
-        planned: Step to extend.
-        workload: Model and cluster.
-        step: Recorded compute times.
-        before_s: Length of the part of the step that is already planned, in seconds.
+    The part of the step that is already planned takes `before_s`.
     """
     flags = [Flag() for _ in (*workload.buckets, None)]
     for at_s, flag in zip([*workload.full_s(step), step.compute_s], flags):
@@ -138,9 +129,7 @@ def _exchange(call: SimulatedOperation, net: Channel, part: Array,
 def sharded(workload: Workload, step: StepCompute, *, once: bool = False) -> RankStep:
     """Return a step of Sharded: gradients are scattered, and updated weights gathered.
 
-    Args:
-        workload, step: Model and cluster, and recorded compute times.
-        once: If true, each node stores the weights once.
+    With `once`, each node stores the weights once.
     """
     planned, buckets = RankStep(), workload.buckets
     # The updates are planned at the end, for slices only.

@@ -19,24 +19,14 @@ Span = tuple[float, float]
 
 
 class LastCall(NamedTuple):
-    """The last call of an operation.
-
-    Attributes:
-        at: Time of the call in microseconds.
-        rank: Rank that called the operation.
-    """
+    """The last call of an operation: its time in microseconds, and the rank that called."""
 
     at: float
     rank: int
 
 
 class Wait(NamedTuple):
-    """An interval in which the program waits for an operation.
-
-    Attributes:
-        began, ended: Times in microseconds.
-        key: Key of the operation.
-    """
+    """An interval, in microseconds, in which the program waits for an operation."""
 
     began: float
     ended: float
@@ -44,15 +34,10 @@ class Wait(NamedTuple):
 
 
 class TracedOperation(NamedTuple):
-    """An operation in flight.
+    """An operation in flight; times are in microseconds.
 
-    Attributes:
-        began, ended: Times in microseconds.
-        lane: Number of the trace row; concurrent operations have different numbers.
-        name: Name of the event in the trace.
-        algorithm: Name of the algorithm.
-        nbytes: Number of bytes that are reduced or sent.
-        key: Key of the operation.
+    Concurrent operations have different lanes, the numbers of trace rows. The bytes are those that
+    are reduced or sent.
     """
 
     began: float
@@ -65,12 +50,9 @@ class TracedOperation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A training step, or the complete trace if it has no steps.
+    """A training step, or the complete trace if it has no steps; times are in microseconds.
 
-    Attributes:
-        number: Number of the step.
-        began, ended: Times in microseconds.
-        tokens: Number of tokens that the rank processes in this step; NaN if unknown.
+    The rank processes this number of tokens in it; NaN if unknown.
     """
 
     number: int
@@ -89,10 +71,7 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
-        rank: Number of the rank.
-        steps: Training steps, in order.
         waits: Intervals in which the program waits for operations.
-        operations: All operations of the rank.
         ready: Intervals from the first to the last ready gradient of a step.
         data: Intervals in which the program waits for its next batch.
     """
@@ -116,7 +95,7 @@ class StepBudget:
         exposed: Time in which the program waits for communication.
         idle: Time in which the program waits for a rank that has not called the operation yet.
         hidden: Part of `compute` with operations in flight.
-        tokens: Number of tokens that the rank processes in a step; NaN if unknown.
+        tokens: Number of tokens, as in Step.
     """
 
     step: float

@@ -54,9 +54,6 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def merge(options: argparse.Namespace) -> int:
     """Write one trace that shows each rank as a process; return the exit status.
 
-    Args:
-        options: Options of `declare`.
-
     Raises:
         ConfigError: There are no traces or traces of several jobs, or the file cannot be written.
     """

@@ -21,11 +21,7 @@ _MAX_RANKS = 3
 
 
 class Lateness:
-    """The ranks that called operations later than the other ranks.
-
-    Args:
-        last_called: The last call of each operation.
-    """
+    """The ranks that called operations later than the other ranks."""
 
     def __init__(self, last_called: Mapping[Key, LastCall]) -> None:
         self._last_called = last_called
@@ -35,13 +31,7 @@ class Lateness:
 
     def add(self, activity: Activity, steps: Sequence[Step], budgets: Mapping[int, StepBudget],
             ) -> None:
-        """Add a rank.
-
-        Args:
-            activity: Activity of the rank.
-            steps: Steps to examine.
-            budgets: Budgets of these steps, by step number.
-        """
+        """Add a rank, and examine these steps; budgets are by step number."""
         self._budgets[activity.rank] = budgets
         for wait in activity.waits:
             step, last = step_at(steps, wait.began), self._last_called.get(wait.key)
@@ -80,9 +70,7 @@ class Lateness:
     def _reason(self, ranks: Set[int], clause: str) -> str:
         """Return the most likely reason why these ranks were late, or "" if there is none.
 
-        Args:
-            ranks: Ranks for which others waited.
-            clause: Format string of the result, with a place for the reason.
+        The clause is a format string of the result, with a place for the reason.
         """
         late, usual, weights = [], [], []
         means: dict[int, StepBudget] = {}

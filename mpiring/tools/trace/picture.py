@@ -35,17 +35,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
          number: int, last_called: Mapping[Key, LastCall]) -> None:
     """Write a picture: a bar for the budget of each rank, and a timeline of one step.
 
-    Args:
-        path: Name of the file; its extension sets the format.
-        caption: Text above the picture.
-        budgets: Budgets by rank.
-        activities: Activities of the ranks in the timeline.
-        number: Number of the step in the timeline.
-        last_called: Last call of each operation.
-
-    Raises:
-        ConfigError: The file cannot be written.
-        MissingDependencyError: There is no matplotlib.
+    The activities are those of the ranks in the timeline. For errors, see `tools.picture.picture`.
     """
     drawn = [(step, list(_rows(activity, step, last_called)))
              for activity in activities for step in activity.steps if step.number == number]
@@ -93,13 +83,7 @@ def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
 
 def _draw_rows(axes: "Axes", ranks: Sequence[Sequence[tuple[str, list[_Bar]]]], zero: float,
                last: float) -> None:
-    """Draw the rows of all ranks.
-
-    Args:
-        axes: Panel of the timeline.
-        ranks: Rows of each rank.
-        zero, last: Start and end of the timeline in microseconds.
-    """
+    """Draw the rows of all ranks, between times in microseconds."""
     names: list[str] = []
     for rows in ranks:
         for name, bars in rows:

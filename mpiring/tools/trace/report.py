@@ -39,9 +39,6 @@ _Kinds = dict[tuple[str, str, int], list[tuple[float, float, float]]]
 def run(options: Namespace) -> int:
     """Print the time budget of the steps of a job, and plot it if requested; return the status.
 
-    Args:
-        options: Options of `command.declare`.
-
     Raises:
         ConfigError: There are no traces, traces of several jobs, or traces without steps.
         MissingDependencyError: A plot is requested, but there is no matplotlib.

@@ -74,10 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(comm: Communicator, title: str, shown: bool) -> list[Row]:
-    """Measure, print a table, and return its rows for a file.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure on all ranks together, print a table, and return its rows for a file."""
     model = comm.tune(fresh=True)
     by_auto = _by_auto(comm, model) if _SHARED in dict(model.curves) else None
     if shown:
@@ -100,10 +97,7 @@ def _curves(model: Model, by_auto: Curve | None) -> dict[str, Curve]:
 
 
 def _by_auto(comm: Communicator, model: Model) -> Curve:
-    """Return the times of ordinary calls; short calls bypass the engine.
-
-    Collective: yes. Blocking: yes.
-    """
+    """Measure ordinary calls on all ranks together; short calls bypass the engine."""
     points = []
     for size, _ in model.curves[0][1].points:
         x, seconds = comm.empty(size // 4, np.float32), []
