@@ -126,12 +126,7 @@ _Passed = Callable[[float, float], None]
 
 
 class _Interface:
-    """One direction of a node's network interface (NIC), which flows share by taking turns.
-
-    Args:
-        link: Link with the rate and the burst.
-        clock: Network, for its virtual time.
-    """
+    """One direction of a node's network interface (NIC), which flows share by taking turns."""
 
     def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
         self._link, self._clock = link, clock
@@ -164,12 +159,7 @@ class _Interface:
 
 
 class _Wires:
-    """The interfaces of all nodes; messages share them like TCP streams do.
-
-    Args:
-        link: Link between any two nodes.
-        clock: Network, for its virtual time.
-    """
+    """The interfaces of all nodes; messages share them like TCP streams do."""
 
     def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
         self._link, self._clock = link, clock
@@ -178,14 +168,10 @@ class _Wires:
 
     def carry(self, flow: _Flow, source_node: int, dest_node: int, nbytes: int, slowness: float,
               left: Callable[[float], None], landed: Callable[[float], None]) -> None:
-        """Carry a message from one node to another.
+        """Carry a message from one node to another; messages of a flow stay in order.
 
-        Args:
-            flow: Flow of the message; messages of a flow stay in order.
-            source_node, dest_node: Numbers of the nodes.
-            nbytes: Length of the message.
-            slowness: Factor of all times.
-            left, landed: Functions of the times at which its last byte has left and has arrived.
+        All times are multiplied by `slowness`. The functions `left` and `landed` get the times at
+        which the last byte has left and has arrived.
         """
         latency_s = slowness * self._link.latency_s
         if self._link.bandwidth == math.inf:
@@ -214,13 +200,10 @@ class SimulatedNetwork:
     """A cluster of `size` ranks that runs schedules to their end.
 
     Args:
-        size: Number of ranks.
         between: Link between nodes; ranks of a node share its bandwidth in each direction.
         within: Link between two ranks of a node.
         node_of: Node of each rank; or a number n, so that ranks r with equal `r // n` share a node.
-        computing: Costs of computing.
         seed: Seed that makes the network a deterministic adversary; None for an ordinary network.
-        faults: Faults that occur.
         payload: If false, move only sizes; then pass `ghost` arrays to the schedules.
 
     Attributes:
@@ -269,17 +252,16 @@ class SimulatedNetwork:
     ) -> list[Any]:
         """Run programs on all ranks at once, each program in its own channel.
 
+        Return the result of each rank's schedule; for several programs, a list of results per rank.
+
         Args:
             programs: Functions that return a schedule; each is called once per rank with its
                 channel.
             return_errors: If true, return a rank's error as its result instead of raising it.
 
-        Returns:
-            The result of each rank's schedule; for several programs, a list of results per rank.
-
         Raises:
-            StallError: The schedules wait for messages that never arrive; says which ranks wait
-                for which messages.
+            StallError: The schedules wait for messages that never arrive; says which ranks wait for
+                which messages.
         """
         for rank in self.stepped:
             for tag, program in enumerate(programs):
@@ -330,11 +312,8 @@ class SimulatedNetwork:
     def work(self, rank: int, seconds: float, *, on_own_core: bool = False) -> None:
         """Keep a rank busy: it sends messages and continues only after this work.
 
-        Args:
-            rank: Number of the rank.
-            seconds: Duration of the work.
-            on_own_core: If true, and if ranks share cores, the work waits for the rank's own core,
-                like a long computation, which stays on its core.
+        With `on_own_core`, and if ranks share cores, the work waits for the rank's own core, like a
+        long computation, which stays on its core.
         """
         now_s = self.clock_s(rank)
         self._busy_until_s[rank] = (
@@ -492,10 +471,8 @@ class SymmetricNetwork(SimulatedNetwork):
     are assumed to be equal, although they may differ by an element. The network carries no data,
     and cannot run a schedule that treats nodes differently.
 
-    Args:
-        nodes, ranks_per_node: Size of the cluster.
-        symmetry: Function that returns the opposite node: `cyclic`, or `pairwise`.
-        prices: Arguments of SimulatedNetwork.
+    The symmetry, `cyclic` or `pairwise`, returns the opposite node. The prices are arguments of
+    SimulatedNetwork.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, symmetry: Callable[[int, int], int],

@@ -19,12 +19,8 @@ class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
     With a seed in the network, each rank sees the flags of other ranks late. It sees everything
-    else at once, including data that is written too early. Slots contain junk at first.
-
-    Args:
-        network: Network with the clock and the nodes.
-        barrier_s: Virtual seconds until a published flag is visible.
-        slot_bytes: Length of a slot.
+    else at once, including data that is written too early. Slots contain junk at first. A published
+    flag becomes visible after `barrier_s` of virtual time.
     """
 
     def __init__(self, network: SimulatedNetwork, *, barrier_s: float = 0.0,
@@ -42,13 +38,7 @@ class SimulatedMemory:
         self.ranks = [_RankMemory(self, rank) for rank in range(len(network.node_of))]
 
     def node(self, rank: int, operation: int = 0, header: bytes = b"") -> SharedNode:
-        """Return the node object of a rank's operation.
-
-        Args:
-            rank: Number of the rank in the network.
-            operation: Number of the operation.
-            header: Header of the rank's call.
-        """
+        """Return the node object of a rank's operation."""
         return self.ranks[rank].node(operation, header, zlib.crc32(header))
 
 
@@ -71,12 +61,7 @@ class _RankMemory(NodeMemory):
 
 
 class _Words:
-    """The words of one rank's segment, as seen by another rank.
-
-    Args:
-        shared: Memory of the cluster.
-        owner, reader: Numbers of the two ranks.
-    """
+    """The words of one rank's segment, as seen by another rank."""
 
     def __init__(self, shared: SimulatedMemory, owner: int, reader: int) -> None:
         self.owner, self._reader, self._shared = owner, reader, shared

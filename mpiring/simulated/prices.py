@@ -44,11 +44,7 @@ class Computing:
 
 
 class Cores:
-    """The cores of a machine, which accept work in the order of its arrival.
-
-    Args:
-        count: Number of cores.
-    """
+    """The cores of a machine, which accept work in the order of its arrival."""
 
     def __init__(self, count: int) -> None:
         self._free_s = [-math.inf] * count
@@ -56,10 +52,7 @@ class Cores:
     def take(self, now_s: float, seconds: float, number: int | None = None) -> float:
         """Return the time at which work that can begin at `now_s` is done.
 
-        Args:
-            now_s: Time at which the work can begin.
-            seconds: Duration of the work.
-            number: Number of the core, modulo the number of cores; None for the first idle one.
+        The work needs the core `number`, modulo the number of cores; None for the first idle one.
         """
         if number is None:
             # The core that became idle last is most often the one that this rank has used.
@@ -91,10 +84,7 @@ class _Ghost(np.ndarray[Any, np.dtype[Any]]):
 def ghost(n: int, dtype: DTypeLike, copied: Callable[[int], None] | None = None) -> Array:
     """Return a vector of `n` elements without memory, for a network without payload.
 
-    Args:
-        n: Number of elements.
-        dtype: Dtype of the elements.
-        copied: Function of the number of bytes of each copy into it, or into a part of it.
+    The function `copied` gets the number of bytes of each copy into it, or into a part of it.
     """
     x = np.broadcast_to(np.empty((), dtype), (n,)).view(_Ghost)
     x.copied = copied
