@@ -26,13 +26,9 @@ _has_run = False
 
 
 def command(numbers: Sequence[int]) -> list[str]:
-    """Return the command of new ranks that run this program.
+    """Return the command of new ranks that run this program, with these numbers among all ranks.
 
-    Args:
-        numbers: Numbers of the new ranks among all ranks.
-
-    Raises:
-        ConfigError: This program is neither a file nor a module.
+    It raises ConfigError if this program is neither a file nor a module.
     """
     words = sys.orig_argv[1:]
     options = []
@@ -70,11 +66,8 @@ def main() -> None:
 def take(*, may_grow: bool) -> "Survivors | None":
     """Return the ranks that this new rank has joined; None on other ranks and in later calls.
 
-    Args:
-        may_grow: If true, this program may start new ranks.
-
-    Raises:
-        ConfigError: New ranks cannot be started.
+    With `may_grow`, this program may start new ranks. It raises ConfigError if they cannot be
+    started.
     """
     global _joined, _has_run
     if may_grow:

@@ -105,11 +105,7 @@ class NewRanksJoin(BaseException):
 
 
 class Commits:
-    """The last two commits of a rank; while one is being written, the other is complete.
-
-    Attributes:
-        count: Number of commits since the beginning.
-    """
+    """The last two commits of a rank; while one is being written, the other is complete."""
 
     def __init__(self) -> None:
         self._commits: dict[int, dict[str, Any]] = {}
@@ -198,10 +194,8 @@ def restore_value(committed: Any, present: Any) -> Any:
 def copy_value(value: Any, memory: Any = None) -> Any:
     """Return a copy of an array, a number, a string, or a pytree of these.
 
-    Args:
-        value: The original.
-        memory: Earlier copy, or the original. If it has the same form, it is overwritten and
-            returned, because a copy to new memory takes three times as long.
+    If `memory`, an earlier copy or the original, has the same form, it is overwritten and returned.
+    The reason is that a copy to new memory takes three times as long.
 
     Raises:
         ConfigError: The value contains another object.
