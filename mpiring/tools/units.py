@@ -30,7 +30,7 @@ def _value(text: str, units: Mapping[str, float]) -> float | None:
 def parse_size(text: str, least: int = 1, most: int = _MOST_BYTES) -> int:
     """Return a number of bytes: 65,536 for "64K" and "64KiB", 64,000 for "64KB".
 
-    It raises ConfigError for other text, and outside the limits, as all functions here do.
+    It raises ConfigError for other text, and outside the limits, as the other parsers here do.
     """
     nbytes = _value(text, _SIZES)
     if nbytes is None:
