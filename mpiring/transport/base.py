@@ -31,9 +31,6 @@ class Channel(Protocol):
 
     Messages between two ranks arrive in the order in which they were sent. Messages of different
     channels, and of different lanes, are never matched with each other.
-
-    Attributes:
-        rank, size: Number of this rank, and number of ranks.
     """
 
     rank: int
@@ -44,10 +41,7 @@ class Channel(Protocol):
         """The communicator's number of each rank: `range(size)`, except for `Members`."""
 
     def lane(self, index: int) -> "Channel":
-        """Return lane `index` of the same operation, below LANES; lane 0 is its first channel.
-
-        Concurrent schedules that may overtake each other need separate lanes.
-        """
+        """Return lane `index`, below LANES; schedules that may overtake each other need several."""
 
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a contiguous array; it must not change until complete."""
@@ -60,14 +54,7 @@ class Channel(Protocol):
 
 
 class Members:
-    """A channel between some ranks of another channel; see base.Channel.
-
-    Its messages are sent on `net`, and keep their order.
-
-    Args:
-        net: Channel of all ranks.
-        members: Ranks of `net` in their new order, including this rank.
-    """
+    """A channel between some ranks of `net`, including this rank, in the order of `members`."""
 
     def __init__(self, net: Channel, members: Sequence[int]) -> None:
         self.rank = members.index(net.rank)
@@ -97,12 +84,7 @@ class Node(Protocol):
     """One operation on the ranks that share a node's memory: barriers, notes and staging slots.
 
     The node is itself a request, for which a rank waits first. The request is complete once no rank
-    uses the memory for an earlier operation.
-
-    Attributes:
-        rank, size: Number of this rank within the node, and number of ranks there.
-        ranks: Their ranks in the communicator.
-        memory: Memory of the node, see node_memory.NodeMemory.
+    uses the memory for an earlier operation. `ranks` are their numbers in the communicator.
     """
 
     rank: int
@@ -118,12 +100,7 @@ class Node(Protocol):
         """Return whether this operation may use the memory."""
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return the staging slots of all ranks of the node, which all these ranks read and write.
-
-        Args:
-            dtype: Dtype of the elements.
-            size: Number of elements; by default, as many as fit.
-        """
+        """Return `size` elements, by default all, of the slots that all ranks read and write."""
 
     def agrees(self) -> bool:
         """Return whether all ranks made the same call; after the first barrier."""
@@ -141,27 +118,17 @@ class Node(Protocol):
         """Arrive; return, per rank, the whole numbers that it has passed, at most 8."""
 
     def part(self, call: Any, x: Any) -> Schedule[None]:
-        """Run a call as a part of the operation; see node_call.NodeCall.
-
-        Args:
-            call: Call of the ranks of the node.
-            x: Vector of the call.
-        """
+        """Run a call on the vector `x` as a part of the operation; see node_call.NodeCall."""
 
     def lane(self, index: int) -> "Node":
-        """Return lane `index` of the same operation, from 1, below LANES, with separate barriers.
+        """Return lane `index`, from 1, below LANES, with the same slots but separate barriers.
 
-        Use it after the first barrier. It has the same slots as the operation.
+        Use it after the first barrier.
         """
 
 
 class Task(Generic[T]):
-    """Steps one schedule; every driver (engine, simulator) uses it.
-
-    Attributes:
-        done: True once the schedule has returned.
-        result: Result of the schedule.
-        pending: Incomplete requests for which it waits.
+    """Steps one schedule, for every driver (engine, simulator); `pending` holds what it waits for.
     """
 
     def __init__(self, schedule: Schedule[T]) -> None:
@@ -233,16 +200,10 @@ class _Movement:
 
 
 def run_together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
-    """Run several schedules concurrently, and return their results in order.
+    """Run at most `in_flight` schedules at a time, and return their results in order.
 
-    Args:
-        schedules: Schedules, begun in this order; the iterable is advanced only to begin the next.
-        in_flight: Maximum number of schedules that run at a time.
-
-    Raises:
-        Exception: The error of any schedule, after which no other schedule is resumed.
-
-    Collective: as the schedules. Blocking: no (a schedule).
+    They begin in this order; the iterable is advanced only to begin the next. The error of any
+    schedule is raised, after which no other schedule is resumed.
     """
     begun: list[Task[T]] = []
     waiting = iter(schedules)

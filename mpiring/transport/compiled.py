@@ -39,12 +39,8 @@ _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Code | None:
     """Return the code of calls for an op on a dtype, among some ranks; None if there is none.
 
-    Args:
-        op: Name of the op; "" for calls that reduce nothing.
-        name: Name of the dtype.
-        ranks: Number of ranks.
-        compiles: If true, compile it if necessary, for a second or two; otherwise use saved code
-            only.
+    The op is "" for calls that reduce nothing. Only if `compiles`, compile it if necessary, for a
+    second or two; otherwise use saved code.
     """
     if not op:
         op, name = "sum", COPIES
@@ -238,9 +234,7 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
-    """Return functions for a dtype that convert a divisor, widen a number and narrow a sum.
-
-    Also return whether a sum may be divided.
+    """Return functions that convert a divisor, widen a number and narrow a sum; and if it divides.
     """
     if name in SIXTEEN_BIT:
         return np.float32, *intrinsics.conversions(name), True

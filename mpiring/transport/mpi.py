@@ -32,29 +32,18 @@ _PROCESS_FAILURES = {
 
 
 def failure(action: str, error: MPI.Exception) -> TransportError:
-    """Return an mpiring error for an MPI error.
-
-    Args:
-        action: Description of the failed action, with its rank.
-        error: MPI error.
-    """
+    """Return an mpiring error for an MPI error; `action` describes what failed, with its rank."""
     if error.Get_error_class() in _PROCESS_FAILURES:
         return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
     return TransportError(f"{action} failed: {error.Get_error_string()}")
 
 
 def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Return the communicator that `make` makes from another communicator.
-
-    Args:
-        comm: Communicator that `make` uses.
-        make: Function that makes the new communicator.
+    """Return the communicator that `make` makes from `comm`; collective like `make`.
 
     Raises:
         ProcessFailedError: A rank has died.
         TransportError: MPI cannot make it; the error names the number of open communicators.
-
-    Collective: like `make`.
     """
     try:
         return make()
@@ -71,12 +60,10 @@ def start_maximum(comm: MPI.Comm, numbers: Array) -> MPI.Request:
 
 
 def allgather(comm: MPI.Comm, numbers: Sequence[int]) -> Array:
-    """Return the whole numbers of all ranks, shape (ranks, numbers).
+    """Return the whole numbers of all ranks, shape (ranks, numbers); collective and blocking.
 
     This rank sleeps between tests. MPI would test continuously, which delays ranks on the same
     core.
-
-    Collective: yes. Blocking: yes.
     """
     rows = np.empty((comm.size, len(numbers)), np.int64)
     request, pause_s = comm.Iallgather(np.array(numbers, np.int64), rows), 0.0
@@ -130,12 +117,7 @@ class _Pending:
         return -1 if self._status is None else self._status.Get_source()
 
     def test(self) -> bool:
-        """Return whether it is complete.
-
-        Raises:
-            BufferMismatchError: A message of a different length arrived.
-            TransportError: MPI reports an error.
-        """
+        """Return whether it is complete; raise the error of MPI, or of a different length."""
         if self._done:
             return True
         try:
@@ -171,7 +153,6 @@ class _All:
         return repr(self.requests)
 
     def test(self) -> bool:
-        """Return whether all are complete."""
         self.requests = [request for request in self.requests if not request.test()]
         return not self.requests
 
@@ -186,18 +167,13 @@ def messages_of(request: Request) -> "list[_Pending]":
 
 
 class MpiTransport:
-    """A private communicator, from which each operation gets a separate channel.
+    """A private duplicate of `comm`, from which each operation gets a separate channel.
 
-    Args:
-        comm: The user's communicator; duplicated, which is collective.
-        piece_bytes: Length of the longest message; longer arrays are sent in several.
+    The duplication is collective.
 
     Attributes:
-        comm: The private communicator.
-        rank, size: Number of this rank, and number of ranks.
         bytes_sent: Number of bytes sent by this rank (for MPI's own collectives, the minimum).
-        piece_bytes: The argument of the same name.
-        tag_limit: Highest tag that MPI accepts.
+        piece_bytes: Length of the longest message; longer arrays are sent in several.
         line: File and line of the user's program that made the transport.
         dropped: True if the transport was garbage-collected without being freed.
     """
@@ -258,12 +234,7 @@ class MpiTransport:
 
 
 class MpiChannel:
-    """One lane of an operation: a tag of the transport's communicator. See base.Channel.
-
-    Attributes:
-        sent: Number of bytes that this rank has sent on all lanes of the operation, as a list
-            with one element that the lanes share.
-    """
+    """One lane of an operation: a tag. All lanes share the list `sent`, of one number of bytes."""
 
     def __init__(self, transport: MpiTransport, sequence: int, tag: int) -> None:
         self.rank = transport.rank
@@ -319,12 +290,7 @@ class Mailbox:
         self._sent, self._received = np.zeros(transport.size, np.int64), 0
 
     def post(self, dest: int, message: bytes) -> None:
-        """Send a message without waiting.
-
-        Raises:
-            ProcessFailedError: A rank has died.
-            TransportError: MPI reports another error.
-        """
+        """Send a message without waiting; raise ProcessFailedError if a rank has died."""
         try:
             request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
             self._in_flight.append((request, message))
@@ -335,12 +301,9 @@ class Mailbox:
             raise failure(f"rank {self._rank}: sending a note to rank {dest}", exc) from exc
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have arrived, each with its source.
+        """Return the messages that have arrived, each with its source; raise as `post` does.
 
         Only this call tells a rank that waits in shared memory that another rank has died.
-
-        Raises:
-            ProcessFailedError, TransportError: As for `post`.
         """
         arrived = []
         status = MPI.Status()
@@ -357,12 +320,7 @@ class Mailbox:
     def close(self) -> None:
         """Receive messages in flight, such as late answers, so that MPI can free resources.
 
-        No message may be sent afterwards.
-
-        Raises:
-            ProcessFailedError, TransportError: As for `post`.
-
-        Collective: yes. Blocking: yes.
+        No message may be sent afterwards. Collective and blocking; raises as `post` does.
         """
         due = np.empty(1, np.int64)
         try:
@@ -379,10 +337,6 @@ class MpiNode:
     """The ranks of a communicator that share a node, synchronized by blocking MPI calls.
 
     Used at the start, before the ranks share memory. The constructor is collective.
-
-    Attributes:
-        rank, size: Number of this rank within the node, and number of ranks there.
-        ranks: Their ranks in the communicator, ascending.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -411,12 +365,9 @@ def abort(code: int) -> None:
 
 
 def before_finalize(action: Callable[[], None]) -> Callable[[], None]:
-    """Call `action` when MPI is about to be finalized.
+    """Call `action` when MPI is about to be finalized; return a function that calls it now instead.
 
     MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI 4.1, section 11.2.4).
-
-    Returns:
-        A function that calls `action` now instead.
     """
     def delete(comm: MPI.Comm, keyval: int, value: object) -> None:
         action()

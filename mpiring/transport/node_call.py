@@ -47,10 +47,6 @@ class _Operands:
     """The objects with which Python runs a call, in place of addresses.
 
     Attributes:
-        memory, dtype: Memory of the node, and dtype of the vectors.
-        combine: Implementation of the op.
-        segments: Words of node memory of all ranks.
-        header: Header by which ranks compare the call.
         x, slots: Vector and all ranks' slots of the current operation.
         written: Part of this rank's slot to write.
         combined: Function that reduces all slots.
@@ -72,24 +68,16 @@ class _Operands:
 class NodeCall:
     """A call that the ranks of a node make, once or many times.
 
-    It is a part of an operation, unless `make_operation` makes it a complete one.
-
-    Args:
-        memory: Memory of the node.
-        dtype, n: Dtype and length of the vectors.
-        kind: Kind of the call, see layout.
-        combine: Implementation of the op in Python; None if nothing is reduced.
+    It is a part of an operation, unless `make_operation` makes it a complete one. For its kind, see
+    layout. Its `combine` is None if nothing is reduced.
 
     Attributes:
-        memory, dtype: The arguments of the same name.
-        call, op: Description of a complete operation, and its op.
         words: Words of the call, see layout: an array for compiled code, or, for Python, a list
             with objects instead of addresses. Python reads a list in a third of the time.
-        operands: Objects with which Python runs the call.
         code: Compiled code of the call; None if Python runs it.
-        is_short: If true, the code may begin with Python's lock held. Then
-            `begin(address, data_address(x))` does the same as `run(BEGIN, x)` in less time;
-            continue with `run` if the status is not DONE.
+        is_short: If true, the code may begin with Python's lock held. Then `begin(address,
+            data_address(x))` does the same as `run(BEGIN, x)` in less time; continue with `run` if
+            the status is not DONE.
     """
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
@@ -127,10 +115,8 @@ class NodeCall:
         """Make the call a complete operation.
 
         Args:
-            call: Description, with the header and the digest by which ranks compare it.
             identity: Number of the call, see OperationCounter.identity_of.
             op: Name of the op; "" if nothing is reduced.
-            code: Compiled code for the op and the dtype, if there is any.
             note: Position of this rank's vector for the other ranks; it never changes.
             barriers: Number of barriers at which this rank arrives when its vector is in its slot.
             find: Function that finds all ranks' vectors, for WINDOWS.
@@ -142,12 +128,7 @@ class NodeCall:
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
 
     def compile(self, code: Code | None, divisor: int) -> None:
-        """Use compiled code to run the call, if there is any.
-
-        Args:
-            code: The code; None for none.
-            divisor: Divisor of sums.
-        """
+        """Use compiled code, if there is any, to run the call; `divisor` is the divisor of sums."""
         self.code = code
         if code is None:
             return
@@ -180,12 +161,7 @@ class NodeCall:
             self[CALL_VECTOR] = data_address(x)
 
     def join_by_barriers(self, node: Node, x: Any) -> None:
-        """Begin as a part of an operation whose node implements barriers in another way.
-
-        Args:
-            node: Node with the slots and the barriers.
-            x: Vector of the call.
-        """
+        """Begin as a part of an operation whose node implements barriers in another way."""
         operands, ranks, self.barriers = self.operands, self[CALL_RANKS], _Barriers(node)
         operands.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
         operands.x = x
@@ -194,11 +170,9 @@ class NodeCall:
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
     def run(self, mode: int, x: Array) -> int:
-        """Run the call as far as possible; return its status. See layout.
+        """Run the call as far as possible, in a mode of layout; return its status.
 
-        Args:
-            mode: BEGIN, PUBLISH, RESUME or POLL; add HELD to BEGIN when holding the counter's lock.
-            x: Vector of the call.
+        Add HELD to BEGIN when holding the counter's lock.
         """
         code = self.code
         if code is None or self.words is not self._compiled_words:
@@ -261,11 +235,7 @@ class NodeCall:
 
 
 class _Barriers:
-    """Used instead of segments if ranks synchronize by barriers: setting a flag means arriving.
-
-    Attributes:
-        arrival: Request that waits for the other ranks.
-    """
+    """Used instead of segments if ranks synchronize by barriers: setting a flag means arriving."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -305,14 +275,8 @@ def slot_plan(kind: str, n: int, rank: int, ranks: int, root: int = 0,
               bounds: Sequence[int] | None = None) -> SlotPlan:
     """Return the ranges that a rank writes and reads in a short collective.
 
-    Args:
-        kind: Kind of the collective: "allreduce", "reduce_scatter", "allgather", "broadcast" or
-            "barrier".
-        n: Number of elements of the vector.
-        rank, ranks: Number of this rank within the node, and number of ranks there.
-        root: Root of a broadcast.
-        bounds: Offsets of the slices: rank r's slice is `bounds[r]` to `bounds[r + 1]`. By default,
-            slices are equal.
+    The kind is "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier". Ranks are
+    numbered within the node. By default, `bounds` are those of equal slices.
     """
     everything, nothing = slice(0, n), slice(0, 0)
     if kind == "allreduce":
@@ -344,13 +308,7 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
 
 def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: int,
                combine: Combine) -> NodeCall:
-    """Return a call that reduces private vectors piece by piece.
-
-    Args:
-        memory: Memory of the node.
-        dtype, n: Dtype and length of the vectors.
-        piece_bytes: Length of the longest piece.
-        combine: Implementation of the op.
+    """Return a call that reduces private vectors of n elements, in pieces of at most `piece_bytes`.
     """
     p, half = len(memory.ranks), memory.slots(0, dtype, None)[0].size // 2
     longest = min(half, piece_bytes // dtype.itemsize) // p
@@ -363,12 +321,7 @@ def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: 
 
 
 def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine) -> NodeCall:
-    """Return a `piece_call` that is a part of an operation, compiled if possible.
-
-    Args:
-        memory, piece_bytes, combine: Arguments of `piece_call`.
-        x: Vector of this rank.
-    """
+    """Return a `piece_call` that is a part of an operation, compiled if possible."""
     call = piece_call(memory, x.dtype, x.size, piece_bytes, combine)
     call[CALL_FIRST] = 1
     call.compile(_code_for(memory, [x], combine), int(combine.divisor))
@@ -376,13 +329,7 @@ def piece_part(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
 
 
 def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine) -> Code | None:
-    """Return compiled code that can combine vectors; None if only Python can.
-
-    Args:
-        memory: Memory of the node.
-        parts: Vectors of one dtype in any memory.
-        combine: Implementation of the op.
-    """
+    """Return compiled code that combines vectors of one dtype; None if only Python can."""
     p, dtype = len(memory.ranks), parts[0].dtype
     # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
     if p == 1 or not memory.segments or not combine.adds or combine.divisor != int(
@@ -393,11 +340,7 @@ def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine) -> Cod
 
 
 class _Parts:
-    """Vectors of one dtype that Python uses as one vector, one after the other.
-
-    Args:
-        parts: Vectors in any memory.
-    """
+    """Vectors of one dtype in any memory that Python uses as one vector, one after the other."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
@@ -414,14 +357,9 @@ def rows_call(memory: NodeMemory, parts: Sequence[Any], piece_bytes: int,
               combine: Combine) -> tuple[NodeCall, Any]:
     """Return a part of an operation that reduces part r on rank r, and its vector.
 
-    It is compiled if possible.
-
-    Args:
-        memory: Memory of the node.
-        parts: Contiguous vectors of one dtype in any memory, one per rank of the node, of lengths
-            that are the same on all ranks.
-        piece_bytes: Number of bytes that a rank writes in a phase.
-        combine: Implementation of the op.
+    It is compiled if possible. The parts are contiguous vectors of one dtype in any memory, one per
+    rank of the node. Their lengths are the same on all ranks. In a phase, a rank writes
+    `piece_bytes`.
     """
     p, dtype, vector = len(memory.ranks), parts[0].dtype, _Parts(parts)
     half = memory.slots(0, dtype, None)[0].size // 2

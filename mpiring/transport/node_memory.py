@@ -31,10 +31,8 @@ class NodeMemory:
 
     Args:
         segments: Memory of each rank of the node: NODE_MEMORY_BYTES bytes, zero at first.
-        rank: Number of this rank among them.
         ranks: Their ranks in the communicator, for messages.
         counter: Words of the group's counter; this class writes those of COUNTER_HEADERS.
-        patience: Policy by which these ranks wait for each other.
     """
 
     def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
@@ -51,12 +49,7 @@ class NodeMemory:
         self.written: list[bytes] = [b""] * AREAS
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
-        """Return the node of operation number `sequence`, see base.Node.
-
-        Args:
-            sequence: Number of the operation.
-            header: HEADER_BYTES bytes that must be equal on all ranks.
-            digest: Digest of the header, a number of 63 bits.
+        """Return the node of an operation; its header and digest of 63 bits are equal on all ranks.
         """
         return SharedNode(self, sequence, header, digest, 0)
 
@@ -91,10 +84,7 @@ class NodeMemory:
 
 
 class SharedNode:
-    """The node of one operation; see base.Node.
-
-    Attributes:
-        count: Value of this rank's flag since its last barrier.
+    """The node of one operation; `count` is the value of this rank's flag since its last barrier.
     """
 
     __slots__ = ("rank", "size", "ranks", "has_arrived", "memory", "count",
@@ -153,12 +143,7 @@ class SharedNode:
         return _Arrival(self.memory, self._flag, count)
 
     def part(self, call: Any, x: Any) -> Schedule[None]:
-        """Run a call as a part of the operation, after its barriers so far; see protocol.
-
-        Args:
-            call: NodeCall of the ranks of the node.
-            x: Vector of the call.
-        """
+        """Run a call as a part of the operation, after its barriers so far; see protocol."""
         if not self.has_arrived:
             self.has_arrived = True
             self._write_header()
@@ -236,7 +221,6 @@ class _Arrival:
         return f"rank {self._memory.ranks[self._memory.rank]}: waiting for its node's ranks"
 
     def test(self) -> bool:
-        """Return whether all ranks have arrived."""
         flag, count = self._flag, self._count
         for words in self._others:
             if words[flag] < count:
@@ -247,11 +231,7 @@ class _Arrival:
 
 
 class Alone:
-    """A node of one rank, which waits for nothing and compares nothing; see base.Node.
-
-    Args:
-        rank: Number of the rank in the communicator.
-    """
+    """A node of one rank, which waits for nothing and compares nothing; see base.Node."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1

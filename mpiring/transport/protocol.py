@@ -66,12 +66,9 @@ _IN_SLOT, _ = IN_SLOT
 def protocol(d: Any) -> Callable[..., Any]:
     """Return `run(call, mode, vector)`, which runs a call as far as possible; see layout.
 
-    Args:
-        d: Dialect in which the protocol is written. The argument `call` of its functions is the
-            words of a call, in any form. Offsets within areas are in words. Offsets within slots
-            and vectors are in elements.
-
-    A dialect has the following attributes.
+    The protocol is written in the dialect `d`. The argument `call` of its functions is the words of
+    a call, in any form. Offsets within areas are in words. Offsets within slots and vectors are in
+    elements.
 
     Attributes:
         form: Number that is written with a digest, see layout.FORM_WORD.
@@ -270,9 +267,7 @@ def _pieces(d: Any) -> Any:
 
 
 def _parts(d: Any) -> Any:
-    """Return a function that returns where piece j of a part begins in the vector, and its length.
-
-    The part begins at `start`, and has `n` elements.
+    """Return a function of j, start, n that returns where piece j of a part begins, and its length.
     """
     @d.inlined
     def piece(call, j, start, n):  # type: ignore[no-untyped-def]

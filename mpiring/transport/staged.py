@@ -14,13 +14,7 @@ from .base import Array, Channel, Request
 
 
 class DeviceChannel:
-    """A channel whose vectors may be in GPU memory; see base.Channel.
-
-    Args:
-        net: Channel that sends the bytes.
-        device: GPU of the vectors.
-        direct: If true, MPI accepts the GPU's pointers.
-    """
+    """A channel whose vectors may be on a GPU; if `direct`, MPI accepts its pointers."""
 
     def __init__(self, net: Channel, device: Device, *, direct: bool = False) -> None:
         self.rank, self.size = net.rank, net.size
@@ -56,10 +50,7 @@ class DeviceChannel:
             lambda: self._device.staging.release(slot))
 
     def irecv(self, array: Array, source: int) -> Request:
-        """Start receiving a vector in any memory.
-
-        Work that is queued on the device after completion sees the data.
-        """
+        """Start receiving; work that is queued on the device after completion sees the data."""
         x: Any = array
         if not self._needs_staging(x):
             # Queued work may still read the old data.
@@ -98,17 +89,7 @@ class DeviceChannel:
 
 
 class DeviceMessage:
-    """A message that is posted when the GPU is ready for it.
-
-    Args:
-        channel: Channel of the message.
-        ready: Event after which it may be posted; None to post it at once.
-        post: Function that posts it.
-        on_complete: Function to call once it is complete.
-
-    Attributes:
-        request: Request of the posted message; None before.
-    """
+    """A message to post after the event `ready`, or at once if None; `request` is None before."""
 
     def __init__(self, channel: DeviceChannel, ready: Event | None, post: Callable[[], Request],
                  on_complete: Callable[[], None]) -> None:

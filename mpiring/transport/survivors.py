@@ -25,15 +25,9 @@ _unsettled: list[Request] = []
 
 
 class Survivors:
-    """The ranks of an MPI communicator, any of which may die.
+    """The ranks of an MPI communicator, any of which may die; `size` includes dead ones.
 
-    Args:
-        comm: MPI communicator. All its living ranks must call `agree` and `shrink` in the same
-            order.
-
-    Attributes:
-        comm: The argument of the same name.
-        size: Number of its ranks, including dead ones.
+    All living ranks must call `agree` and `shrink` in the same order.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -41,10 +35,7 @@ class Survivors:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def has_lost_rank(self) -> bool:
-        """Return whether a rank has died; wait briefly until MPI reports it.
-
-        Collective: no. Blocking: no.
-        """
+        """Return whether a rank has died; wait briefly until MPI reports it."""
         deadline = time.monotonic() + _REPORT_S
         while time.monotonic() < deadline:
             try:
@@ -58,10 +49,7 @@ class Survivors:
     def leave(self, tasks: Sequence[Task[Any]] = ()) -> None:
         """Stop all communication of these ranks, so that each rank learns of a death.
 
-        Args:
-            tasks: Schedules that will not be resumed; MPI releases their buffers.
-
-        Collective: no. Blocking: no.
+        MPI releases the buffers of `tasks`, schedules that will not be resumed. Not collective.
         """
         self._call("revoke", self.comm.Revoke)
         _settle(tasks)
@@ -69,9 +57,7 @@ class Survivors:
     def agree(self, answer: bool) -> bool:
         """Return whether all surviving ranks have answered True; the same on all of them.
 
-        It works after deaths of ranks, also during the call.
-
-        Collective: yes. Blocking: yes.
+        It works after deaths of ranks, also during the call. Collective and blocking.
         """
         while True:
             try:
@@ -85,10 +71,7 @@ class Survivors:
                     raise error from exc
 
     def shrink(self) -> "Survivors":
-        """Return the surviving ranks, in their order, on a new communicator.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the survivors, in their order, on a new communicator; collective and blocking."""
         return Survivors(cast(MPI.Intracomm, self._call("shrink", self.comm.Shrink)))
 
     def grow(self, number: int, size: int,
@@ -97,16 +80,13 @@ class Survivors:
 
         Args:
             number: Number of this rank on the new communicator, less than `size`.
-            size: Number of ranks of the new communicator.
             command: Function that returns the command of new ranks, given their numbers.
 
         Raises:
             TransportError: MPI cannot start new ranks, or a rank died. It is raised on all ranks,
                 which can continue on this communicator.
 
-        It never returns if a new rank dies before it has started MPI.
-
-        Collective: yes. Blocking: yes.
+        It never returns if a new rank dies before it has started MPI. Collective and blocking.
         """
         new, problem = None, "another rank could not start them"
         try:
@@ -137,13 +117,10 @@ class Survivors:
 
 
 def join(numbers: Sequence[int]) -> Survivors:
-    """Join the ranks that have started this process by `grow`.
+    """Join the ranks that have started this process by `grow`; collective and blocking.
 
-    Args:
-        numbers: Numbers of all ranks that were started with this one, in the order of
-            MPI_COMM_WORLD.
-
-    Collective: yes. Blocking: yes.
+    The numbers are those of all ranks that were started with this one, in the order of
+    MPI_COMM_WORLD.
     """
     merged = MPI.Comm.Get_parent().Merge(high=True)
     new = cast(MPI.Intracomm, merged.Split(0, numbers[MPI.COMM_WORLD.rank]))

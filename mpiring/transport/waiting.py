@@ -85,15 +85,11 @@ class Patience(NamedTuple):
 
 
 def patience(ranks: int, processors: int) -> Patience:
-    """Return how ranks that share processors wait for each other.
+    """Return how ranks of a node that may run on the same processors wait for each other.
 
     Up to two ranks per core alternate by giving the core away. If there are more, each check of a
     waiting rank delays the rank for which it waits. The longer they wait, the less often they
     check.
-
-    Args:
-        ranks: Number of ranks of the node that may run on the same processors as this one.
-        processors: Number of these processors.
     """
     if ranks <= processors:
         return Patience()
