@@ -10,16 +10,8 @@ def broadcast(
 ) -> Schedule[None]:
     """Copy `x` of `root` to all ranks along the chain root, root+1, … root-1.
 
-    Every rank sends one piece while it receives the next, so all links are busy: n bytes over
-    each link, plus one piece per hop.
-
-    Args:
-        net: Channel between the ranks.
-        x: Vector of shape (n,), contiguous, overwritten on all ranks but `root`.
-        root: Rank whose data is copied.
-        piece_bytes: Length of a piece; the same on all ranks.
-
-    Collective: yes. Blocking: no (a schedule).
+    Every rank sends one piece while it receives the next, so all links are busy: n bytes over each
+    link, plus one piece per hop.
     """
     p, r = net.size, net.rank
     first, last = r == root, r == (root - 1) % p
@@ -34,9 +26,8 @@ def broadcast(
 def barrier(net: Channel) -> Schedule[None]:
     """End after every rank has called, in ceil(log2 p) rounds of empty messages.
 
-    Collective: yes. Blocking: no (a schedule).
-    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier
-    synchronization", Int. J. Parallel Programming 17(1), 1988.
+    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", Int. J.
+    Parallel Programming 17(1), 1988.
     """
     p, r = net.size, net.rank
     distance = 1

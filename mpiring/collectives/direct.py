@@ -14,27 +14,18 @@ def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
     piece_bytes: tuple[int, int] = Tuning.direct_bytes, local: Local | None = None,
 ) -> Schedule[Array]:
-    """Combine `chunks[r]` of all ranks on rank r, in rank order, in one step.
+    """Combine `chunks[r]` of all ranks on rank r, in rank order, in one step; return it.
 
     As in a ring, a rank sends and receives p-1 chunks, but no partial sum is ever sent. The owner
     of a chunk receives all contributions, combines them, and rounds once. Contributions arrive in
     pieces: the owner combines one piece while the next arrives.
 
     Args:
-        net: Channel between the ranks.
-        chunks: p vectors of this rank's contribution, of one dtype; lengths are equal on all
-            ranks. Chunk r is overwritten by the result.
-        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
-            times the longest chunk.
-        combine: Implementation of the op.
-        piece_bytes: Length of the shortest and longest pieces; the same on all ranks.
-        local: If given, combines the contributions of a node piece by piece; `chunks` are slices
-            of one of its vectors. Then all chunks are overwritten.
-
-    Returns:
-        `chunks[r]`.
-
-    Collective: yes. Blocking: no (a schedule).
+        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p times
+            the longest chunk.
+        piece_bytes: Length of the shortest and longest pieces.
+        local: If given, combines the contributions of a node piece by piece; `chunks` are slices of
+            one of its vectors. Then all chunks are overwritten.
     """
     p, r = net.size, net.rank
     longest = max(chunk.size for chunk in chunks)
@@ -75,19 +66,8 @@ def allreduce(
     """Combine `x` over all ranks, in place: a direct reduce-scatter, then a ring allgather.
 
     A rank sends 2(p-1)/p of `x`, as in a ring. The result is bitwise identical on all ranks, and
-    the same as if contributions were combined in rank order.
-
-    Args:
-        net: Channel between the ranks.
-        x: Vector of shape (n,), contiguous. Overwritten by the result.
-        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements.
-        combine: Implementation of the op.
-        piece_bytes: Length of the shortest and longest pieces, see `reduce_scatter`.
-        ring_bytes: Length of the longest pieces on the ring; the same on all ranks.
-        local: If given, combines the contributions of a node, and copies the result to its other
-            ranks. Its chunks are those of `x`.
-
-    Collective: yes. Blocking: no (a schedule).
+    the same as if contributions were combined in rank order. For `inbox`, see `inbox_size`; for
+    `piece_bytes` and `local`, see `reduce_scatter`.
     """
     chunks = chunks_of(x, net.size)
     yield from reduce_scatter(net, chunks, inbox, combine, piece_bytes, local)

@@ -35,16 +35,9 @@ def allreduce(operation: Operation, net: Channel, x: Array, op: str,
     """Combine a short `x` over the ranks of a channel, in place, in log2 p steps.
 
     The result is bitwise identical on all ranks, because both ranks of a pair combine in rank
-    order. Sums and products of 16 bits are computed and sent in float32, and rounded once.
+    order. Sums and products of 16 bits are computed and sent in float32, and rounded once. The
+    divisor is that of a mean; 1 for other ops.
 
-    Args:
-        operation: Source of scratch memory and of the implementation of the op.
-        net: Channel of the operation, or of a subset of its ranks.
-        x: Vector of shape (n,), contiguous. Overwritten by the result.
-        op: Name of the op, see Reduction.
-        divisor: Divisor of a mean; 1 for other ops.
-
-    Collective: yes. Blocking: no (a schedule).
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
     MPICH", IJHPCA 19(1), 2005.
     """
@@ -88,12 +81,6 @@ def allgather(operation: Operation, net: Channel, x: Array,
               bounds: Sequence[int]) -> Schedule[None]:
     """Copy every rank's slice of a short `x` to all ranks of a channel, in ceil(log2 p) steps.
 
-    Args:
-        operation, net: Arguments of `allreduce`.
-        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
-        bounds: Offsets from 0 to n; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-
-    Collective: yes. Blocking: no (a schedule).
     Source: Bruck et al., IEEE TPDS 8(11), 1997.
     """
     yield ()
@@ -122,13 +109,6 @@ def broadcast(net: Channel, x: Array, root: int) -> Schedule[None]:
     """Copy a short `x` of `root` to all ranks along a binomial tree, in ceil(log2 p) steps.
 
     A rank's result depends on a few other ranks only: see `Collectives.confirmed`.
-
-    Args:
-        net: Channel of the operation.
-        x: Vector of shape (n,), contiguous. Overwritten on all ranks but `root`.
-        root: Rank whose data is copied.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     p, net = net.size, net.lane(LANE)
     r, distance = (net.rank - root) % p, 1

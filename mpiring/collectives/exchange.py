@@ -17,20 +17,11 @@ def exchange(net: Channel, sends: Mapping[int, Array], receives: Mapping[int, Ar
     """Send `sends[r]` to rank r, and receive `receives[r]` from it, for each entry, in p-1 steps.
 
     In step s rank r sends to r+s and receives from r-s, so that no rank is flooded. In an
-    all-to-all both dicts contain all ranks. In a gather all ranks send to `root` only. In a
-    scatter only `root` sends.
-
-    Args:
-        net: Channel between the ranks.
-        sends: Vectors of any lengths and dtypes, by receiving rank.
-        receives: Vectors by sending rank, contiguous, overwritten. Vector r has as many bytes as
-            rank r sends to this rank.
-        in_flight: Number of steps that are in flight at once.
+    all-to-all both dicts contain all ranks. In a gather all ranks send to `root` only. In a scatter
+    only `root` sends. Vectors may have any lengths and dtypes.
 
     Raises:
         BufferMismatchError: A rank sent a different number of bytes.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     p, r = net.size, net.rank
     if r in receives and receives[r] is not sends[r]:

@@ -45,13 +45,11 @@ class Levels(NamedTuple):
     """An op on a dtype, split into an op within nodes and one between them.
 
     Sums and products of 16 bits are rounded twice, once on the node and once at the end. Sums in
-    float32 would double the bytes on the wire. Sending each rank's contribution would multiply
-    them by the number of ranks per node. The means of nodes and their mean are within the range
-    of the contributions, so neither overflows.
+    float32 would double the bytes on the wire. Sending each rank's contribution would multiply them
+    by the number of ranks per node. The means of nodes and their mean are within the range of the
+    contributions, so neither overflows.
 
     Attributes:
-        within: Implementation of the op on a node.
-        between: Implementation of the op between nodes.
         direct: If true, nodes send contributions directly to the rank that combines them.
     """
 
@@ -94,22 +92,12 @@ class IntraNode:
         yield ()
 
     def local(self, chunks: Sequence[slice]) -> Local | None:
-        """Return a Local that combines and copies while messages are sent; or None.
-
-        Args:
-            chunks: Ranges of this rank's vector that it exchanges with other nodes.
-        """
+        """Return a Local that combines and copies `chunks` while messages are sent; or None."""
         return None
 
 
 def synchronize(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[IntraNode]]:
-    """Synchronize the ranks of the node; return, per lane, how they combine their vectors.
-
-    Args:
-        operation: Operation of ranks on several nodes.
-        x: Vector of this rank.
-        within: Implementation of the op within the node.
-    """
+    """Synchronize the ranks of the node; return, per lane, how they combine their vectors."""
     node, windows, tuning = operation.node, operation.windows, operation.tuning
     positions = yield from node.share(*windows.position_of(x))
     vectors = [x] if node.size == 1 else windows.vectors(positions, x)
@@ -119,15 +107,7 @@ def synchronize(operation: Operation, x: Array, within: Combine) -> Schedule[Seq
 
 
 def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    """Combine `x` over all ranks, in place.
-
-    Args:
-        operation: Operation of ranks on several nodes.
-        x: Vector of shape (n,), contiguous. Overwritten by the result.
-        op, combine: Name of the op, and its implementation on all ranks at once.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
+    """Combine `x` over the ranks of several nodes, in place; `combine` is for all ranks at once."""
     levels = Levels.of(operation, op, x.dtype)
     inside = yield from synchronize(operation, x, levels.within)
     yield from by_levels(operation, x, levels, inside)
@@ -135,14 +115,7 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
 def by_levels(operation: Operation, x: Array, levels: Levels,
               inside: Sequence[IntraNode]) -> Schedule[None]:
-    """Continue `allreduce` when all ranks of the node have arrived.
-
-    Args:
-        operation, x: Arguments of `allreduce`.
-        levels: Implementation of the op.
-        inside: Object of each lane that combines vectors within this node; see `synchronize`.
-
-    Collective: yes. Blocking: no (a schedule).
+    """Continue `allreduce` after all ranks of the node have arrived; `inside` is from `synchronize`.
     """
     node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     size = inbox_size(x.size, x.itemsize, nodes, levels, tuning)
@@ -171,17 +144,10 @@ def by_levels(operation: Operation, x: Array, levels: Levels,
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                    combine: Combine) -> Schedule[None]:
-    """Combine slice r of `x` over all ranks on rank r.
+    """Combine slice r of `x` over all ranks on rank r; the other slices are also overwritten.
 
     Each of N nodes sends the slices of the other nodes' ranks: (N-1)/N of the array if all are
     equal, which is the least possible.
-
-    Args:
-        operation, op, combine: Arguments of `allreduce`.
-        x: Vector of shape (n,), contiguous. Overwritten; this rank's slice holds the result.
-        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     levels = Levels.of(operation, op, x.dtype)
@@ -213,14 +179,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Copy slice r of `x` of rank r to all ranks: the inverse of `reduce_scatter`.
-
-    Args:
-        operation, bounds: Arguments of `reduce_scatter`.
-        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
+    """Copy slice r of `x` of rank r to all ranks: the inverse of `reduce_scatter`."""
     # An arbitrary op, because nothing is combined.
     inside = yield from synchronize(operation, x, operation.combiner("max", np.dtype(bool), 1))
     yield from by_rings(operation, x, bounds, inside)
@@ -228,13 +187,7 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
 
 def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
              inside: Sequence[IntraNode]) -> Schedule[None]:
-    """Continue `allgather` when all ranks of the node have arrived.
-
-    Args:
-        operation, x, bounds: Arguments of `allgather`.
-        inside: Object of each lane that combines vectors within this node; see `synchronize`.
-
-    Collective: yes. Blocking: no (a schedule).
+    """Continue `allgather` after all ranks of the node have arrived; `inside` is from `synchronize`.
     """
     node, tuning = operation.node, operation.tuning
 
@@ -272,18 +225,11 @@ def _ring(operation: Operation, lane: int, j: int) -> Channel:
 
 
 def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    """Combine a short vector over all ranks, in place, through the first rank of each node.
+    """Combine a vector, at most as long as a slot, in place, through the first rank of each node.
 
     Between few nodes this takes one message's time: each first rank combines the vectors of all
     nodes in node order. For more than `tuning.direct_nodes` nodes, see `doubling`. The result is
     bitwise identical on all ranks.
-
-    Args:
-        operation, op, combine: Arguments of `allreduce`.
-        x: Vector of shape (n,), contiguous, at most as long as a staging slot. Overwritten by
-            the result.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     node, levels = operation.node, Levels.of(operation, op, x.dtype)
     # The barriers must precede the messages: ranks that disagree must not send any.
@@ -319,19 +265,9 @@ def by_slices(operation: Operation, lane: int, inside: IntraNode, x: Array, piec
               exchange: Exchange[T]) -> Schedule[list[T]]:
     """Combine a piece of `x` within the node, exchange its slices between nodes, and copy them.
 
-    All ranks process the slices in the same order, so that the exchanges cannot deadlock.
-
-    Args:
-        operation, x: Arguments of `allreduce`.
-        lane: Number of the lane whose channel is used.
-        inside: Object that combines vectors within the node in this lane.
-        piece: Slices of the piece, one for each rank of the largest node.
-        exchange: Function that replaces a slice in place, bitwise identically on all nodes.
-
-    Returns:
-        The results of `exchange` for this rank's slices.
-
-    Collective: yes. Blocking: no (a schedule).
+    All ranks process the slices in the same order, so that the exchanges cannot deadlock. A piece
+    has one slice for each rank of the largest node. The function `exchange` replaces a slice in
+    place, bitwise identically on all nodes. Return its results for this rank's slices.
     """
     node, returned = operation.node, []
     yield from inside.collect(piece)
@@ -359,9 +295,8 @@ def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Seque
                      tuning: Tuning) -> list[Sequence[Piece]]:
     """Cut each rank's slice into the same number of pieces.
 
-    Returns:
-        For each piece and each node, one piece of the slice of each rank; smaller nodes are padded
-        with empty pieces.
+    Return, for each piece and each node, one piece of the slice of each rank; smaller nodes are
+    padded with empty pieces.
     """
     largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
     by_rank = [_chunks_of(part, count) for part in slices(bounds)]
@@ -410,14 +345,7 @@ def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
 
 
 def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[IntraNode]:
-    """Return how lanes combine private vectors through the node's staging slots.
-
-    Args:
-        node: Node of this rank.
-        x: Vector of this rank.
-        combine: Implementation of the op within the node.
-        in_flight: Number of lanes.
-    """
+    """Return how lanes combine private vectors through the node's staging slots."""
     slots = node.slots(x.dtype)
     size = slots[0].size // (2 * in_flight)
     halves = [[slot[start:start + size] for slot in slots]
@@ -495,14 +423,9 @@ class _BySlots(IntraNode):
         return self._halves[0]
 
     def _sections(self, piece: Piece, positions: int) -> Iterator[tuple[list[Array], Position]]:
-        """Cut the slices of a piece into sections that each fit one position in a slot.
+        """Cut the slices of a piece into sections that each fit one position in half a slot.
 
-        Args:
-            piece: Slices to cut.
-            positions: Number of positions in half a slot.
-
-        Yields:
-            A section of each slice, and a function that returns the position of a section.
+        Yield a section of each slice, and a function that returns the position of a section.
         """
         width = self._halves[0][0].size // positions
         slices = [self._x[part] for part in piece]

@@ -13,15 +13,10 @@ _CACHES_BYTES = 32 << 20
 class Local:
     """The vectors of a node's ranks; this rank exchanges a part of them with other nodes.
 
-    The rank combines the vectors just before it sends a part, and stores each result as soon as
-    it arrives, while other parts are on the wire. Each source is read once and each result is
-    written once: one pass combines the node's contributions with the part from another node.
-
-    Args:
-        vectors: Vector of each rank of the node, in shared memory.
-        rank: Number of this rank's vector.
-        chunks: Ranges of the vectors that the rank exchanges.
-        within: Implementation of the op on the node; also copies.
+    The rank combines the vectors just before it sends a part, and stores each result as soon as it
+    arrives, while other parts are on the wire. Each source is read once and each result is written
+    once: one pass combines the node's contributions with the part from another node. The vectors
+    are in shared memory; `chunks` are the ranges that the rank exchanges.
     """
 
     def __init__(self, vectors: Sequence[Array], rank: int, chunks: Sequence[slice],
@@ -33,12 +28,7 @@ class Local:
         self._is_long = len(vectors) * vectors[0].nbytes >= _CACHES_BYTES
 
     def collect(self, chunk: int, part: int, parts: int) -> None:
-        """Combine the node's contributions to a part of a chunk, into this rank's vector.
-
-        Args:
-            chunk: Number of the chunk.
-            part, parts: Number of the part, and number of parts of the chunk; see `slice_of`.
-        """
+        """Combine the node's contributions to a part of a chunk, into this rank's vector."""
         sources = self._of_all(chunk, part, parts)
         self._within.combine(sources, sources[self._rank])
 
@@ -46,22 +36,15 @@ class Local:
             hands_out: bool) -> None:
         """Combine the node's contributions to a part, not yet collected, with a received part.
 
-        Args:
-            chunk, part, parts: Arguments of `collect`.
-            received: Part from another node.
-            between: Implementation of the op between nodes, if this completes the result.
-            hands_out: If true, store a complete result into the vectors of all ranks of the node.
+        The op `between` nodes is given if this completes the result. If `hands_out`, store a
+        complete result into the vectors of all ranks of the node.
         """
         sources = self._of_all(chunk, part, parts)
         outs = sources if between and hands_out else [sources[self._rank]]
         (between or self._within).combine([*sources, received], *outs)
 
     def spread(self, chunk: int, part: int, parts: int) -> None:
-        """Copy a result from this rank's vector to the node's other ranks.
-
-        Args:
-            chunk, part, parts: Arguments of `collect`.
-        """
+        """Copy a result from this rank's vector to the node's other ranks."""
         outs = self._of_all(chunk, part, parts)
         self._within.copy(outs.pop(self._rank), *outs, past_caches=self._is_long)
 

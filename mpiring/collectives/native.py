@@ -75,15 +75,7 @@ class Turn:
 def allreduce(
     iallreduce: Callable[[Array, str], Request], turn: Turn, x: Array, reduction: Reduction,
 ) -> Schedule[None]:
-    """Combine `x` over all ranks, in place, by MPI_Iallreduce.
-
-    Args:
-        iallreduce: Function that starts MPI_Iallreduce of a vector, in place, with an op.
-        turn: Turn of this operation among the native ones.
-        x: Vector of shape (n,), contiguous, of a dtype that `supports` accepts for this op.
-        reduction: The op.
-
-    Collective: yes. Blocking: no (a schedule).
+    """Combine `x`, of a dtype that `supports` accepts, over all ranks, in place, by MPI_Iallreduce.
     """
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op

@@ -100,13 +100,7 @@ class WindowFinder(Protocol):
 
 
 class Operation(Protocol):
-    """One operation of a communicator, as its algorithm sees it.
-
-    Attributes:
-        rank, size: Number of this rank, and number of ranks.
-        node: Node of this rank, even if the rank is alone on it.
-        tuning: Lengths and counts.
-    """
+    """One operation of a communicator, as its algorithm sees it. Every rank has a `node`."""
 
     rank: int
     size: int

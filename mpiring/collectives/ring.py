@@ -22,23 +22,14 @@ def reduce_scatter(
     piece_bytes: int = Tuning.ring_bytes,
     local: Local | None = None,
 ) -> Schedule[Array]:
-    """Combine `chunks[r]` of all ranks on rank r, in p-1 steps.
+    """Combine `chunks[r]` of all ranks on rank r, in p-1 steps; return it. All are overwritten.
 
     Args:
-        net: Channel between the ranks.
-        chunks: p vectors of this rank's contribution, of one dtype; lengths are equal on all
-            ranks. All are overwritten; chunk r holds the result.
-        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
-            times the longest chunk.
-        combine: Implementation of the op.
-        piece_bytes: Length of the longest message; the same on all ranks.
-        local: If given, combines the contributions of a node piece by piece; `chunks` are slices
-            of one of its vectors.
-
-    Returns:
-        `chunks[r]`.
-
-    Collective: yes. Blocking: no (a schedule).
+        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p times
+            the longest chunk.
+        piece_bytes: Length of the longest message.
+        local: If given, combines the contributions of a node piece by piece; `chunks` are slices of
+            one of its vectors.
     """
     p, r = net.size, net.rank
     if local is None:
@@ -54,16 +45,9 @@ def allgather(
     net: Channel, chunks: Sequence[Array], piece_bytes: int = Tuning.ring_bytes,
     local: Local | None = None,
 ) -> Schedule[None]:
-    """Copy `chunks[r]` of rank r to all ranks, in p-1 steps.
+    """Copy `chunks[r]` of rank r to all ranks, in p-1 steps; chunks may differ in length.
 
-    Args:
-        net: Channel between the ranks.
-        chunks: p vectors, which may differ in length; lengths are equal on all ranks. All but
-            chunk r are overwritten.
-        piece_bytes: Length of the longest message; the same on all ranks.
-        local: If given, copies the chunks to the node's other ranks, piece by piece.
-
-    Collective: yes. Blocking: no (a schedule).
+    If `local` is given, it copies the chunks to the node's other ranks, piece by piece.
     """
     p = net.size
     yield from _circulate(net, chunks, range(p - 1, 2 * (p - 1)), piece_bytes, local)
@@ -77,18 +61,8 @@ def allreduce(
 
     Each of the p ranks sends 2(p-1)/p of `x` in 2(p-1) steps: the least possible traffic, at a
     latency that grows with p. The result is bitwise identical on all ranks, because one rank
-    completes each chunk and the others copy it.
-
-    Args:
-        net: Channel between the ranks.
-        x: Vector of shape (n,), contiguous. Overwritten by the result.
-        inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
-        combine: Implementation of the op.
-        piece_bytes: Length of the longest message; the same on all ranks.
-        local: If given, combines the contributions of a node, and copies the result to its other
-            ranks, piece by piece. Its chunks are those of `x`.
-
-    Collective: yes. Blocking: no (a schedule).
+    completes each chunk and the others copy it. The arguments are those of `reduce_scatter` and
+    `allgather`; `local` has the chunks of `x`.
     """
     p = net.size
     if local is None:

@@ -24,25 +24,14 @@ from .operation import Operation, Tuning
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
     """Return whether vectors are short enough for every rank to combine all of them.
 
-    Args:
-        nbytes, dtype: Length and dtype of each vector.
-        ranks: Number of vectors; fewer than four count as four.
-        limit: Limit on the total number of bytes.
+    The limit is on the total number of bytes. Fewer than four ranks count as four.
     """
     # Each rank would leave other undefined bytes in the padding of an extended double.
     return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
 def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    """Combine `x` over the ranks of a node, in place: in windows, or through staging slots.
-
-    Args:
-        operation: Operation of the ranks of one node.
-        x: Vector of shape (n,), contiguous, in host memory. Overwritten by the result.
-        op, combine: Name of the op, and its implementation.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
+    """Combine `x` over the ranks of a node, in place: in windows, or through staging slots."""
     positions = yield from operation.node.share(*operation.windows.position_of(x))
     yield from located(operation, positions, x, op, combine)
 
@@ -51,11 +40,7 @@ def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array
             combine: Combine) -> Schedule[None]:
     """Continue `allreduce` when all ranks have shared the positions of their vectors.
 
-    Args:
-        operation, x, op, combine: Arguments of `allreduce`.
-        positions: Window and offset of the vector of each rank of the node, or NOWHERE or IN_SLOT.
-
-    Collective: yes. Blocking: no (a schedule).
+    A position is a window and an offset, or NOWHERE or IN_SLOT.
     """
     node = operation.node
     slices = operation.windows.slices(node, positions, x)
@@ -71,13 +56,7 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
           root: int | None = None) -> Schedule[None]:
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
-    Args:
-        operation, op, combine: Arguments of `allreduce`.
-        x: Vector of shape (n,), contiguous, at most as long as a staging slot. Overwritten by
-            the result.
-        root: Only rank that needs the result; by default, all ranks do.
-
-    Collective: yes. Blocking: no (a schedule).
+    It is at most as long as a staging slot. If a root is given, only this rank needs the result.
     """
     node = operation.node
     plan = slot_plan("allreduce", x.size, node.rank, node.size)
@@ -111,15 +90,8 @@ def by_plan(node: Node, x: Array, plan: SlotPlan,
     """Write a part of a short vector to a slot, synchronize, and combine or read all slots.
 
     One barrier is enough, because no rank writes to its slot again until all ranks have left the
-    operation. The protocol is the same as for a fast call; see transport.layout.
-
-    Args:
-        node: Node whose ranks take part.
-        x: Vector of shape (n,), contiguous, at most as long as a staging slot.
-        plan: Parts that this rank writes, reduces and reads.
-        combine: Implementation of the op, if the plan reduces.
-
-    Collective: yes. Blocking: no (a schedule).
+    operation. The protocol is the same as for a fast call; see transport.layout. The vector is at
+    most as long as a staging slot.
     """
     if node.has_arrived:
         # Ranks may still be reading the slots for an earlier schedule of this operation.
@@ -135,16 +107,9 @@ def staged_copies(node: Node, x: Array) -> Sequence[Array]:
 
 
 def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:
-    """Combine vectors in shared memory over the ranks of a node, in place.
+    """Combine vectors in shared memory over the ranks of a node, in place; see WindowFinder.slices.
 
     Call it when all ranks have arrived and shared the positions of their vectors.
-
-    Args:
-        node: Node whose ranks take part.
-        slices: Slice `node.rank` of each rank's vector; see WindowFinder.slices.
-        combine: Implementation of the op.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     return node.part(window_call(node.memory, slices, combine), slices[node.rank])
 
@@ -157,14 +122,6 @@ def staged(node: Node, x: Array, combine: Combine,
     writes the result to its slot, and reads the results of the others. Pieces alternate between the
     two halves of the slots: at each barrier, one piece has been combined and the next one is ready
     to combine. Call it when all ranks have arrived.
-
-    Args:
-        node: Node whose ranks take part.
-        x: Vector of shape (n,), contiguous, in host memory. Overwritten by the result.
-        combine: Implementation of the op.
-        piece_bytes: Length of the longest piece; the same on all ranks.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     return node.part(piece_part(node.memory, x, piece_bytes, combine), x)
 
@@ -173,14 +130,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
                    combine: Combine) -> Schedule[None]:
     """Combine slice r of `x` over the ranks of a node on rank r: in windows, or staged.
 
-    Args:
-        operation: Operation of the ranks of one node.
-        x: Vector of shape (n,), contiguous. This rank's slice is overwritten by the result; the
-            other slices are only read.
-        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-        op, combine: Name of the op, and its implementation.
-
-    Collective: yes. Blocking: no (a schedule).
+    This rank's slice is overwritten by the result; the other slices are only read.
     """
     node = operation.node
     vectors = yield from _vectors(operation, x)
@@ -197,18 +147,10 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
 
 def reduce_rows(node: Node, chunks: Sequence[Array], combine: Combine,
                 piece_bytes: int) -> Schedule[None]:
-    """Combine `chunks[r]` of all ranks of a node on rank r, piece by piece.
+    """Combine `chunks[r]` of all ranks of a node on rank r, piece by piece, in rank order.
 
-    Args:
-        node: Node whose ranks take part.
-        chunks: Contiguous vectors in any memory, one for each rank of the node, with lengths that
-            are equal on all ranks. This rank's vector is overwritten by the result; the others
-            are only read.
-        combine: Implementation of the op; contributions are combined in rank order.
-        piece_bytes: Number of bytes that a rank writes to its slot at a time; the same on all
-            ranks.
-
-    Collective: yes. Blocking: no (a schedule).
+    The chunks may be in any memory. This rank's vector is overwritten by the result; the others are
+    only read. A rank writes `piece_bytes` to its slot at a time.
     """
     if node.has_arrived:
         # Ranks may still be reading the slots for an earlier schedule of this operation.
@@ -217,15 +159,7 @@ def reduce_rows(node: Node, chunks: Sequence[Array], combine: Combine,
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Copy slice r of rank r's `x` to all ranks of a node: from windows, or by messages.
-
-    Args:
-        operation: Operation of the ranks of one node.
-        x: Vector of shape (n,), contiguous. All but this rank's slice is overwritten.
-        bounds: Offsets of the slices; rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
+    """Copy slice r of rank r's `x` to all ranks of a node: from windows, or by messages."""
     node = operation.node
     vectors = yield from _vectors(operation, x)
     if vectors is None:
@@ -239,18 +173,11 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
 
 
 def allgather_chunks(operation: Operation, chunks: Sequence[Array]) -> Schedule[None]:
-    """Copy `chunks[r]` of rank r to all ranks of a node, by messages.
+    """Copy `chunks[r]`, in any memory, of rank r to all ranks of a node, by messages.
 
     MPI usually reads the memory of the sending process, and copies once. For NumPy arrays of 16 and
     64 MiB, copies through a staging slot took 1.5 to 2.5 times as long (measured on 2 and 4 ranks).
     For 2 and 4 MiB on 2 ranks, NumPy's copies in pieces of 256 KiB took as long as messages.
-
-    Args:
-        operation: Operation of the ranks of one node.
-        chunks: Contiguous vectors in any memory, one per rank, with lengths that are equal on all
-            ranks. All but this rank's vector are overwritten.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     if operation.gpu:
         # Pieces can be copied to the host while others are on their way.
@@ -261,13 +188,6 @@ def allgather_chunks(operation: Operation, chunks: Sequence[Array]) -> Schedule[
 
 def broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
     """Copy `x` of the node's rank `root` to all ranks of the node: from a window, or by messages.
-
-    Args:
-        operation: Operation of the ranks of one node.
-        x: Vector of shape (n,), contiguous. Overwritten on all ranks but `root`.
-        root: Rank whose data is copied.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     vectors = yield from _vectors(operation, x)
     if vectors is not None:
