@@ -40,7 +40,6 @@ class Call:
     """A rank's call of an operation; all ranks must make the same call.
 
     Attributes:
-        kind: Kind of the call: "allreduce", "broadcast", …
         detail: Everything that must agree: op, root, shape, dtype, algorithm.
         label: Names of bucket and parameters, if any.
         nbytes: Number of bytes of the array, for the record; 0 if unknown. It may differ between
@@ -88,21 +87,12 @@ def _digest(header: bytes) -> int:
 
 
 def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and memory of an array as a string.
-
-    Args:
-        x: The array.
-        vector: Memory of the array, see gpu.arrays.vector_of.
-    """
+    """Return dtype, shape, order and memory of an array, and of its `vector_of`, as a string."""
     return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_order_and_memory(x, vector)}"
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
     """Return mpiring's name of an op, which may be an alias or an mpi4py op like `MPI.SUM`.
-
-    Args:
-        op: Name, alias, or op of mpi4py.
-        dtype: Dtype of the vectors.
 
     Raises:
         ConfigError: The op is neither a string nor an mpi4py op with a name in mpiring.
@@ -140,15 +130,9 @@ def _allreduce_call(
 
 
 def part_of(x: Any, vector: Any, chunk: Any) -> Any:
-    """Return a part of an array's memory as an array of the same package.
+    """Return `chunk`, a part of the memory of `x`, as an array of the same package.
 
-    Args:
-        x: The array.
-        vector: Memory of the array.
-        chunk: Part of this memory.
-
-    Returns:
-        A one-dimensional view of `x`; a CuPy array if the package of `x` is unknown.
+    It is a one-dimensional view of `x`; a CuPy array if the package of `x` is unknown.
     """
     if x is vector or isinstance(x, np.ndarray):
         return chunk
@@ -184,15 +168,12 @@ def agreed(
         node: Node of the rank; None if the rank is alone on it.
         neighbors: Lowest ranks of the previous and the next node, for the lowest rank of a node;
             None for other ranks, and on a single node.
-        call: Call of this rank.
         schedule: Schedule of the operation. Its first yield must precede any use of received data;
             it may be the node's first barrier.
 
     Raises:
         BufferMismatchError: Another rank made a different call; the message names both ranks and
             both calls.
-
-    Collective: yes. Blocking: no (a schedule).
     """
     header = call.header
     if node is not None and not node.test():
@@ -229,11 +210,7 @@ def agreed(
 
 
 def refuse_others(call: Call, node: Node) -> None:
-    """Raise BufferMismatchError if a rank of the node made a different call from `call`.
-
-    Args:
-        call: Call of this rank.
-        node: Node of the operation, after the first barrier.
+    """After the first barrier, raise BufferMismatchError if a rank of the node made another call.
     """
     for rank, other in node.headers():
         if other != call.header:

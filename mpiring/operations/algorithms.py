@@ -27,10 +27,7 @@ class Case(NamedTuple):
 
     Attributes:
         nbytes, dtype: Length and dtype of each rank's vector.
-        op: Name of the op, see Reduction.
-        ranks: Number of ranks.
         nodes: Number of memories that the ranks share.
-        tuning: Lengths and counts.
         gpu: Description of the GPU that holds the vector; "" for host memory.
     """
 
@@ -56,10 +53,7 @@ Allgather = Callable[[Operation, Array, Sequence[int]], Schedule[None]]
 class Halves(NamedTuple):
     """The two halves of an allreduce, between which each rank has its own slice.
 
-    Attributes:
-        reduce_scatter, allgather: Functions that build the schedules of the halves.
-        short: Halves that replace these for few bytes.
-        is_short: Function that returns whether a case has few bytes.
+    If `is_short` returns true for a case, the halves `short` replace these.
     """
 
     reduce_scatter: ReduceScatter
@@ -73,8 +67,6 @@ class Algorithm:
     """A method to combine vectors over all ranks; a row of the table.
 
     Attributes:
-        name: Name for users and reports.
-        allreduce: Function that builds the schedule of an allreduce, in place.
         halves: The two halves of the allreduce; None if it cannot be halved.
         refusal: Function that returns why a case is impossible; "" if it is possible.
         is_measured: Function that returns whether the algorithm is worth measuring, given the
@@ -82,8 +74,7 @@ class Algorithm:
         keeps_float32: If true, 16-bit numbers are added in float32, and rounded at most once on
             each level.
         on_gpus: Function that replaces `allreduce` on GPUs.
-        short: Algorithm that replaces this one for few bytes.
-        is_short: Function that returns whether a case has few bytes.
+        short: Algorithm that replaces this one if `is_short` returns true for a case.
     """
 
     name: str
@@ -239,10 +230,7 @@ NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
 
 
 def named(name: str) -> Algorithm | None:
-    """Return a row of the table; None for "auto".
-
-    Raises:
-        ConfigError: There is no such algorithm.
+    """Return a row of the table; None for "auto". Raise ConfigError if there is no such algorithm.
     """
     if name not in NAMES:
         raise ConfigError(f"algorithm={name!r}: expected one of {', '.join(NAMES)}")
@@ -252,11 +240,7 @@ def named(name: str) -> Algorithm | None:
 def candidates(ranks: int, nodes: int,
                dtypes: Iterable["np.dtype[Any]"] = (np.dtype(np.float32),),
                gpu: str = "") -> tuple[str, ...]:
-    """Return the algorithms that are worth measuring on a cluster.
-
-    Args:
-        ranks, nodes, gpu: Properties of a case, see Case.
-        dtypes: Dtypes of the vectors to average or add; 16-bit numbers are added in float32.
+    """Return the algorithms that are worth measuring on a cluster, for means or sums of `dtypes`.
     """
     cases = [Case(0, dtype, "mean", ranks, nodes, Tuning(), gpu) for dtype in dtypes]
     return tuple(
@@ -268,10 +252,7 @@ def candidates(ranks: int, nodes: int,
 def choose(case: Case, requested: str = "auto", model: Model | None = None) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.
 
-    Args:
-        case: Properties of the allreduce.
-        requested: "auto", or the algorithm that the user chose.
-        model: Measured costs; None if nothing was measured.
+    The user `requested` an algorithm or "auto". The model is None if nothing was measured.
 
     Raises:
         ConfigError: The algorithm is unknown, or impossible here.
@@ -280,15 +261,9 @@ def choose(case: Case, requested: str = "auto", model: Model | None = None) -> A
 
 
 def choose_halves(case: Case, requested: str = "auto", model: Model | None = None) -> Halves:
-    """Return the halves for a reduce-scatter or an allgather of slices, the same on every rank.
+    """Return the halves of an allreduce, the same on every rank; see `choose`.
 
-    Args:
-        case: Properties of the allreduce that the halves make up.
-        requested: Argument of `choose`; an algorithm that cannot be halved counts as "auto".
-        model: Measured costs; None if nothing was measured.
-
-    Raises:
-        ConfigError: As for `choose`.
+    A requested algorithm that cannot be halved counts as "auto".
     """
     halves = {row: row.halves for row in (*TABLE, DOUBLING) if row.halves is not None}
     chosen = halves[_row(case, requested, model, [row for row in TABLE if row in halves])]

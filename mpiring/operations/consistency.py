@@ -39,7 +39,6 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
     rank therefore changes anything before all ranks have passed the block.
 
     Args:
-        comm: Communicator of the ranks.
         call: Name of the call; a rank that makes a different call also causes an error.
         error: Type of the error to raise if values differ.
         remedy: End of its message.

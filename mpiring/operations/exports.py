@@ -37,19 +37,14 @@ def _log_problem(rank: int, device: str, problem: str) -> None:
 class _Root:
     """Common owner of all vectors in one window; when it is freed, the rank gives up the window.
 
-    Attributes:
-        memory: Memory of this rank, for users that outlive the communicator.
+    It has the memory of this rank, for users that outlive the communicator.
     """
 
     memory: DeviceVector
 
 
 class Exports:
-    """The windows in GPU memory of one communicator, on one rank.
-
-    Args:
-        windows: Table in which collectives find them.
-    """
+    """The windows in GPU memory of one communicator, on one rank."""
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
@@ -61,14 +56,8 @@ class Exports:
               number: int) -> Schedule[DeviceVector]:
         """Return a vector in memory that is open to the node's other ranks, if possible.
 
-        Args:
-            node: Node of the operation, whose barriers wait for queued work on `device`.
-            device: GPU of this rank.
-            shape: Shape whose product is the vector's length.
-            dtype: Dtype of the elements.
-            number: Number of the window, unique and the same on all ranks.
-
-        Collective: within the node. Blocking: no (a schedule).
+        The node's barriers wait for queued work on `device`. The window's number is unique, and the
+        same on all ranks. Collective within the node.
         """
         yield from self._free_windows(node)
         dtype = np.dtype(dtype)

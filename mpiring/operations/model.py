@@ -30,10 +30,7 @@ _LEVELS = 3
 
 
 class Curve(NamedTuple):
-    """Time of an allreduce by one algorithm, as a function of its size.
-
-    Attributes:
-        points: Pairs of a size in bytes, ascending, and a time in seconds; at least one.
+    """Time in seconds of an algorithm's allreduce at sizes in bytes, ascending; at least one point.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -68,10 +65,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The curves of the algorithms that can be used on this cluster.
-
-    Attributes:
-        curves: Pairs of an algorithm's name and its curve, in the order of measurement.
+    """The curves of the algorithms that can be used on this cluster, in the order of measurement.
     """
 
     curves: tuple[tuple[str, Curve], ...]
@@ -79,9 +73,7 @@ class Model:
     def best(self, nbytes: int, candidates: Iterable[str]) -> str:
         """Return the fastest candidate; the first one if none was measured.
 
-        Args:
-            nbytes: Number of bytes of the vector.
-            candidates: Names of algorithms; the last one sends the fewest bytes.
+        The last candidate sends the fewest bytes.
         """
         candidates = list(candidates)
         curves = dict(self.curves)
@@ -112,11 +104,7 @@ class Model:
 
     @classmethod
     def from_json(cls, text: str) -> "Model":
-        """Return the model that a string contains.
-
-        Raises:
-            ValueError: The string contains no model.
-        """
+        """Return the model that a string contains; raise ValueError if it contains none."""
         try:
             curves: Mapping[str, Any] = parsed(text.encode(), _LEVELS)
             return cls(tuple((str(name), Curve(_points(points)))

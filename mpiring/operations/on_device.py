@@ -47,12 +47,10 @@ class GpuContext(NamedTuple):
     """A GPU and the resources that a communicator's operations need to use it.
 
     Attributes:
-        device: GPU of this rank.
         exports: GPU memory that other ranks can access.
         direct: If true, MPI accepts pointers to GPU memory.
         segments: Pinned memory of each rank, shared with the node, for the staging slots of a few
             operations. If None, they use the slots of the node memory.
-        tuning: Lengths and counts for vectors on this GPU; see Tuning.
     """
 
     device: Device
@@ -63,15 +61,7 @@ class GpuContext(NamedTuple):
 
 
 class DeviceCombine(Reduction):
-    """A Reduction of vectors on a GPU, with queued work.
-
-    Args:
-        op, dtype, size: Arguments of Reduction.
-        device: GPU of the vectors.
-
-    Raises:
-        ConfigError: As for Reduction.
-    """
+    """A Reduction of vectors on a GPU, with queued work."""
 
     def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
         super().__init__(op, dtype, size, compiled=False)
@@ -97,10 +87,7 @@ class DeviceCombine(Reduction):
 class DeviceNode:
     """The node of an operation whose work is queued on GPUs; see base.Node.
 
-    Args:
-        node: Node of the operation on the host.
-        device: GPU of this rank.
-        slots: Staging slot of each rank of the node, as bytes; by default, the slots of `node`.
+    The slots are one per rank of the node, as bytes; by default, the slots of `node`.
     """
 
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
@@ -155,7 +142,6 @@ class _Arrival:
         return repr(self._barrier or "work queued on a GPU")
 
     def test(self) -> bool:
-        """Return whether all ranks have arrived."""
         if self._barrier is None:
             if not self._event.test():
                 return False
@@ -164,12 +150,7 @@ class _Arrival:
 
 
 class DeviceCollectives(Collectives):
-    """The schedules of an operation on vectors in GPU memory.
-
-    Args:
-        host: Collectives of the operation on the host.
-        context: GPU and its resources.
-    """
+    """The schedules of an operation on vectors in GPU memory."""
 
     __slots__ = ("_host", "_context", "_channel")
 
@@ -246,11 +227,7 @@ def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Ev
                build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
     """Return a schedule on a GPU that ends when all of its queued work is done.
 
-    Args:
-        collectives: Collectives of the operation.
-        context: GPU and its resources.
-        ready: Events after which the vectors may be used.
-        build: Function that returns the schedule, given the collectives on the GPU.
+    The vectors may be used after the events `ready`.
     """
     on_gpu = DeviceCollectives(collectives, context)
     schedule = build(on_gpu)
@@ -267,13 +244,7 @@ def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) 
 
 
 class GpuOperations:
-    """The GPUs that the operations of one communicator use, on one rank.
-
-    Args:
-        windows: Table in which collectives find shared memory.
-        run: Function that runs an operation.
-        config: Settings, which include whether MPI accepts GPU pointers (`gpu_aware`).
-    """
+    """The GPUs that the operations of one communicator use, on one rank."""
 
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
         self._run, self._config = run, config
@@ -289,12 +260,8 @@ class GpuOperations:
     def for_device(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
         """Return a function that builds the same schedule for vectors on a GPU.
 
-        Args:
-            device: GPU of the vectors.
-            ready: Events after which the vectors may be used.
-            build: Function that returns a schedule, given the collectives of its channel.
-
-        Collective: yes, in the first call for each GPU. Blocking: yes, in that call.
+        The vectors may be used after the events `ready`. The first call for each GPU is collective
+        and blocking.
         """
         context = self._context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build)

@@ -28,19 +28,11 @@ class Collectives:
 
     An operation may run several schedules, one after another, in the same order on all ranks. They
     share its barriers, its staging slots and its channel. Schedules that run concurrently must be
-    separate operations.
-
-    Args:
-        resources: Resources that the operations of a communicator share.
-        node: Ranks of this node in this operation; None if this rank is alone on its node.
-        sequence: Number of the operation.
+    separate operations. The argument `op` is an op of Reduction; vectors have shape (n,). An op or
+    an algorithm that does not support the dtype raises ConfigError.
 
     Attributes:
-        rank, size: Number of this rank, and number of ranks.
         node: Ranks of this node in this operation; `Alone` if this rank is alone on its node.
-        resources, sequence: The arguments of the same names.
-        windows: Arrays in node-shared memory.
-        tuning: Lengths and counts that decide between variants of algorithms.
         preferred: Algorithm that "auto" stands for, if it supports the case.
         gpu: Name of the GPU that holds the vectors; "" for host memory.
         algorithm: Name of the algorithm of the last allreduce, if any.
@@ -118,14 +110,6 @@ class Collectives:
 
         With algorithm "auto" or "native", call this when the operation is created, not from inside
         a running schedule. With "ring" it may be called anywhere.
-
-        Args:
-            x: Vector of shape (n,).
-            op: Operation as in Reduction.
-            algorithm: Name of the algorithm.
-
-        Raises:
-            ConfigError: The op or the algorithm does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
         row = self.algorithm_of(x, op, algorithm)
@@ -133,13 +117,7 @@ class Collectives:
         return nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
     def algorithm_of(self, x: Array, op: str, algorithm: str = "auto") -> Algorithm:
-        """Return the algorithm that `allreduce` uses.
-
-        Args:
-            x, op, algorithm: Arguments of `allreduce`.
-
-        Raises the same errors as `allreduce`.
-        """
+        """Return the algorithm that `allreduce` uses; raise the same errors."""
         return self._cached_choice(choose, x, op, algorithm)
 
     def _cached_choice(self, choose: Callable[..., T], x: Array, op: str,
@@ -169,20 +147,12 @@ class Collectives:
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
         """Return the schedule that combines this rank's slice of the vector `x`, in place.
 
-        The other slices may be overwritten.
-
-        Args:
-            x: Vector of shape (n,).
-            op: Operation as in Reduction.
-            bounds: Offsets of the slices, from 0 to n, the same on all ranks. There are size + 1
-                of them; the slice of rank r is `x[bounds[r]:bounds[r + 1]]`. By default slices are
-                equally long; see `chunks_of`.
+        The slice of rank r is `x[bounds[r]:bounds[r + 1]]`, with size + 1 offsets from 0 to n, the
+        same on all ranks. By default slices are equally long; see `chunks_of`. The other slices may
+        be overwritten.
 
         Returns:
             The slice, a view of `x`; bitwise identical to an `allreduce` with the same algorithm.
-
-        Raises:
-            ConfigError: The op does not support the dtype.
         """
         combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal_bounds(x)
         halves = self._cached_choice(choose_halves, x, op)
@@ -191,11 +161,7 @@ class Collectives:
         return returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
-        """Return the schedule that copies every rank's slice of the vector `x` to all ranks.
-
-        Args:
-            x: Vector of shape (n,).
-            bounds: Offsets of the slices, as in `reduce_scatter`.
+        """Return the schedule that copies every rank's slice, as in `reduce_scatter`, to all ranks.
         """
         bounds = bounds or self._equal_bounds(x)
         halves = self._cached_choice(choose_halves, x, "sum")
@@ -209,10 +175,8 @@ class Collectives:
         overwritten after all ranks of this node have started. At the end, the array on the node is
         complete.
 
-        Args:
-            x: Array from `node_array`, or a part of it.
-            bounds: Offsets of the slices, as in `reduce_scatter`. If one slice is all of `x`, this
-                is a broadcast.
+        The array is from `node_array`, or a part of it. If one slice is all of `x`, this is a
+        broadcast.
         """
         # Other ranks of this node may read the old values until they reach this barrier.
         yield (self.node.barrier(),)
@@ -228,13 +192,8 @@ class Collectives:
     ) -> Schedule[None]:
         """Return the schedule that combines vector r of `chunks` of all ranks on rank r.
 
-        Args:
-            chunks: Vectors in any memory, one per rank. The vector of this rank is overwritten by
-                the result; the others are only read.
-            op: Operation as in Reduction.
-
-        Raises:
-            ConfigError: The op does not support the dtype.
+        The vectors are in any memory. This rank's is overwritten by the result; the others are only
+        read.
         """
         combine = self.combiner(op, chunks[0].dtype, self.size)
         return self.confirmed(self._combine_directly(chunks, combine))
@@ -254,10 +213,6 @@ class Collectives:
         """Return the schedule that combines the vector `x` with `MPI_Iallreduce`, in place.
 
         Call this when the operation is created, not from inside a running schedule.
-
-        Args:
-            x: Vector of shape (n,).
-            op: Operation as in Reduction.
         """
         resources, nodes = self.resources, len(self.nodes)
         turn = resources.turns.join(self.sequence)
@@ -272,14 +227,6 @@ class Collectives:
         """Return the schedule that combines the vectors `x` of all ranks on rank `root`.
 
         Each rank combines a chunk, and sends it to `root`. On other ranks `x` is only read.
-
-        Args:
-            x: Vector of shape (n,).
-            root: Rank whose `x` is overwritten by the result.
-            op: Operation as in Reduction.
-
-        Raises:
-            ConfigError: The op does not support the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
         if self._one_node is not None and self.fits_slots(x):
@@ -289,11 +236,7 @@ class Collectives:
     def is_eager(self, kind: str, x: Array, op: str) -> bool:
         """Return whether a collective uses the staging slots, with a single barrier on the node.
 
-        Args:
-            kind: Name of the collective: "allreduce", "reduce_scatter", "allgather", "broadcast" or
-                "barrier".
-            x: Vector of the collective.
-            op: Operation of a collective that combines.
+        The kind is "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier".
         """
         if kind == "allreduce":
             return self.algorithm_of(x, op) is EAGER
@@ -347,12 +290,7 @@ class Collectives:
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
     def allgather_on_node(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-        """Return the schedule that copies each rank's slices of `x` to the ranks of its node.
-
-        Args:
-            x: Vector of shape (n,).
-            bounds: Offsets of the slices, as in `between_nodes`.
-        """
+        """Return the schedule that copies each rank's slices to its node; see `between_nodes`."""
         within = self.combiner("sum", x.dtype, self.size)
         inside = yield from hierarchical.synchronize(self, x, within)
         yield from inside[0].spread(slices(bounds))
@@ -363,9 +301,8 @@ class Collectives:
     def allgather_chunks(self, chunks: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
 
-        Args:
-            chunks: Vectors in any memory, one per rank, of lengths that all ranks agree on. All
-                vectors except this rank's are overwritten.
+        They are in any memory, of the same lengths on all ranks. All but this rank's are
+        overwritten.
         """
         nbytes, is_local = sum(chunk.nbytes for chunk in chunks), self._one_node is not None
         if not self.gpu and (nbytes <= self.tuning.moved_bytes if is_local else
@@ -388,11 +325,7 @@ class Collectives:
                 as_bytes(chunk)[...] = content
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange.
-
-        Args:
-            sends: Vectors to send, one per rank.
-            receives: Vectors that are overwritten, one per rank.
+        """Return the schedule that sends `sends[r]` to rank r, and fills `receives`; see exchange.
         """
         return self.confirmed(exchange.exchange(
             self.net, dict(enumerate(sends)), dict(enumerate(receives))))
@@ -400,11 +333,7 @@ class Collectives:
     def gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
 
-        Args:
-            x: Contiguous array of any length.
-            parts: Vectors with the same numbers of bytes, one per rank; ignored on ranks other than
-                `root`.
-            root: Rank that receives.
+        On other ranks, `parts` is ignored.
 
         Raises:
             BufferMismatchError: A rank sends a different number of bytes.
@@ -418,12 +347,7 @@ class Collectives:
     def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
 
-        Args:
-            parts: Vectors to send, one per rank; ignored on ranks other than `root`.
-            x: Contiguous array with the same number of bytes, which is overwritten.
-            root: Rank that sends.
-
-        Raises the same errors as `gather`.
+        On other ranks, `parts` is ignored. Raises the same errors as `gather`.
         """
         sends = dict(enumerate(parts)) if self.rank == root else {}
         return self.confirmed(exchange.exchange(self.net, sends, {root: x}))
@@ -488,10 +412,6 @@ class Collectives:
 
         The ranks of a node share the memory. A rank can read the elements that another rank has
         written after a barrier.
-
-        Args:
-            n: Number of elements.
-            dtype: Dtype of the array.
 
         Raises:
             ConfigError: A node does not have enough memory; raised on all ranks of all nodes.

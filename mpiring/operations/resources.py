@@ -39,15 +39,12 @@ class Resources:
     """The resources that the operations of one communicator share.
 
     Attributes:
-        transport: Transport for channels and MPI's own collectives.
         turns: Order of native collectives.
-        scratch: Pool of receive buffers.
         windows: Arrays in node-shared memory.
         order: All ranks, grouped by node, so that a ring leaves each node only once.
         nodes: Ranks of each node, in the same order as in `order`.
         algorithm: Algorithm that "auto" stands for, from the configuration.
         model: Measured costs of the algorithms, if there are any.
-        tuning: Lengths and counts for the algorithms; see Tuning.
         chosen: Cache of the algorithms, or their halves, chosen for earlier calls with this model.
     """
 

@@ -45,15 +45,8 @@ def mapped(node: NodeGroup, nbytes: int, *,
            private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
     """Return `nbytes` bytes of zeros for each rank of the node, in memory that all share.
 
-    Args:
-        node: Ranks of the node.
-        nbytes: Length of each rank's segment.
-        private_in_forks: Argument of `window.segments`.
-
-    Returns:
-        The segments; None on all ranks if a rank cannot map them, which logs the reason.
-
-    Collective: within the node. Blocking: no (a schedule).
+    Return None on all ranks if a rank cannot map them, which logs the reason. Collective within the
+    node.
     """
     layout = functools.partial(window.segments, private_in_forks=private_in_forks)
     segments, problem = yield from _mapped(node, nbytes, layout)
@@ -65,10 +58,8 @@ def mapped(node: NodeGroup, nbytes: int, *,
 def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, str]]:
     """Return `nbytes` bytes of zeros that exist once per node and that all its ranks share.
 
-    Returns:
-        The memory, or None on all ranks if a rank cannot map it; and this rank's problem.
-
-    Collective: within the node. Blocking: no (a schedule).
+    Return None on all ranks if a rank cannot map them; also return this rank's problem. Collective
+    within the node.
     """
     return _mapped(node, nbytes, window.one_array)
 
@@ -77,10 +68,7 @@ def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int],
             ) -> Schedule[tuple[T | None, str]]:
     """Map a new file on all ranks of a node; return `layout`'s result, and this rank's problem.
 
-    Args:
-        node: Ranks of the node.
-        nbytes: Length of each rank's segment, or of the complete memory.
-        layout: Function `window.segments` or `window.one_array`.
+    The function `layout` is `window.segments` or `window.one_array`.
     """
     problem = ""
     descriptor, memory = -1, None
@@ -110,7 +98,6 @@ class _Window:
 
     Attributes:
         number: Number of the window, the same on all ranks of the node.
-        segments: Bytes of each rank of the node.
         address, nbytes: Address and length of this rank's segment.
         slices: Results of `Windows.slices`, by its arguments.
     """
@@ -140,15 +127,8 @@ class Windows:
     ) -> Schedule[Array]:
         """Return an array in memory that is shared within the node, if possible.
 
-        Its content is undefined: shared memory is initially zero, private memory is not.
-
-        Args:
-            node: Node of the operation.
-            shape: Shape of the array.
-            dtype: Dtype of the array.
-            number: Number of the window, unique and the same on all ranks.
-
-        Collective: within the node. Blocking: no (a schedule).
+        Its content is undefined: shared memory is initially zero, private memory is not. The
+        window's number is unique, and the same on all ranks. Collective within the node.
         """
         dtype = np.dtype(dtype)
         segments = yield from mapped(node, math.prod(shape) * dtype.itemsize)
@@ -162,21 +142,13 @@ class Windows:
     def add(self, root: object, number: int, segments: Sequence[Array], rank: int) -> None:
         """Add a window, which ends when its root is freed.
 
-        Args:
-            root: Object that is the `base` of all arrays in this rank's segment.
-            number: Number of the window, unique and the same on all ranks.
-            segments: Bytes of each rank of the node.
-            rank: Number of this rank among them.
+        The root is the `base` of all arrays in this rank's segment.
         """
         self._windows[id(root)] = _Window(number, segments, rank)
         weakref.finalize(root, self._windows.pop, id(root)).atexit = False
 
     def position_of(self, x: Array) -> tuple[int, int]:
-        """Return the number of the window that holds the vector `x`, and its byte offset.
-
-        Returns:
-            The pair; NOWHERE if no window holds the vector.
-        """
+        """Return the number of the window that holds `x`, and the byte offset; or NOWHERE."""
         window, offset = self._find(x)
         return NOWHERE if window is None else (window.number, offset)
 
@@ -195,15 +167,7 @@ class Windows:
     def slices(
         self, node: Node, positions: Sequence[tuple[int, ...]], x: Array,
     ) -> Sequence[Array] | None:
-        """Return the slice of each rank's vector that this rank combines, per rank of the node.
-
-        Args:
-            node: Node of the operation.
-            positions, x: Arguments of `vectors`.
-
-        Returns:
-            The slices; None unless all vectors are in one window.
-        """
+        """Return the slice of each rank's vector that this rank combines; None as for `vectors`."""
         window = self._common_window(positions, x)
         if window is None:
             return None
@@ -217,14 +181,9 @@ class Windows:
         return slices
 
     def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
-        """Return each rank's vector in shared memory, per rank of the node.
+        """Return each rank's vector in shared memory; None unless all of them are in one window.
 
-        Args:
-            positions: Result of `position_of` on each rank of the node for its vector.
-            x: Vector of this rank.
-
-        Returns:
-            The vectors; None unless all of them are in one window.
+        The positions are results of `position_of` on each rank of the node for its vector.
         """
         window = self._common_window(positions, x)
         return None if window is None else window.vectors(positions, x)
