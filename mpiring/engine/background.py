@@ -66,10 +66,7 @@ class BackgroundCompiler:
     def want(self, fast_calls: Any, op: Any, name: str) -> None:
         """Compile sums of a dtype if the program often uses them; try only once.
 
-        Args:
-            fast_calls: FastCalls of a group; it forgets the noted calls when the code is loaded.
-            op: Op of a call.
-            name: Name of the dtype of the call.
+        The fast calls forget the noted calls when the code is loaded.
         """
         config, memory = fast_calls.group.config, fast_calls.memory
         if (memory is None or not compiled.is_compilable(op, name, len(memory.ranks))
@@ -148,13 +145,7 @@ def _start_child(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]"
 
 
 def compile_and_save(name: str, ranks: int, folder: str) -> None:
-    """Compile the same code as `Communicator.prepare`, in a process without MPI.
-
-    Args:
-        name: Name of a dtype.
-        ranks: Number of ranks.
-        folder: Folder in which to save the code.
-    """
+    """Compile the same code as `Communicator.prepare`, in a process without MPI."""
     cache.configure(Path(folder))
     # Ranks stop checking once they can load the first code of this list, so it is compiled last.
     for compilation in reversed([*compilations(ranks, [name])]):

@@ -17,12 +17,8 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     """Compile sums and means for fast calls, unless they are on disk; without numba, do nothing.
 
     The ranks of a node divide the work. A rank that keeps nothing on disk (see the setting
-    `tuning_folder`) does not compile, because it would have to compile again at every start.
-
-    Args:
-        group: Group of ranks. Short sums are compiled if all its ranks share one memory, long
-            sums if any of them do.
-        dtypes: Names of dtypes, the same on all ranks.
+    `tuning_folder`) does not compile, because it would have to compile again at every start. Short
+    sums are compiled if all ranks of the group share one memory, long sums if any of them do.
 
     Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """

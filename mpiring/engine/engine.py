@@ -40,9 +40,6 @@ class Pause:
 
     A movement shortens the next pause but does not reset it. Otherwise the thread would interrupt
     the computation ten times for each piece of a long message.
-
-    Args:
-        longest_s: Length of the longest pause, in seconds.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -63,15 +60,12 @@ class Engine(forks.OfRank):
     """Advances the operations of a communicator and of all communicators split from it.
 
     Args:
-        config: Settings.
         threaded: If true, advance in the background; needs MPI_THREAD_MULTIPLE.
         end_job: Function to call with an error of the background thread that no caller has raised,
             and with an uncaught exception; None to leave both to the program.
-        recorder: Recorder of the operations; a new one by default.
         patience: Policy by which a caller waits for the other ranks of its node.
 
     Attributes:
-        end_job, recorder, threaded, patience: The arguments of the same name.
         compiler: Compiler of sums that were not prepared.
         given_up: True after `give_up`; operations no longer advance.
         failure: First error of any operation; later results cannot be trusted.
@@ -118,9 +112,7 @@ class Engine(forks.OfRank):
     def join(self, watch: Watch, max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
-        Args:
-            watch: Watch of the operations.
-            max_in_flight: Largest number of operations in flight; by default, as in the settings.
+        By default, `max_in_flight` operations are as in the settings.
         """
         lane = Lane(self, watch, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
@@ -144,13 +136,9 @@ class Engine(forks.OfRank):
                     self._lanes.append(lane)
 
     def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
-        """Remove a communicator; return its incomplete operations.
+        """Remove a communicator; return its incomplete operations, a failure unless `quietly`.
 
         This stops the thread if it was the last communicator.
-
-        Args:
-            lane: Lane of the communicator.
-            quietly: If true, incomplete operations are not a failure.
         """
         with self.lock:
             left = [*lane.active, *lane.queue]
@@ -165,8 +153,7 @@ class Engine(forks.OfRank):
     def give_up(self, error: BaseException) -> list[Task[Any]]:
         """Stop permanently, because a rank has died; return the schedules in flight.
 
-        Args:
-            error: Error that every later call raises.
+        Every later call raises `error`.
         """
         self.stop()
         self.given_up = True
@@ -291,10 +278,7 @@ class Engine(forks.OfRank):
         self._wake.set()
 
     def _call_actions(self, *lanes: Lane) -> None:
-        """Call the actions of complete operations. The caller must not hold the lock.
-
-        Args:
-            lanes: Lanes whose actions are called; all by default.
+        """Call the actions of complete operations, by default of all lanes. Do not hold the lock.
         """
         for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
@@ -308,9 +292,7 @@ class Engine(forks.OfRank):
     def fail(self, error: BaseException, task: Task[Any] | None = None) -> None:
         """Record an error that is about to be raised.
 
-        Args:
-            error: Error of an operation.
-            task: Schedule that raised it, if the schedule was not passed to the engine.
+        The task is the schedule that raised it, if this schedule was not passed to the engine.
         """
         if self.failure is None:
             self._failed = task
@@ -343,8 +325,7 @@ class Engine(forks.OfRank):
     def _progress(self, lanes: Sequence[Lane] | None = None) -> bool:
         """Step every operation once; return whether any moved. The caller holds the lock.
 
-        Args:
-            lanes: Lanes whose background operations are stepped; all by default.
+        Background operations of other lanes than `lanes` are skipped.
         """
         if self.failure is not None:
             return False
@@ -470,9 +451,8 @@ class Engine(forks.OfRank):
     def report(self, last: int, folder: str | None = None) -> str:
         """Return lines about the last operations of this engine, then of all others of the process.
 
-        Args:
-            last: Number of operations of each engine.
-            folder: Folder in which to save the operations of this engine; see Recorder.save.
+        The number `last` is that of each engine. In `folder`, save this engine's; see
+        Recorder.save.
         """
         return "\n".join(filter(None, [
             self.recorder.report(last, folder),
@@ -513,10 +493,7 @@ def advance_inline(but: Engine | None = None) -> bool:
     """Make progress in all engines that have no thread; return whether any operation moved.
 
     A rank that waits for one operation must also advance the others. Otherwise two ranks that wait
-    for different operations would wait for each other.
-
-    Args:
-        but: Engine whose operations the caller advances.
+    for different operations would wait for each other. The caller advances the engine `but`.
     """
     moved = False
     for engine in _existing():

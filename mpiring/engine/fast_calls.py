@@ -77,12 +77,8 @@ class FastCalls:
 
     Each rank decides by itself whether a call is fast; the other ranks need not know.
 
-    Args:
-        group: Group of the ranks.
-        memory: Memory that all ranks share; None if no call is fast.
-
     Attributes:
-        group, memory: The arguments of the same name.
+        memory: Memory that all ranks share; None if no call is fast.
         started: Handles of started calls that are not complete and not passed to the engine.
     """
 
@@ -95,10 +91,6 @@ class FastCalls:
 
     def repeat(self, name: str, x: Any, op_or_root: Any = None) -> bool:
         """Run a collective on `x` if an equal one was noted; return False otherwise.
-
-        Args:
-            name, op_or_root: Arguments of `note`.
-            x: NumPy array.
 
         Raises:
             MpiringError: The collective has failed.
@@ -117,14 +109,7 @@ class FastCalls:
         return call is not None and self.run(call, NOTHING)
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
-        """Begin to combine `x` over all ranks, in place, if an equal call was noted.
-
-        Args:
-            x, op: Arguments of Communicator.iallreduce.
-
-        Returns:
-            The handle, or None.
-        """
+        """Begin Communicator.iallreduce if an equal call was noted; return the handle, or None."""
         key = "allreduce", op, x.dtype, x.shape
         noted = self._find_call(key, x)
         if noted is None or x.nbytes > SLOT_BYTES:
@@ -162,9 +147,6 @@ class FastCalls:
 
         Args:
             name: Name that distinguishes the call from other calls on equal arrays.
-            call: Description of the collective.
-            x: NumPy array of the call.
-            op_or_root: Op or root, if the collective has one.
             kind: Kind of the collective, if not `name`: "allreduce", "reduce_scatter", "allgather",
                 "broadcast" or "barrier".
         """
@@ -197,12 +179,8 @@ class FastCalls:
                 started: bool = False) -> NodeCall | None:
         """Return a call that runs a collective on short vectors through slots; None if impossible.
 
-        Args:
-            call: Description of the collective.
-            x: Vector with the length and dtype of the vectors to combine or copy.
-            kind, op_or_root: Arguments of `note`.
-            started: If true, the call will be started. An allreduce may then use slots even if
-                other ranks combine slices.
+        The vectors have the length and dtype of `x`. An allreduce that will be `started` may use
+        slots even if other ranks combine slices.
         """
         op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
         memory = self.memory
@@ -225,10 +203,7 @@ class FastCalls:
     def prepare_slices(self, call: Call, x: Array, op: str) -> NodeCall:
         """Return a call that combines one slice of long vectors; call it only if `is_compiled`.
 
-        Args:
-            call: Description of the allreduce.
-            x: Vector. If it is in a window, it must not move.
-            op: Name of the op.
+        If the vector is in a window, it must not move.
         """
         memory: Any = self.memory
         windows = self.group.windows
@@ -257,10 +232,7 @@ class FastCalls:
     def run(self, call: NodeCall, x: Array, status: int = GATED) -> bool:
         """Run a call to its end; return False, and do nothing, if the gate is closed.
 
-        Args:
-            call: Prepared call.
-            x: Vector of the call.
-            status: Status that `begin` returned, if the caller has begun the call.
+        If the caller has begun the call, `status` is the result of `begin`.
         """
         try:
             if call.is_short and status == GATED:
@@ -290,12 +262,7 @@ class FastCalls:
         return True
 
     def start(self, call: NodeCall, x: Array, result: T) -> Handle[T] | None:
-        """Start a call, and return its handle; None, and do nothing, if the gate is closed.
-
-        Args:
-            call, x: Arguments of `run`.
-            result: Result of the handle's `wait`.
-        """
+        """Start a call, and return its handle; None, and do nothing, if the gate is closed."""
         try:
             with self._counter:
                 status = self._begin(PUBLISH, call, x)
@@ -351,13 +318,7 @@ class FastHandle(Handle[T]):
     `wait` and `test` run the rest of the call: wait for the other ranks, and combine. If the other
     ranks are late, or another operation of this rank might have to wait for the call, the engine
     runs the rest (see `hand_over`). Until then, a thread must hold the counter's lock to run the
-    call.
-
-    Args:
-        calls: Fast calls of the group.
-        call, x: Call and its vector.
-        result: Result of `wait`.
-        waited_ns: Time, in ns, that the caller has waited since the call began.
+    call. The caller has waited `waited_ns` ns since the call began.
     """
 
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
@@ -504,7 +465,6 @@ class _Remainder:
         return f"stage {self._call[CALL_STAGE]} of a node call"
 
     def test(self) -> bool:
-        """Run the call as far as possible; return whether the request is complete."""
         if self.status == LATE:
             self.status = self._call.run(POLL, self._x)
         return self.status != LATE

@@ -52,18 +52,11 @@ class Group(forks.OfRank):
     """The operations of the ranks of a private duplicate of an MPI communicator.
 
     Args:
-        mpi_comm: MPI communicator to duplicate.
-        config: Settings.
         engine: Engine of the group from which this one is split; None to start one.
 
     Attributes:
-        config: The argument of the same name.
-        rank, size: Number of this rank, and number of ranks.
-        sharing: Ranks that share nodes and memories.
-        recorder: Recorder of this rank's last operations.
-        engine, lane: Engine that advances the operations, and the lane in which they queue.
+        lane: Lane of the engine in which the operations queue.
         gpus: GPUs that operations have used.
-        fast_calls: Prepared node calls.
         closed: True after `close`, or after a rank has died.
 
     Raises:
@@ -114,10 +107,7 @@ class Group(forks.OfRank):
     def tune(self, *, fresh: bool = False) -> Model:
         """Measure the cost of each algorithm; from then on "auto" uses the fastest.
 
-        Args:
-            fresh: If true, measure even if an earlier job has.
-
-        Collective: yes. Blocking: yes.
+        If `fresh`, measure even if an earlier job has. Collective and blocking.
         """
         tuner = Tuner(
             self._run_tuning, rank=self.rank, cluster=self.cluster,
@@ -154,9 +144,7 @@ class Group(forks.OfRank):
         self.lane.max_in_flight = count
 
     def tune_once(self) -> None:
-        """Tune, unless these ranks are tuned or need not be.
-
-        Collective: yes. Blocking: yes, the first time.
+        """Tune, unless these ranks are tuned or need not be; collective, and blocks the first time.
         """
         if not self._is_tuned:
             self.tune()
@@ -165,12 +153,7 @@ class Group(forks.OfRank):
         """Tune before an allreduce for which all ranks wait, if it is one of the first.
 
         A rank must not wait in `iallreduce`, so ranks first ask each other whether all may wait.
-
-        Args:
-            call: The allreduce.
-            waits: If true, this rank waits for it.
-
-        Collective: yes. Blocking: if `waits`.
+        Collective; blocking if `waits`.
         """
         if self._is_tuned or not self._questions:
             return
@@ -193,13 +176,10 @@ class Group(forks.OfRank):
         return self.run(call, build)
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
-        """Begin an operation in the background.
+        """Begin an operation in the background; collective.
 
-        Args:
-            call: Description of the operation; compared across ranks and shown in reports.
-            build: Function that returns its schedule, given the collectives of its channel.
-
-        Collective: yes. Blocking: no.
+        The call is compared across ranks and shown in reports. The function `build` returns the
+        schedule, given the collectives of its channel.
         """
         # Operations of several threads must queue in the order of their numbers.
         with self._counter:
@@ -219,10 +199,9 @@ class Group(forks.OfRank):
                 raise
 
     def run(self, call: Call, build: Build[T], *, patient: float | bool = False) -> T:
-        """Run an operation ahead of those in the background, and return its result.
+        """Run an operation ahead of those in the background, and return its result; see `submit`.
 
         Args:
-            call, build: Arguments of `submit`.
             patient: Seconds for which this rank waits, even beyond `stall_timeout_s`, while the
                 background threads of other ranks answer. True means a day.
 
@@ -348,10 +327,7 @@ class Group(forks.OfRank):
     def split(self, color: int | None, key: int) -> "Group | None":
         """Wait for all operations; return a group of the ranks that pass the same color.
 
-        Returns:
-            The group; None if the color is None.
-
-        Collective: yes. Blocking: yes.
+        Return None if the color is None. Collective and blocking.
         """
         from ..transport.mpi import create_communicator
         self.check_open()
@@ -375,10 +351,8 @@ class Group(forks.OfRank):
     def subgroup(self, ranks: Sequence[int], tag: int, config: Config) -> "Group":
         """Return a group of some ranks that uses this group's engine.
 
-        Args:
-            ranks: Ranks of this group in their new order, including this rank.
-            tag: Number that differs between groups with common ranks that are made concurrently.
-            config: Settings of the new group.
+        The ranks are in their new order, and include this rank. The tag differs between groups with
+        common ranks that are made concurrently.
 
         Collective: yes, among those ranks. Blocking: yes.
         """
@@ -394,9 +368,7 @@ class Group(forks.OfRank):
         return self._make_child(part, config)
 
     def messages(self) -> Messages:
-        """Return the Messages between these ranks, which are separate from collectives.
-
-        Collective: yes, the first time. Blocking: yes.
+        """Return the Messages between these ranks, separate from collectives; collective at first.
         """
         if self._messages is None:
             # MPI's call cannot stall once every rank has arrived.
@@ -410,9 +382,7 @@ class Group(forks.OfRank):
         """Return another group of the same ranks, whose operations have a separate order.
 
         It duplicates the communicator of `messages()`, on which no other calls are collective.
-        Other ranks may still be in an operation of this group.
-
-        Collective: yes. Blocking: yes.
+        Other ranks may still be in an operation of this group. Collective and blocking.
         """
         return Group(self.messages().comm, self.config, self.engine)
 
@@ -430,10 +400,7 @@ class Group(forks.OfRank):
     def start_trace(self, folder: str) -> None:
         """Start a trace of this rank, including groups that were split from this one.
 
-        Args:
-            folder: Folder for the trace, see the setting `trace`.
-
-        Collective: yes. Blocking: yes.
+        For the folder, see the setting `trace`. Collective and blocking.
         """
         self.stop_trace()
         # Clocks are compared by plain MPI messages, which would wait forever for a missing rank.
@@ -472,9 +439,7 @@ class Group(forks.OfRank):
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
-        In a fork of this process it does nothing.
-
-        Collective: yes. Blocking: yes.
+        In a fork of this process it does nothing. Collective and blocking.
         """
         if self.closed or forks.in_fork:
             return
@@ -519,8 +484,6 @@ class Group(forks.OfRank):
         """Release the thread and the memory of an unclosed group that was garbage-collected.
 
         Resources that other ranks need for closing the group are kept until the program ends.
-
-        Collective: no. Blocking: no.
         """
         self._counter.close(GATE_CLOSED)
         if self._cannot_close:

@@ -85,16 +85,12 @@ class Handle(OfRank, Generic[T]):
         return self.task.result  # type: ignore[return-value]
 
     def when_done(self, action: Action) -> None:
-        """Call `action` once the operation is complete or has failed.
+        """Call `action` once the operation is complete or has failed. Not collective, not blocking.
 
-        Actions of one communicator run one after another, in the order of these calls, in any
-        thread that makes progress. If the operation is already complete, the action runs now, in
-        this thread. An action may wait for other operations.
-
-        Args:
-            action: Function of None, or of the error; it must not raise.
-
-        Collective: no. Blocking: no.
+        The action gets None, or the error; it must not raise. Actions of one communicator run one
+        after another, in the order of these calls, in any thread that makes progress. If the
+        operation is already complete, the action runs now, in this thread. An action may wait for
+        other operations.
         """
         self.lane.engine.call(self, action)
 
@@ -112,11 +108,7 @@ class Handle(OfRank, Generic[T]):
 
 
 class Driver(Protocol):
-    """Interface of the object that advances operations; see engine.Engine.
-
-    Attributes:
-        threaded: True if it also advances them in the background.
-    """
+    """Interface of the object that advances operations, in the background if it is `threaded`."""
 
     threaded: bool
 
@@ -141,9 +133,7 @@ class Lane:
     communicators in different orders.
 
     Attributes:
-        engine: Engine that advances the operations.
         watch: Watch of the operations; the engine checks it periodically.
-        max_in_flight: Largest number of operations in flight.
         queue: Operations that wait to be started.
         active: Background operations in flight.
         actions: Actions to call when operations are complete, in this order.

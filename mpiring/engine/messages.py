@@ -39,18 +39,8 @@ class Message(Handle[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result when it is complete on this rank; for one message, the peer's rank.
 
-        After `stall_warning_s`, mpiring logs what the peer is doing.
-
-        Args:
-            timeout_s: Timeout in seconds, after which the message stays in flight. By default
-                the setting `stall_timeout_s`.
-
-        Raises:
-            StallError: The timeout has expired; the error includes the report on the peer.
-            BufferMismatchError: A different number of bytes arrived.
-            TransportError: MPI failed, or an earlier operation failed.
-
-        Collective: no. Blocking: yes.
+        After `stall_warning_s`, mpiring logs what the peer is doing. A StallError includes the
+        report on the peer. For other errors and the timeout, see `wait` of a Handle.
         """
         if self.complete:
             return super().wait()
@@ -149,8 +139,6 @@ class Messages(forks.OfRank):
                 share. The channel uses the lowest tags; do not use these tags in `isend` and
                 `irecv` at the same time.
             other: Rank to query if the schedule stalls; None for all ranks.
-
-        Collective: no. Blocking: no.
         """
         forks.refuse_calls(self._engine.recorder.rank)
         return self._begin(call, build(self._transport.channel(0)), other)

@@ -36,10 +36,7 @@ Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
 class Tunable(Protocol):
-    """A group whose speed is tuned by its user.
-
-    Attributes:
-        operations_in_flight: Setting of the same name; may be changed at any time.
+    """A group whose speed is tuned by its user, who may change `operations_in_flight` at any time.
     """
 
     operations_in_flight: int
@@ -55,12 +52,8 @@ class Tunable(Protocol):
 class Tuner:
     """Determines the cost model of a communicator.
 
-    Args:
-        run: Function that runs an operation of all ranks to its end.
-        rank: Number of this rank.
-        candidates: Names of the algorithms to measure.
-        cluster: Description of the cluster, by which a model is saved.
-        folder: The setting `tuning_folder`.
+    The function `run` runs an operation of all ranks to its end. A model is saved by the
+    description of the cluster, in the folder of the setting `tuning_folder`.
     """
 
     def __init__(self, run: Run, *, rank: int, candidates: Sequence[str], cluster: str,
@@ -73,10 +66,7 @@ class Tuner:
     def find(self, *, fresh: bool = False) -> Model:
         """Return the saved model if one call confirms it; otherwise measure and save a new one.
 
-        Args:
-            fresh: If true, measure in any case.
-
-        Collective: yes. Blocking: yes.
+        If `fresh`, measure in any case. Collective and blocking.
         """
         model = None if fresh else self._load()
         if model is None or not self._is_valid(model):
@@ -86,10 +76,7 @@ class Tuner:
         return model
 
     def probe(self) -> Model:
-        """Return a model of measured times; the same on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return a model of measured times, the same on all ranks; collective and blocking."""
         x = self._zeros(SIZES[-1])
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in self._candidates}
         began_s = time.perf_counter()
