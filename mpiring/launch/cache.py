@@ -15,15 +15,11 @@ _MAX_BYTES, _LEVELS = 1 << 20, 4
 
 
 class Cache:
-    """A file with a result.
+    """A file with a result; its `folder` is None if nothing is saved.
 
     Args:
         setting: Folder, as in the setting `tuning_folder`; "" saves nothing.
-        prefix: Prefix of the file's name.
         key: Description of everything that the result depends on.
-
-    Attributes:
-        folder: Folder of the file; None if nothing is saved.
     """
 
     def __init__(self, setting: str, prefix: str, key: str) -> None:
@@ -47,10 +43,7 @@ class Cache:
             return None
 
     def write(self, name: str, value: Any) -> None:
-        """Save a value, replacing an earlier one.
-
-        Raises:
-            OSError: The folder cannot be written to.
+        """Save a value, replacing an earlier one; raise OSError if the folder cannot be written to.
         """
         if self._file is not None:
             save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())

@@ -14,11 +14,7 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class ChildResult:
-    """Exit status and output of a child.
-
-    Attributes:
-        status: Exit status, below 0 for a signal; None if the child was killed at the limit.
-        lines: Lines that the child wrote to standard output and standard error.
+    """Output of a child and its status, below 0 for a signal; None if it was killed at the limit.
     """
 
     status: int | None
@@ -35,8 +31,6 @@ def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None
     """Run a command until it ends, or kill it after a time limit.
 
     Args:
-        command: Words of the command.
-        limit_s: Seconds after which the child is killed.
         env: Environment of the child; by default, the environment of this process.
         in_place: If true, the child replaces this process as a rank of the launcher: it inherits
             all open files and stays in the session. Otherwise it has a separate session, and its

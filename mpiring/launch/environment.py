@@ -29,7 +29,6 @@ class Launcher(NamedTuple):
         name: One word; for the launcher of an MPI library, the library's name.
         title: Name in messages.
         size: Variable with the number of ranks; "" if there is none.
-        rank, local_rank: Variables with this process's rank, in the job and on its node.
         prefixes: Prefixes of variables that would mislead the ranks of another job.
         starts: Command that starts MPI ranks, without their number; "" if the launcher starts
             processes that are unknown to MPI.
@@ -165,20 +164,14 @@ def launchers(environ: Mapping[str, str] = os.environ) -> list[Launcher]:
 def launcher_of(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name, as in LAUNCHERS, of the launcher that started this process as a rank.
 
-    Returns:
-        The name; "" without a launcher, as in a Slurm allocation without srun.
+    It is "" without a launcher, as in a Slurm allocation without srun.
     """
     return next((launcher.name for launcher in launchers(environ)
                  if launcher.name != "Slurm"), "")
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = False) -> int | None:
-    """Return this process's rank from the launcher's variables; None if they do not contain it.
-
-    Args:
-        environ: Environment variables.
-        local: If true, return the rank within the node.
-    """
+    """Return this rank, or the rank within the node, from the launcher's variables, or None."""
     return _number(environ, [launcher.local_rank if local else launcher.rank
                              for launcher in LAUNCHERS
                              if not launcher.mark or launcher.mark in environ])
@@ -187,9 +180,8 @@ def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = Fals
 def prints_for_job(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process prints messages that all ranks of its job would print.
 
-    Returns:
-        False if the launcher's variables contain a rank other than 0. True without a launcher, and
-        for a program that a rank has started.
+    Return False if the launcher's variables contain a rank other than 0. Return True without a
+    launcher, and for a program that a rank has started.
     """
     innermost = next(iter(launchers(environ)), _LEFT_OVER[0])
     return (innermost in _LEFT_OVER or not launched_rank(environ)
@@ -207,12 +199,7 @@ def _number(environ: Mapping[str, str], names: Iterable[str]) -> int | None:
 
 
 def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
-    """Return whether process 1 was launched as a rank, as in a container of a single rank.
-
-    Args:
-        environ: Environment variables of this process.
-        proc: Folder of the proc file system.
-    """
+    """Return whether process 1 was launched as a rank, as in a container of a single rank."""
     innermost = next(iter(launchers(environ)), None)
     try:
         return innermost is not None and innermost.rank in variables_of(proc / "1")
@@ -221,10 +208,7 @@ def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
 
 
 def variables_of(process: Path) -> Mapping[str, str]:
-    """Return the initial environment variables of a process.
-
-    Args:
-        process: Folder of the process in /proc.
+    """Return the initial environment variables of a process, given its folder in /proc.
 
     Raises:
         OSError: The process has ended or belongs to another user.
@@ -240,11 +224,8 @@ def launched_size(environ: Mapping[str, str] = os.environ, *,
 
     The innermost launcher counts. For example, `mpirun -n 1` inside a Slurm allocation of four
     tasks starts one rank. If a launcher sets the rank but not the number of ranks, the number is at
-    least the rank plus 1.
-
-    Args:
-        environ: Environment variables.
-        by_mpi: If true, use the innermost launcher of MPI ranks, if it sets their number.
+    least the rank plus 1. If `by_mpi`, use the innermost launcher of MPI ranks, if it sets their
+    number.
 
     Returns:
         A pair like `(4, "SLURM_NTASKS=4 (Slurm)")`; `(1, "")` if no launcher's variables are set.
@@ -270,13 +251,9 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
     A rank may start another program without these variables on purpose. Therefore the search stops
     at an ancestor that has loaded an MPI library.
 
-    Args:
-        proc: Folder of the proc file system.
-        pid: Number of this process.
-
     Returns:
-        A pair like `(2, "mpirun (process 123) has started 2 processes on this node,")`. It is
-        `(1, "")` if no ancestor has started several ranks, or if /proc hides the ancestors, as in a
+        A pair like `(2, "mpirun (process 123) has started 2 processes on this node,")`. It is `(1,
+        "")` if no ancestor has started several ranks, or if /proc hides the ancestors, as in a
         container.
     """
     process = proc / str(os.getpid() if pid is None else pid)
@@ -332,14 +309,8 @@ def starting_rank(environ: Mapping[str, str] = os.environ, proc: Path = Path("/p
                   pid: int | None = None) -> int | None:
     """Return the number of the rank's process that started this process without a launcher.
 
-    Args:
-        environ: Environment variables of this process.
-        proc: Folder of the proc file system.
-        pid: Number of this process.
-
-    Returns:
-        The number. It is None if a launcher has started this process, or if /proc hides it. It is
-        also None without a launcher's variables, because MPI can then start in this process.
+    It is None if a launcher has started this process, or if /proc hides it. It is also None without
+    a launcher's variables, because MPI can then start in this process.
     """
     if not any(launcher.starts and launcher.name != "Slurm" for launcher in launchers(environ)):
         return None
@@ -375,10 +346,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher lets the other ranks continue when one dies.
-
-    Open MPI's `mpirun --with-ft ulfm` does so, and sets a variable.
-    """
+    """Return whether the launcher lets ranks survive another's death: `mpirun --with-ft ulfm`."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 

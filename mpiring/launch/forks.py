@@ -52,11 +52,7 @@ gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 
 
 def guard(is_finalized: Callable[[], bool]) -> None:
-    """Record that MPI was started in this process.
-
-    Args:
-        is_finalized: Function MPI_Finalized.
-    """
+    """Record that MPI was started in this process; `is_finalized` is MPI_Finalized."""
     global _mpi_pid
     if not _mpi_pid:
         _mpi_pid = os.getpid()

@@ -40,13 +40,9 @@ def takes_pointers(config: Config, library: str, index: int | None) -> bool:
     """Return whether MPI accepts pointers to GPU memory.
 
     The result comes from the setting `gpu_aware`, the cache, or a trial, which takes as long as the
-    start of a job. A negative result is logged with its reason. Call this function on one rank,
-    and send the result to the other ranks.
-
-    Args:
-        config: Settings.
-        library: MPI library's description of itself.
-        index: Number of the GPU for a trial; None if no trial is possible without CuPy.
+    start of a job. A negative result is logged with its reason. Call this function on one rank, and
+    send the result to the other ranks. Without CuPy, no trial is possible; the GPU's `index` is
+    then None.
     """
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
@@ -74,12 +70,7 @@ def takes_pointers(config: Config, library: str, index: int | None) -> bool:
 
 
 def trial_problem(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
-    """Run a trial, and return the problem; "" if MPI accepts the pointers.
-
-    Args:
-        command: Command that starts two ranks of this module.
-        limit_s: Seconds after which the ranks are killed.
-    """
+    """Run a command that starts two ranks of this module; return the problem, "" for none."""
     try:
         ended = child_job.run([*command, str(limit_s)], limit_s + child_job.GRACE_S,
                               env=variables_for_another_job())

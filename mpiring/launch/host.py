@@ -33,12 +33,7 @@ def usable_processors() -> Set[int]:
 
 
 def count_cores(processors: Set[int], root: Path = Path("/")) -> int:
-    """Return the number of physical cores to which these processors belong.
-
-    Args:
-        processors: Numbers of processors.
-        root: Root folder of the file system.
-    """
+    """Return the number of physical cores to which these processors belong."""
     siblings = set()
     for number in processors:
         try:
@@ -50,11 +45,7 @@ def count_cores(processors: Set[int], root: Path = Path("/")) -> int:
 
 
 def quota(root: Path = Path("/")) -> float:
-    """Return the smallest CPU limit of this process's cgroups, in processors.
-
-    Args:
-        root: Root folder of the file system.
-    """
+    """Return the smallest CPU limit of this process's cgroups, in processors."""
     quotas = [math.inf]
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
@@ -83,11 +74,7 @@ def text_of(path: Path) -> str:
 
 
 def ipv4_address(interface: str) -> str:
-    """Return the IPv4 address of an interface.
-
-    Raises:
-        OSError: There is no such interface, or it has no address.
-    """
+    """Return the IPv4 address of an interface; raise OSError if there is none."""
     import socket
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
@@ -107,15 +94,12 @@ def ipv4_addresses() -> dict[str, str]:
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let this process keep up to 1 GiB of freed memory instead of returning it to the system.
+    """Let this process keep up to 1 GiB of freed memory; return whether malloc has accepted this.
 
     A training step allocates and frees all gradients. By default, glibc returns long blocks at
     once, and the system zeroes every page again at the next allocation. In one measurement with a
     convolutional network, zeroing 12,136 pages took 24 ms of a 205 ms step. Nothing changes without
     glibc, or if the user has set malloc's thresholds in environment variables.
-
-    Returns:
-        True if malloc has accepted the thresholds.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or heap_is_set():

@@ -27,9 +27,7 @@ def watch() -> None:
 def note(rank: int, size: int, *, communicated: bool) -> None:
     """Record that a communicator was closed.
 
-    Args:
-        rank, size: Number of this rank in it, and its number of ranks.
-        communicated: True if one of its ranks has communicated, in any communicator.
+    If `communicated`, one of its ranks has communicated, in any communicator.
     """
     global _communicated, _rank, _size
     _communicated |= communicated

@@ -71,10 +71,8 @@ def mpi_world(*, allow_singleton: bool) -> Any:
         allow_singleton: If true, accept a world of one rank if the launcher was asked for more.
 
     Raises:
-        LaunchError: The launcher was asked for several ranks, but this process is alone; or this
-            process is a fork of a rank.
-        MissingDependencyError: There is no MPI library.
-        ClosedError: MPI is finalized already.
+        LaunchError: The launcher was asked for several ranks, but this process is alone.
+        MpiringError: As for `load_mpi`.
     """
     if allow_singleton:
         return load_mpi().COMM_WORLD
@@ -107,12 +105,7 @@ def _refuse_dropped_variables() -> None:
 
 
 def refusal(wanted: int, problem: str) -> LaunchError:
-    """Return an error about an incorrect launch, with the correct command.
-
-    Args:
-        wanted: Number of ranks that were asked for.
-        problem: First part of the message.
-    """
+    """Return an error about a launch of fewer than the `wanted` ranks, with the correct command."""
     _linger()
     all_launchers = launchers()
     innermost = next(iter(all_launchers), None)

@@ -29,19 +29,13 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 def node_order(leaders: Sequence[int]) -> Sequence[int]:
     """Return all ranks, grouped by node, so that a ring in this order leaves each node once.
 
-    Args:
-        leaders: Lowest rank on the node of each rank.
+    The leaders are, for each rank, the lowest rank on its node.
     """
     return compact(sorted(range(len(leaders)), key=lambda rank: (leaders[rank], rank)))
 
 
 def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> Sequence[Sequence[int]]:
-    """Return the ranks of each node or memory, in the given order.
-
-    Args:
-        leaders: Lowest rank on the node, or in the memory, of each rank.
-        order: Result of `node_order`.
-    """
+    """Return the ranks of each node or memory, in an order; for leaders, see `node_order`."""
     groups: dict[int, list[int]] = {}
     for rank in order:
         groups.setdefault(leaders[rank], []).append(rank)
@@ -49,12 +43,7 @@ def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> Sequence[Seq
 
 
 def topology(rank: int, leaders: Sequence[int]) -> Topology:
-    """Return the position of a rank.
-
-    Args:
-        rank: Number of this rank.
-        leaders: Lowest rank on the node of each rank.
-    """
+    """Return the position of a rank; for leaders, see `node_order`."""
     nodes = sorted(set(leaders))
     on_node = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
     return Topology(
@@ -63,16 +52,10 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
 
 
 def neighbors(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return the first ranks of the previous and the next group, if this rank leads a group.
+    """Return the first ranks of the previous and the next node, if this rank leads a node.
 
-    The groups are in the order of the ring, so that headers use the same links as the data.
-
-    Args:
-        rank: Number of this rank.
-        nodes: Result of `ranks_of_nodes`.
-
-    Returns:
-        The two ranks; None unless this rank leads one of several groups.
+    The nodes are in the order of the ring, so that headers use the same links as the data. Return
+    None unless this rank leads one of several nodes.
     """
     leaders = [ranks[0] for ranks in nodes]
     if rank not in leaders or len(leaders) == 1:
