@@ -70,11 +70,7 @@ class OperationCounter:
         return bool(self.words[COUNTER_GATE] & GATE_CLOSED)
 
     def close(self, reason: int) -> None:
-        """Close the gate, so that no fast call begins.
-
-        Args:
-            reason: GATE_CLOSED or another bit, see transport.layout.
-        """
+        """Close the gate, so that no fast call begins, for a reason like layout.GATE_CLOSED."""
         self.words[COUNTER_GATE] |= reason
 
     def open(self, reason: int) -> None:
@@ -88,12 +84,7 @@ class OperationCounter:
         self.close(GATE_FORKED)
 
     def identity_of(self, call: Call, algorithm: str) -> int:
-        """Return a new number by which fast calls are recorded.
-
-        Args:
-            call: Description of the calls.
-            algorithm: Name of their algorithm, for reports.
-        """
+        """Return a new number by which fast calls of an algorithm are recorded."""
         with self:
             if len(self._calls) >= _MAX_CALLS:
                 recorded = {identity for identity, *_ in self._ring_entries()}

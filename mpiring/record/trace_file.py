@@ -60,10 +60,8 @@ def compare_clocks(comm: Any) -> ClockReading:
     """Return the offset from rank 0's clock, as measured by the fastest of several round trips.
 
     In step k, ranks 2^k to 2^(k+1) ask the 2^k ranks before them, which already know their offsets.
-    This takes ceil(log2 p) steps. The errors along the path from rank 0 add up.
-
-    Args:
-        comm: MPI communicator on which nothing else is sent.
+    This takes ceil(log2 p) steps. The errors along the path from rank 0 add up. Nothing else is
+    sent on `comm`.
 
     Collective: yes. Blocking: yes.
     Source: Cristian, Distributed Computing 3, 1989.
@@ -105,16 +103,9 @@ class TraceFile:
     """A file that records what one rank does from now on.
 
     The threads in which events happen queue them; a separate thread writes them from time to time.
-    If the disk is full, or the file too long, the trace ends and training continues.
-
-    Args:
-        comm: MPI communicator of the ranks; duplicated.
-        folder: Folder for the files; created if it does not exist.
-        node: Number of this rank's node.
-
-    Attributes:
-        path: Name of the file.
-        flight_path: Name of the file for the last operations; see flight_file.
+    If the disk is full, or the file too long, the trace ends and training continues. The
+    communicator is duplicated, and the folder is created if it does not exist. The last operations
+    are in a separate file at `flight_path`; see flight_file.
 
     Collective: yes. Blocking: yes.
     """
@@ -195,12 +186,9 @@ class TraceFile:
                          for event in self._operation(flight, now, complete=False)])
 
     def close(self, *, together: bool) -> None:
-        """Write the remaining events, and end the file.
+        """Write the remaining events, and end the file; blocking.
 
-        Args:
-            together: If true, all ranks call this, and compare their clocks again.
-
-        Collective: if `together`. Blocking: yes.
+        If `together`, all ranks call this, and compare their clocks again.
         """
         if self._closing.is_set():
             return
