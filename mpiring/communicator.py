@@ -49,13 +49,7 @@ Op: TypeAlias = Union[OpName, "MPI.Op"]
 
 
 class Prepared(NamedTuple):
-    """A collective on an array, checked and ready to run.
-
-    Attributes:
-        call: Description of the collective.
-        build: Function that returns its schedule.
-        vector: The array as a vector.
-    """
+    """A collective on an array, checked and ready to run; `build` returns its schedule."""
 
     call: Call
     build: Build[Any]
@@ -222,14 +216,12 @@ class Communicator(OfRank):
                    algorithm: AlgorithmName = "auto") -> Handle[A]:
         """Start to combine `x` over all ranks, and return a handle at once.
 
-        The operation advances in the background. Do not read or write `x` until the `wait()` of
-        the handle returns it. Many operations may be in flight; wait for them in any order. Other
-        ranks may call `allreduce` instead.
+        The operation advances in the background. Do not read or write `x` until the `wait()` of the
+        handle returns it. Many operations may be in flight; wait for them in any order. Other ranks
+        may call `allreduce` instead.
 
         Args:
-            x: Array as in `allreduce`.
-            op: Operation as in `allreduce`.
-            algorithm: Algorithm as in `allreduce`.
+            x, op, algorithm: Arguments of `allreduce`.
 
         Raises the same errors as `allreduce`, some of them in `wait()`.
 
@@ -324,8 +316,8 @@ class Communicator(OfRank):
         """Return an operation that combines `x` over all ranks, in place, each time it is called.
 
         Arguments are checked, and the algorithm is chosen, once. For `total =
-        comm.persistent_allreduce(x)`, `total()` is an `allreduce` that returns `x`;
-        `total.start()` and `total.wait()` let the program compute in between.
+        comm.persistent_allreduce(x)`, `total()` is an `allreduce` that returns `x`; `total.start()`
+        and `total.wait()` let the program compute in between.
 
         Args:
             x: Array as in `allreduce`. The operation is bound to its memory.
@@ -503,9 +495,7 @@ class Communicator(OfRank):
         """Count a model whose ranks these are; return its number as a string for messages.
 
         Ranks compare this string, so that operations of two equal models are not mixed. It is ""
-        for the first model.
-
-        Collective: yes. Blocking: no.
+        for the first model. Collective, not blocking.
         """
         self._models += 1
         return f"of model {self._models}" if self._models > 1 else ""
@@ -603,12 +593,8 @@ class Communicator(OfRank):
     def work_inline(self, work: Callable[[], object]) -> None:
         """Call `work` while this rank waits or polls, if operations have no background thread.
 
-        It is for `mpiring.horovod`, which otherwise has a thread for such work.
-
-        Args:
-            work: Function that must return if a caller of this thread is already at this work.
-
-        Collective: no. Blocking: no.
+        It is for `mpiring.horovod`, which otherwise has a thread for such work. The function must
+        return if a caller of this thread is already at this work.
         """
         self._group.lane.work = work
 
@@ -725,9 +711,7 @@ class Communicator(OfRank):
     def abandon(self, error: BaseException) -> None:
         """Close without waiting for operations or other ranks, because a rank has died.
 
-        Args:
-            error: Error that every later call raises, including calls on communicators split from
-                this one.
+        Every later call raises `error`, including calls on communicators split from this one.
 
         Collective: no. Blocking: no.
         """
@@ -755,13 +739,7 @@ def _noted(x: Any, build: Build[Any]) -> Build[Any]:
 
 
 def _checked_build(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
-    """Return a function that returns `build`, or refuses a tensor that has moved in memory.
-
-    Args:
-        x: Tensor in host memory.
-        build: Function that returns a schedule on its memory.
-        rank: Rank of this process, for messages.
-    """
+    """Return a function that returns `build`, or refuses a tensor on the host that has moved."""
     address, n = x.data_ptr(), x.numel()
 
     def checked() -> Build[Any]:

@@ -61,12 +61,6 @@ class Messages(forks.OfRank):
         transport: Transport for these messages only.
         mailbox: Mailbox of the watch, on the same communicator.
         engine: Engine that advances the messages independently of each other.
-        config: Settings.
-
-    Attributes:
-        comm: MPI communicator.
-        lane: Lane of the engine.
-        watch: Watch that reports stalled messages.
     """
 
     def __init__(self, transport: "MpiTransport", mailbox: "Mailbox", engine: Engine,

@@ -28,11 +28,8 @@ class Persistent(OfRank, Generic[T]):
     need not be closed.
 
     Args:
-        group: Group of the ranks.
-        call: Description of the operation, the same on all ranks.
-        build: Function to call before each run; it checks the array and returns the function
-            that builds the schedule.
-        result: Result of `wait`.
+        build: Function to call before each run; it checks the array and returns the function that
+            builds the schedule.
         owner: Object to keep alive.
         vector: The array as a vector in host memory; None if no fast call can use it.
         kind, op_or_root: Description of the collective, see FastCalls.note.
