@@ -112,7 +112,7 @@ class Engine(forks.OfRank):
     def join(self, watch: Watch, max_in_flight: float | None = None) -> Lane:
         """Return a lane for the operations of a communicator.
 
-        By default, `max_in_flight` operations are as in the settings.
+        By default, `max_in_flight` is as in the settings.
         """
         lane = Lane(self, watch, max_in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
@@ -325,7 +325,7 @@ class Engine(forks.OfRank):
     def _progress(self, lanes: Sequence[Lane] | None = None) -> bool:
         """Step every operation once; return whether any moved. The caller holds the lock.
 
-        Background operations of other lanes than `lanes` are skipped.
+        If `lanes` are given, background operations of other lanes are skipped.
         """
         if self.failure is not None:
             return False
@@ -451,8 +451,8 @@ class Engine(forks.OfRank):
     def report(self, last: int, folder: str | None = None) -> str:
         """Return lines about the last operations of this engine, then of all others of the process.
 
-        The number `last` is that of each engine. In `folder`, save this engine's; see
-        Recorder.save.
+        Each engine reports its `last` operations. If `folder` is given, save those of this engine
+        there; see Recorder.save.
         """
         return "\n".join(filter(None, [
             self.recorder.report(last, folder),
@@ -493,7 +493,7 @@ def advance_inline(but: Engine | None = None) -> bool:
     """Make progress in all engines that have no thread; return whether any operation moved.
 
     A rank that waits for one operation must also advance the others. Otherwise two ranks that wait
-    for different operations would wait for each other. The caller advances the engine `but`.
+    for different operations would wait for each other. The caller itself advances the engine `but`.
     """
     moved = False
     for engine in _existing():

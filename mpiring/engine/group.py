@@ -368,7 +368,7 @@ class Group(forks.OfRank):
         return self._make_child(part, config)
 
     def messages(self) -> Messages:
-        """Return the Messages between these ranks, separate from collectives; collective at first.
+        """Return the separate Messages between these ranks; collective and blocking the first time.
         """
         if self._messages is None:
             # MPI's call cannot stall once every rank has arrived.

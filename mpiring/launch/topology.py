@@ -52,10 +52,10 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
 
 
 def neighbors(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return the first ranks of the previous and the next node, if this rank leads a node.
+    """Return the first ranks of the previous and the next group, if this rank leads a group.
 
-    The nodes are in the order of the ring, so that headers use the same links as the data. Return
-    None unless this rank leads one of several nodes.
+    The groups are in the order of the ring, so that headers use the same links as the data. Return
+    None unless this rank leads one of several groups.
     """
     leaders = [ranks[0] for ranks in nodes]
     if rank not in leaders or len(leaders) == 1:

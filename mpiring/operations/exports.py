@@ -37,7 +37,7 @@ def _log_problem(rank: int, device: str, problem: str) -> None:
 class _Root:
     """Common owner of all vectors in one window; when it is freed, the rank gives up the window.
 
-    It has the memory of this rank, for users that outlive the communicator.
+    It keeps the memory of this rank for users that outlive the communicator.
     """
 
     memory: DeviceVector

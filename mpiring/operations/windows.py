@@ -45,8 +45,8 @@ def mapped(node: NodeGroup, nbytes: int, *,
            private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
     """Return `nbytes` bytes of zeros for each rank of the node, in memory that all share.
 
-    Return None on all ranks if a rank cannot map them, which logs the reason. Collective within the
-    node.
+    Return None on all ranks if a rank cannot map them, which logs the reason. For
+    `private_in_forks`, see `window.segments`. Collective within the node.
     """
     layout = functools.partial(window.segments, private_in_forks=private_in_forks)
     segments, problem = yield from _mapped(node, nbytes, layout)

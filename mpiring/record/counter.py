@@ -70,7 +70,7 @@ class OperationCounter:
         return bool(self.words[COUNTER_GATE] & GATE_CLOSED)
 
     def close(self, reason: int) -> None:
-        """Close the gate, so that no fast call begins, for a reason like layout.GATE_CLOSED."""
+        """Close the gate for a reason, such as layout.GATE_CLOSED, so that no fast call begins."""
         self.words[COUNTER_GATE] |= reason
 
     def open(self, reason: int) -> None:

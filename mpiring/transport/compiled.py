@@ -234,7 +234,9 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
-    """Return functions that convert a divisor, widen a number and narrow a sum; and if it divides.
+    """Return functions for a dtype that convert a divisor, widen a number and narrow a sum.
+
+    Also return whether a sum may be divided.
     """
     if name in SIXTEEN_BIT:
         return np.float32, *intrinsics.conversions(name), True

@@ -234,7 +234,7 @@ class MpiTransport:
 
 
 class MpiChannel:
-    """One lane of an operation: a tag. All lanes share the list `sent`, of one number of bytes."""
+    """One lane of an operation: a tag. All lanes share `sent`, a list of one number of bytes."""
 
     def __init__(self, transport: MpiTransport, sequence: int, tag: int) -> None:
         self.rank = transport.rank
@@ -290,7 +290,7 @@ class Mailbox:
         self._sent, self._received = np.zeros(transport.size, np.int64), 0
 
     def post(self, dest: int, message: bytes) -> None:
-        """Send a message without waiting; raise ProcessFailedError if a rank has died."""
+        """Send a message without waiting; raise ProcessFailedError (a death) or TransportError."""
         try:
             request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
             self._in_flight.append((request, message))
@@ -336,7 +336,8 @@ class Mailbox:
 class MpiNode:
     """The ranks of a communicator that share a node, synchronized by blocking MPI calls.
 
-    Used at the start, before the ranks share memory. The constructor is collective.
+    Used at the start, before the ranks share memory. The constructor is collective. The `ranks` are
+    ascending.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
