@@ -67,7 +67,8 @@ def allreduce(
 
     A rank sends 2(p-1)/p of `x`, as in a ring. The result is bitwise identical on all ranks, and
     the same as if contributions were combined in rank order. For `inbox`, see `inbox_size`; for
-    `piece_bytes` and `local`, see `reduce_scatter`.
+    `piece_bytes`, see `reduce_scatter`. If `local` is given, it has the chunks of `x`, and also
+    copies the result to the node's other ranks.
     """
     chunks = chunks_of(x, net.size)
     yield from reduce_scatter(net, chunks, inbox, combine, piece_bytes, local)

@@ -115,8 +115,7 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
 def by_levels(operation: Operation, x: Array, levels: Levels,
               inside: Sequence[IntraNode]) -> Schedule[None]:
-    """Continue `allreduce` when all ranks of the node have arrived; `inside` is from `synchronize`.
-    """
+    """Continue `allreduce` when all ranks of the node have arrived; see `synchronize`."""
     node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     size = inbox_size(x.size, x.itemsize, nodes, levels, tuning)
     with operation.borrow(size, x.dtype) as inbox:
@@ -187,8 +186,7 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
 
 def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
              inside: Sequence[IntraNode]) -> Schedule[None]:
-    """Continue `allgather` when all ranks of the node have arrived; `inside` is from `synchronize`.
-    """
+    """Continue `allgather` when all ranks of the node have arrived; see `synchronize`."""
     node, tuning = operation.node, operation.tuning
 
     def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:

@@ -75,8 +75,7 @@ class Turn:
 def allreduce(
     iallreduce: Callable[[Array, str], Request], turn: Turn, x: Array, reduction: Reduction,
 ) -> Schedule[None]:
-    """Combine `x`, of a dtype that `supports` accepts, over all ranks, in place, by MPI_Iallreduce.
-    """
+    """Combine `x`, of a dtype that `supports` accepts, in place, by MPI_Iallreduce."""
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op
     # mpi4py has no MPI type for unaligned elements, and MPI could not add them.

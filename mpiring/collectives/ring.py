@@ -61,8 +61,8 @@ def allreduce(
 
     Each of the p ranks sends 2(p-1)/p of `x` in 2(p-1) steps: the least possible traffic, at a
     latency that grows with p. The result is bitwise identical on all ranks, because one rank
-    completes each chunk and the others copy it. The arguments are those of `reduce_scatter` and
-    `allgather`; `local` has the chunks of `x`.
+    completes each chunk and the others copy it. For `inbox`, see `inbox_size`. If `local` is given,
+    it has the chunks of `x`, and also copies the result to the node's other ranks.
     """
     p = net.size
     if local is None:

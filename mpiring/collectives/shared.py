@@ -187,8 +187,7 @@ def allgather_chunks(operation: Operation, chunks: Sequence[Array]) -> Schedule[
 
 
 def broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
-    """Copy `x` of the node's rank `root` to all ranks of the node: from a window, or by messages.
-    """
+    """Copy `x` of rank `root` of the node to all its ranks: from a window, or by messages."""
     vectors = yield from _vectors(operation, x)
     if vectors is not None:
         if operation.rank != root:

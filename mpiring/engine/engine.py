@@ -278,8 +278,7 @@ class Engine(forks.OfRank):
         self._wake.set()
 
     def _call_actions(self, *lanes: Lane) -> None:
-        """Call the actions of complete operations, by default of all lanes. Do not hold the lock.
-        """
+        """Call the actions of complete operations, of all lanes by default, without the lock."""
         for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
                 try:

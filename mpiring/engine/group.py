@@ -144,8 +144,7 @@ class Group(forks.OfRank):
         self.lane.max_in_flight = count
 
     def tune_once(self) -> None:
-        """Tune, unless these ranks are tuned or need not be; collective, and blocks the first time.
-        """
+        """Tune, unless these ranks are tuned or need not be; collective, blocks the first time."""
         if not self._is_tuned:
             self.tune()
 
@@ -368,8 +367,7 @@ class Group(forks.OfRank):
         return self._make_child(part, config)
 
     def messages(self) -> Messages:
-        """Return the separate Messages between these ranks; collective and blocking the first time.
-        """
+        """Return the Messages between these ranks; collective and blocking the first time."""
         if self._messages is None:
             # MPI's call cannot stall once every rank has arrived.
             self.run(Call("messages", prepares=True), lambda collectives: collectives.barrier())

@@ -36,8 +36,7 @@ Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
 class Tunable(Protocol):
-    """A group whose speed is tuned by its user, who may change `operations_in_flight` at any time.
-    """
+    """A group whose speed is tuned by its user; `operations_in_flight` may change at any time."""
 
     operations_in_flight: int
 

@@ -43,8 +43,7 @@ class Cache:
             return None
 
     def write(self, name: str, value: Any) -> None:
-        """Save a value, replacing an earlier one; raise OSError if the folder cannot be written to.
-        """
+        """Save a value, replacing an earlier one; raise OSError if the folder is not writable."""
         if self._file is not None:
             save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
 

@@ -14,8 +14,7 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class ChildResult:
-    """Output of a child and its status, below 0 for a signal; None if it was killed at the limit.
-    """
+    """Output and status of a child: below 0 for a signal, None if it was killed at the limit."""
 
     status: int | None
     lines: Sequence[str]

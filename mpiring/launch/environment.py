@@ -171,8 +171,7 @@ def launcher_of(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = False) -> int | None:
-    """Return this rank, or the rank within the node if `local`, by the launcher; None if unknown.
-    """
+    """Return this rank (if `local`, within the node) by the launcher; None if unknown."""
     return _number(environ, [launcher.local_rank if local else launcher.rank
                              for launcher in LAUNCHERS
                              if not launcher.mark or launcher.mark in environ])

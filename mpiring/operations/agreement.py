@@ -210,8 +210,7 @@ def agreed(
 
 
 def refuse_others(call: Call, node: Node) -> None:
-    """After the first barrier, raise BufferMismatchError if a rank of the node made another call.
-    """
+    """After the first barrier, raise BufferMismatchError if a rank made a different call."""
     for rank, other in node.headers():
         if other != call.header:
             _refuse(node.ranks[node.rank], call, rank, other)

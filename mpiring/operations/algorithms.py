@@ -240,8 +240,7 @@ def named(name: str) -> Algorithm | None:
 def candidates(ranks: int, nodes: int,
                dtypes: Iterable["np.dtype[Any]"] = (np.dtype(np.float32),),
                gpu: str = "") -> tuple[str, ...]:
-    """Return the algorithms that are worth measuring on a cluster, for means or sums of `dtypes`.
-    """
+    """Return the algorithms that are worth measuring, for means or sums of these dtypes."""
     cases = [Case(0, dtype, "mean", ranks, nodes, Tuning(), gpu) for dtype in dtypes]
     return tuple(
         row.name for row in TABLE if row.is_measured(nodes) and all(

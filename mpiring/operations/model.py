@@ -30,8 +30,7 @@ _LEVELS = 3
 
 
 class Curve(NamedTuple):
-    """Time in seconds of an algorithm's allreduce at sizes in bytes, ascending; at least one point.
-    """
+    """Seconds of an algorithm's allreduce at points: one or more sizes in bytes, ascending."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -65,8 +64,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The curves of the algorithms that can be used on this cluster, in the order of measurement.
-    """
+    """The curves of the algorithms that this cluster can use, in the order of measurement."""
 
     curves: tuple[tuple[str, Curve], ...]
 

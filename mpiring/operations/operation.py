@@ -161,8 +161,7 @@ class Collectives:
         return returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
-        """Return the schedule that copies every rank's slice, as in `reduce_scatter`, to all ranks.
-        """
+        """Return the schedule that copies every rank's slice (see `reduce_scatter`) to all."""
         bounds = bounds or self._equal_bounds(x)
         halves = self._cached_choice(choose_halves, x, "sum")
         return nothing() if self.size == 1 else halves.allgather(self, x, bounds)
@@ -325,8 +324,7 @@ class Collectives:
                 as_bytes(chunk)[...] = content
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r, and fills `receives`; see exchange.
-        """
+        """Return the schedule that sends `sends[r]` to rank r, and fills `receives`."""
         return self.confirmed(exchange.exchange(
             self.net, dict(enumerate(sends)), dict(enumerate(receives))))
 

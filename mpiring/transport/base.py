@@ -128,8 +128,7 @@ class Node(Protocol):
 
 
 class Task(Generic[T]):
-    """Steps one schedule, for every driver (engine, simulator); `pending` holds what it waits for.
-    """
+    """Steps one schedule, for every driver (engine, simulator); it waits for `pending`."""
 
     def __init__(self, schedule: Schedule[T]) -> None:
         self.done = False

@@ -308,8 +308,7 @@ def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan
 
 def piece_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, piece_bytes: int,
                combine: Combine) -> NodeCall:
-    """Return a call that reduces private vectors of n elements, in pieces of at most `piece_bytes`.
-    """
+    """Return a call that reduces private vectors, in pieces of at most `piece_bytes` bytes."""
     p, half = len(memory.ranks), memory.slots(0, dtype, None)[0].size // 2
     longest = min(half, piece_bytes // dtype.itemsize) // p
     # Pieces use the halves of a slot alternately: one is read while the next is written.

@@ -49,8 +49,7 @@ class NodeMemory:
         self.written: list[bytes] = [b""] * AREAS
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
-        """Return the node of an operation; its header and digest of 63 bits are equal on all ranks.
-        """
+        """Return the node of an operation; header and digest (63 bits) are equal on all ranks."""
         return SharedNode(self, sequence, header, digest, 0)
 
     def slots(self, area: int, dtype: np.dtype[Any], size: int | None) -> Sequence[Array]:
@@ -84,8 +83,7 @@ class NodeMemory:
 
 
 class SharedNode:
-    """The node of one operation; `count` is the value of this rank's flag since its last barrier.
-    """
+    """The node of one operation; `count` is this rank's flag since its last barrier."""
 
     __slots__ = ("rank", "size", "ranks", "has_arrived", "memory", "count",
                  "_sequence", "_header", "_lanes", "_digest", "_area", "_flag")

@@ -267,8 +267,7 @@ def _pieces(d: Any) -> Any:
 
 
 def _parts(d: Any) -> Any:
-    """Return a function of j, start, n that returns where piece j of a part begins, and its length.
-    """
+    """Return a function of j, start, n that returns the offset and length of a part's piece j."""
     @d.inlined
     def piece(call, j, start, n):  # type: ignore[no-untyped-def]
         done = min(j * call[CALL_WIDTH], n)
