@@ -38,13 +38,8 @@ NEW_SEEDS = ("Ranks draw from new seeds: data order and dropout that depend on t
 @dataclass(frozen=True)
 class _Writing:
     """A checkpoint that is being written.
-
-    Attributes:
-        step: Training step.
-        folder: Folder in which its files appear.
-        canceled: Set if the checkpoint must not be published.
-        files: Done when this rank's files are written.
-        published: Done when the checkpoint is published; None except on rank 0.
+    Its files appear in `folder`; `files` is done when this rank's are written, and `published`,
+    None except on rank 0, when the checkpoint is published. `canceled` prevents its publication.
     """
 
     step: int
@@ -63,8 +58,8 @@ class Checkpoints:
                 checkpoints.save(step, replicated={"params": params}, own={"random": ...})
 
     `save` copies the state in memory and returns; a thread writes it. A checkpoint is complete once
-    the files of all ranks are on the disk. `load` verifies their hashes. If a checkpoint is
-    damaged, `load` logs the reason and loads the previous checkpoint.
+    the files of all ranks are on the disk. `load` verifies their hashes. It logs a damaged
+    checkpoint, and loads the previous one.
 
     State is a pytree of dicts, lists and tuples with arrays, numbers, strings, True, False, None.
     Nothing is pickled. Files are safetensors, with a manifest in JSON.
@@ -156,7 +151,6 @@ class Checkpoints:
         self._writing = _Writing(plan.step, staging, canceled, files, published)
 
     def _write(self, staging: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
-        """Write this rank's files; in the background."""
         try:
             # A rank without files does not create the folder: rank 0 may already have renamed it.
             if digests:
@@ -170,7 +164,6 @@ class Checkpoints:
 
     def _publish(self, staging: Path, canceled: threading.Event, files: "Future[None]",
                  plan: SavePlan, began: float) -> None:
-        """Wait for the files of all ranks, and publish the checkpoint; in the background."""
         files.result()
         folder = staging.parent
         names = await_files(staging, plan.names, self._comm.config.stall_timeout_s, canceled)

@@ -64,11 +64,6 @@ class Copy:
 
         The file gets this name once it is complete and on the disk.
 
-        Args:
-            folder: Folder to write to.
-            name: Name of the file, without the hash.
-            digest: Future of the result of `digest`.
-
         Raises:
             OSError: The file cannot be written, for example because the disk is full. The
                 incomplete file is deleted.
@@ -99,9 +94,7 @@ def has_fast_hash(file: str) -> bool:
 
 def write_plain(path: Path, outline: Outline) -> None:
     """Write a tree to a file of this name, without a copy in memory and without a hash.
-
-    Raises:
-        OSError: As for `Copy.write`.
+    Raises OSError as `Copy.write` does.
     """
     header, bounds = _file_layout(outline)
     end = len(header) + max((stop for _, stop in bounds.values()), default=0)
@@ -143,12 +136,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a file.
-
-    Attributes:
-        text: The tree; see Outline.
-        data: The elements of its arrays, by name.
-    """
+    """The content of a file: its tree as text (see Outline), and the arrays' elements, by name."""
 
     text: str
     data: Mapping[str, Bytes]
@@ -160,15 +148,7 @@ def name_of(file: str) -> str:
 
 
 def read(path: Path, nbytes: int) -> Content:
-    """Read a file, and check it.
-
-    Args:
-        path: Path with the name that `Copy.write` gave it.
-        nbytes: Length of the file.
-
-    Raises:
-        CheckpointError: The content is not the one that was written.
-    """
+    """Read a file of this length; raise CheckpointError unless it has the content of its name."""
     with _open_source(path, nbytes) as source:
         content = source.content()
         source.refuse_other_digest()
@@ -176,10 +156,7 @@ def read(path: Path, nbytes: int) -> Content:
 
 
 def verify(path: Path, nbytes: int) -> Layout:
-    """Read a file without keeping its content, and check it; return the offsets of its arrays.
-
-    Args, Raises: as for `read`.
-    """
+    """Check a file like `read`, without keeping it; return the offsets of its arrays."""
     with _open_source(path, nbytes) as source:
         _, layout = source.header()
         source.refuse_other_digest()
@@ -187,35 +164,23 @@ def verify(path: Path, nbytes: int) -> Layout:
 
 
 def map_file(path: Path, nbytes: int) -> Bytes:
-    """Map a file into memory, read-only; only its length is checked.
-
-    Args, Raises: as for `read`.
-    """
+    """Map a file of this length into memory, read-only, without a check of its content."""
     with _open_source(path, nbytes) as source:
         memory: Bytes = np.memmap(source.file, np.uint8, "r")
     return memory
 
 
 def tree_text(path: Path, nbytes: int | None) -> str:
-    """Return the text of the tree in a file, without reading its arrays.
+    """Return the text of the tree in a file, of this length if given, without reading its arrays.
 
-    Args:
-        path: Path of the file.
-        nbytes: Length of the file; None for any length.
-
-    Raises:
-        CheckpointError: The file cannot be read, or it is damaged.
+    Raises CheckpointError if the file cannot be read, or its header is damaged.
     """
     with _open_source(path, nbytes) as source:
         return source.header()[0]
 
 
 def read_plain(path: Path) -> Content:
-    """Read a file that `write_plain` has written.
-
-    Raises:
-        CheckpointError: `write_plain` has not written this file.
-    """
+    """Read a file of `write_plain`; raise CheckpointError for any other file."""
     with _open_source(path) as source:
         return source.content()
 
@@ -235,15 +200,7 @@ def reading(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_source(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
-    """Open a file.
-
-    Args:
-        path: Path of the file.
-        nbytes: Length of the file; None for any length.
-
-    Raises:
-        CheckpointError: The file cannot be read, or has another length.
-    """
+    """Open a file; raise CheckpointError if it cannot be read, or has another length than given."""
     with reading(path.name), open(path, "rb", opener=regular) as file:
         length = os.fstat(file.fileno()).st_size
         if nbytes not in (None, length):
@@ -254,14 +211,7 @@ def _open_source(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
 
 
 class _Source:
-    """A file that is hashed while it is read.
-
-    Args:
-        file: The file, open at its beginning.
-        path: Path of the file.
-        length: Number of bytes of the file.
-        damaged: Error to raise if the content is not the one that was written.
-    """
+    """A file that is hashed while it is read; `damaged` is raised if its content has changed."""
 
     def __init__(self, file: io.BufferedReader, path: Path, length: int,
                  damaged: CheckpointError) -> None:
@@ -269,7 +219,6 @@ class _Source:
         self._digest = _hash(fast=has_fast_hash(path.name))
 
     def take(self, size: int) -> Bytes:
-        """Return the next bytes."""
         # The hash is not verified yet: a flipped bit must not cause a huge allocation.
         if not 0 <= size <= self._remaining:
             raise self._damaged
@@ -302,7 +251,6 @@ class _Source:
         return text, layout
 
     def content(self) -> Content:
-        """Read the complete file."""
         text, layout = self.header()
         return Content(text, {name: self.take(stop - start)
                               for name, (start, stop) in layout.items()})

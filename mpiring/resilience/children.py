@@ -43,12 +43,7 @@ class Shield:
     SIGTERM is not blocked, because `terminate()` of subprocess and multiprocessing sends it. Only
     the workers of PyTorch's DataLoader ignore it, if their rank has received it as well.
 
-    Args:
-        signals: Signals that the rank handles.
-        fork: Function that is called in forks.
-
-    Attributes:
-        exposed: Numbers of the children that were started before, and that a signal would end.
+    `exposed` has the numbers of the children that were started before, and that a signal would end.
     """
 
     def __init__(self, signals: Collection[int], fork: Callable[[], None]) -> None:
@@ -111,7 +106,6 @@ class DataLoaders:
         atexit.register(self._end)
 
     def __get__(self, loader: Any, owner: object = None) -> Any:
-        """Return the function that a loader calls in its workers."""
         return self if loader is None else partial(_begin, self._path, vars(loader).get(
             "worker_init_fn"))
 

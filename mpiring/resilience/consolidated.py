@@ -39,11 +39,6 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     as `replicated/...` and `sharded/...`. The ranks' own states are left out. The sharded state is
     never in memory as a whole.
 
-    Args:
-        folder: Folder of checkpoints; a job may be writing to it.
-        out: File to write.
-        step: Step of the checkpoint; None for the newest complete checkpoint.
-
     Raises:
         CheckpointError: There is no such checkpoint, or the file cannot be written.
     """
@@ -66,9 +61,6 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a file from `python -m mpiring checkpoint consolidate`.
 
-    Args:
-        file: Path of the file.
-
     Returns:
         `step`, `size` (the number of ranks that saved the checkpoint), `replicated` and `sharded`
         as they were saved, but with complete arrays instead of `Sliced` leaves.
@@ -82,10 +74,7 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the content of a file, with arrays of these kinds.
-
-    Tensors that were cut into slices become arrays of the first kind.
-    """
+    """Return the content of a file; its slices are joined to arrays of the first of the kinds."""
     content = read_plain(Path(path("file", file)))
     whole_kind = copy.copy(kinds[0])
     whole_kind.name = SlicedTensors.name

@@ -64,9 +64,7 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     """Return the checkpoints that a job may resume from, the newest first.
 
     Checkpoints that are newer than the pointer were not finished when their job ended.
-
-    Returns:
-        Names of the checkpoints, and the problem with the pointer or "".
+    Also return the problem with the pointer, or "".
     """
     names = _checkpoint_names(folder)
     try:
@@ -102,11 +100,8 @@ def await_files(staging: Path, names: Collection[str], timeout_s: float,
     The name of a file shows that the file is complete. Rank 0 can therefore publish a checkpoint
     without messages: it need not wait for the ranks' next call, and the thread does not use MPI.
 
-    Args:
-        staging: Folder in which the files appear.
-        names: Names of the files, without their hashes.
-        timeout_s: Seconds to wait for the next file; 0 waits forever.
-        canceled: Event that another thread sets to end the wait at once.
+    A rank has `timeout_s` seconds for its file, 0 for no limit. If another thread sets `canceled`,
+    the wait ends at once.
 
     Raises:
         CheckpointError: A rank has failed, or its file has not appeared.
@@ -135,13 +130,9 @@ def await_files(staging: Path, names: Collection[str], timeout_s: float,
 
 def publish(folder: Path, staging: Path, files: Collection[str],
             facts: Mapping[str, Any]) -> None:
-    """Turn complete files into the newest checkpoint.
+    """Turn the complete files in a subfolder into the newest checkpoint; rename the subfolder.
 
-    Args:
-        folder: Folder of checkpoints.
-        staging: Subfolder that has the files; it is renamed.
-        files: Names of the files.
-        facts: Entries of the manifest, including `step`.
+    The facts are entries of the manifest, including `step`.
 
     Raises:
         CheckpointError: The manifest would be too long.
@@ -166,13 +157,7 @@ def publish(folder: Path, staging: Path, files: Collection[str],
 
 
 def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
-    """Delete old checkpoints.
-
-    Args:
-        folder: Folder of checkpoints.
-        keep: Number of checkpoints to keep.
-        refused: Names of checkpoints that cannot be used; they do not count.
-    """
+    """Delete all checkpoints but the newest `keep`; refused ones are not usable and do not count."""
     names = _checkpoint_names(folder)
     usable = [name for name in names if name not in refused]
     if len(usable) > keep:
@@ -199,12 +184,7 @@ def remove(path: Path) -> None:
 class Lock:
     """Keeps other jobs from writing to a folder as long as this process lives.
 
-    Args:
-        folder: Folder of checkpoints.
-
-    Attributes:
-        held: False if the file system has no locks.
-        release: Function that lets other jobs write.
+    `held` is False if the file system has no locks. `release` lets other jobs write.
 
     Raises:
         CheckpointError: Another job, which the message names, writes to the folder.
@@ -248,8 +228,7 @@ def rank_and_host(comm: Ranks) -> str:
 def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on all ranks.
 
-    Raises:
-        CheckpointError: The function has raised CheckpointError or OSError; on all ranks.
+    If it raises CheckpointError or OSError, all ranks raise CheckpointError.
     """
     result, problem = None, ""
     if comm.rank == 0:
@@ -268,13 +247,8 @@ def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type
                  place: str) -> list[T]:
     """Call a function on each rank, and return the results of all ranks on each rank.
 
-    Args:
-        comm: Communicator of the ranks.
-        label: Name of the call, for messages.
-        function: Function to call.
-        error: Class of errors to raise on all ranks, with the text from the lowest rank that has
-            failed.
-        place: Description of this rank in that text.
+    If it fails anywhere, all ranks raise `error`, with the text and the `place` of the lowest rank
+    that failed. `label` names the call in messages.
     """
     result, problem = None, ""
     try:
@@ -291,8 +265,7 @@ def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type
 def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
     """Create a folder of checkpoints if it is missing, and lock it against other jobs.
 
-    Returns:
-        A token that is unique to this job, and the lock (None except on rank 0).
+    Return a token that is unique to this job, and the lock (None except on rank 0).
 
     Raises:
         CheckpointError: Another job uses the folder, a rank cannot write to it, or the folder of a

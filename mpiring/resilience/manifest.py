@@ -57,11 +57,7 @@ def version_of(files: Iterable[str]) -> int:
 
 
 def sealed(manifest: Mapping[str, Any]) -> str:
-    """Return the JSON of a manifest, with a hash of the manifest.
-
-    Raises:
-        CheckpointError: The JSON is too long for `read_manifest`.
-    """
+    """Return the JSON of a manifest with its hash; raise CheckpointError if it is too long."""
     text = json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
     if len(text) > _MAX_BYTES:
         raise CheckpointError(f"{MANIFEST} would have {len(text)} bytes, more than {_MAX_BYTES}; "
@@ -75,11 +71,7 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: mpiring has not written the manifest, or its content has changed.
-    """
+    """Return a checkpoint's manifest; raise CheckpointError if it is not as mpiring wrote it."""
     with reading(MANIFEST):
         text = read(checkpoint / MANIFEST, _MAX_BYTES)
     try:
@@ -104,10 +96,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _malformed(manifest: Mapping[str, Any]) -> str:
-    """Return what is wrong with the facts of a manifest, or "".
-
-    The hash does not prove that mpiring has written them.
-    """
+    """Return what is wrong with a manifest's facts, or ""; the hash does not prove their origin."""
     def is_number(x: Any, least: int, end: float = math.inf) -> bool:
         return type(x) is int and least <= x < end
 

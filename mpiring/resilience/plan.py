@@ -26,12 +26,9 @@ OwnRange = tuple[int, int, int]
 class SavePlan:
     """The files that this rank writes for a checkpoint.
 
-    Attributes:
-        step: Training step.
-        outlines: Outlines by the names of the files, without their hashes.
-        names: Names of the files of all ranks, without their hashes.
-        slices: Ranges of each tensor, with the ranks that save them; None without sharded state.
-        fast: True to hash files with XXH3, if all ranks have it.
+    Names of files lack their hashes. `names` are those of all ranks. `slices` has the ranges of
+    each tensor, with the ranks that save them; None without sharded state. `fast` stands for XXH3,
+    which all ranks must have.
     """
 
     step: int
@@ -47,7 +44,6 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 
     Raises:
         ConfigError: The state of a rank cannot be saved, or the ranks' states do not fit together.
-            Raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -91,7 +87,6 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
                         outlines: Mapping[str, Outline]) -> None:
-    """Raise ConfigError with the first difference if the trees of the sharded state differ."""
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             text = outlines[SHARDED].text if SHARDED in outlines else ""
@@ -115,20 +110,14 @@ def _difference(first: str, second: str, rank: int) -> str:
 
 
 def _leaf_texts(text: str) -> dict[str, str]:
-    """Return a description of each leaf of a tree, by path."""
     tree = rebuild(text, collections.defaultdict(lambda: None), STORED_KINDS)
     return {path_text(path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
 
 
 def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) -> dict[str, Entry]:
-    """Return the entries of the manifest: the ranges of each tensor, and the ranks that save them.
+    """Return the ranges of each tensor, with the ranks that save them, from each rank's ranges.
 
-    Args:
-        slices: Sliced tensors of this rank, by name.
-        ranks: Ranges that each rank saves.
-
-    Raises:
-        ConfigError: A range is saved by no rank, or by two.
+    Raises ConfigError if a range is saved by no rank, or by two.
     """
     owned: list[list[tuple[Range, int]]] = [[] for _ in slices]
     for rank, ranges in enumerate(ranks):

@@ -64,16 +64,9 @@ class Readers(Ranks, Protocol):
 class Reader:
     """Reads checkpoints together with the other ranks.
 
-    Args:
-        folder: Folder of checkpoints.
-        comm: The ranks.
-        kinds: Kinds of arrays that states may hold.
-        seed: Seed of the training run; None accepts any seed.
-        refused: Set of names of checkpoints that cannot be used; `newest` adds to it.
-
-    Attributes:
-        left_out: Reason why `newest` has left out the own state of each rank; "" if it has not.
-    """
+        `newest` adds the names of checkpoints that cannot be used to `refused`. `left_out` is the
+        reason why it has left out the own state of each rank; "" if it has not.
+        """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:
@@ -82,10 +75,7 @@ class Reader:
         self.left_out = ""
 
     def newest(self, step: int | None = None) -> Saved | None:
-        """Return the newest complete checkpoint, or None if there is none; see Checkpoints.
-
-        Args:
-            step: Step of the checkpoint; None for any step.
+        """Return the newest complete checkpoint, or that of a step; see Checkpoints.load.
 
         Collective: yes. Blocking: yes.
         """
@@ -107,11 +97,7 @@ class Reader:
         return None
 
     def _read(self, name: str) -> Saved:
-        """Read a checkpoint.
-
-        Raises:
-            CheckpointError: A rank cannot use the checkpoint; the same error on all ranks.
-        """
+        """Read a checkpoint; all ranks raise the same CheckpointError if a rank cannot use it."""
         path, self.left_out = self._folder / name, ""
         manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
@@ -144,18 +130,9 @@ class Reader:
     def _read_files(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
                     files: Mapping[str, File],
                     ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
-        """Read and check the files of a checkpoint; one rank checks each file with slices.
+        """Read the wanted files; check each file with slices on one rank, and map their pieces.
 
-        Args:
-            wanted: Files that this rank reads.
-            slices: Slices of the manifest.
-            files: All files, by name.
-
-        Returns:
-            Contents of the files, and the pieces of all slices, mapped into memory.
-
-        Raises:
-            CheckpointError: A rank cannot use a file; the same error on all ranks.
+        All ranks raise the same CheckpointError if a rank cannot use a file.
         """
         by_rank = {rank: files[slices_name(rank)] for rank in sorted(
             {rank for entry in slices.values() for rank in entry["ranks"].values()})}
@@ -194,15 +171,9 @@ class Reader:
 
 def _pieces_of(by_name: Mapping[str, Entry], files: Mapping[int, Bytes],
                layouts: Mapping[int, Layout]) -> dict[str, dict[Range, Bytes]]:
-    """Return the bytes of all pieces, by tensor name and range.
+    """Return the bytes of all pieces, by tensor name and range, in files mapped into memory.
 
-    Args:
-        by_name: Slices of the manifest.
-        files: Files mapped into memory, by the rank that saved them.
-        layouts: Bounds of the pieces in each rank's file.
-
-    Raises:
-        CheckpointError: A file lacks a piece that the manifest names.
+    Raises CheckpointError if a file lacks a piece that the manifest names.
     """
     pieces: dict[str, dict[Range, Bytes]] = {name: {} for name in by_name}
     for name, entry in by_name.items():

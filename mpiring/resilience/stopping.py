@@ -39,8 +39,6 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Saves(Protocol):
-    """Checkpoints or TrainState: only the duration of the last `save` is used."""
-
     save_s: float
 
 
@@ -142,7 +140,6 @@ class Stopping:
         return self._waits and self._complete_exchange()
 
     def _start_exchange(self) -> None:
-        """Start to exchange whether a rank must stop, and the maxima of the measured times."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
         for name, end, total_s in self._limits:
             if time.time() >= end - self._margin(total_s):
@@ -151,7 +148,6 @@ class Stopping:
         self._handle = self._comm.iallreduce(x, op="max")
 
     def _complete_exchange(self) -> bool:
-        """Complete the exchange; return whether any rank must stop."""
         if self._handle is None:
             return False
         stop, self._slowest_step_s, self._slowest_save_s = self._handle.wait().tolist()
@@ -164,7 +160,6 @@ class Stopping:
         return bool(stop)
 
     def _margin(self, total_s: float) -> float:
-        """Return the seconds to reserve for the last steps and a checkpoint."""
         if self._margin_s is not None:
             return self._margin_s
         save_s = _SAVES * self._slowest_save_s or min(_UNKNOWN_SHARE * total_s, _UNKNOWN_S)

@@ -35,13 +35,7 @@ _COMMON = "equal random numbers"
 
 @dataclass(frozen=True)
 class Framework:
-    """The functions that save and load the arrays and random numbers of a framework.
-
-    Attributes:
-        checkpoints: Class of the checkpoints.
-        random_state, set_random_state: Functions for the global random numbers.
-        whole: Function that joins the slices in a pytree.
-    """
+    """The functions that save and load the arrays and random numbers of a framework."""
 
     checkpoints: type[Checkpoints]
     random_state: Callable[[], dict[str, Any]]
@@ -249,10 +243,7 @@ class TrainState:
         self.step = step
 
     def _common(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the random numbers, of a rank's own state, that are equal on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return the random numbers, of a rank's own state, that all ranks share; collective."""
         states = {"random": own["random"], "parts": {
             name: state for name, state in own["parts"].items()
             if isinstance(self._own[name], _Random)}}
@@ -278,12 +269,10 @@ class TrainState:
         return hashed.hexdigest()
 
     def _common_of(self, saved: Saved) -> Mapping[str, Any]:
-        """Return the random numbers that another number of ranks can restore.
+        """Return the random numbers that another number of ranks can restore; collective.
 
         A single rank has only equal random numbers. They are those of all ranks if the program has
         given all ranks of this job the same.
-
-        Collective: yes. Blocking: yes.
         """
         common: Mapping[str, Any] = saved.replicated.get(_COMMON, _NO_OWN)
         present = {"random": self.framework.random_state(),
@@ -294,11 +283,7 @@ class TrainState:
                 for kind, named in common.items()}
 
     def _left_out(self, own: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what `restore` leaves out with another number of ranks, and the effect.
-
-        Args:
-            own: State that it restores.
-        """
+        """Yield what `restore` leaves out with another number of ranks, and the effect."""
         generators = [name for name, part in self._own.items() if isinstance(part, _Random)]
         drawn = [*(name for name in self.framework.random_state() if name not in own["random"]),
                  *(name for name in generators if name not in own["parts"])]
@@ -318,7 +303,6 @@ class TrainState:
         return part.state_dict()
 
     def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoints:
-        """Return the checkpoints of a folder. Collective, blocking."""
         if self._checkpoints is None or folder != self._folder:
             self.close()
             self._checkpoints = self.framework.checkpoints(
@@ -357,16 +341,11 @@ def _refuse_local_training(parts: Mapping[str, Any]) -> None:
 
 
 def _is_random(part: Any) -> bool:
-    """Return whether a part is a random generator of NumPy or PyTorch."""
     return isinstance(part, np.random.Generator) or hasattr(part, "set_state")
 
 
 def _with_state(name: str, part: Any) -> Any:
-    """Return a part with state_dict and load_state_dict.
-
-    Raises:
-        ConfigError: The part cannot be saved and restored.
-    """
+    """Return a part with state_dict and load_state_dict, or raise ConfigError."""
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part
     if _is_random(part):
@@ -397,11 +376,7 @@ class _Random:
 
 
 class _Arrays:
-    """An array, or a dict or list of arrays and numbers, that `restore` overwrites in place.
-
-    Raises:
-        ConfigError: The tree holds another object.
-    """
+    """An array, or a dict or list of arrays and numbers, that `restore` overwrites in place."""
 
     def __init__(self, name: str, tree: Any) -> None:
         self._name, self._tree = name, tree

@@ -39,19 +39,14 @@ _DICTS: dict[str, type[dict[Any, Any]]] = {
 
 
 class Kind(Protocol):
-    """A kind of arrays that trees may hold.
-
-    Attributes:
-        name: Name of the kind in the files.
-    """
+    """A kind of arrays that trees may hold, with its name in the files."""
 
     name: str
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype and shape of an array of this kind; None for other objects.
 
-        Raises:
-            ConfigError: The array cannot be saved.
+        Raises ConfigError if the array cannot be saved.
         """
 
     def copy(self, x: Any, out: Bytes) -> None:
@@ -116,11 +111,7 @@ class DeviceArrays(Arrays):
         super().copy(x.get(), out)
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
-        """Return an array of these elements in GPU memory.
-
-        Raises:
-            MissingDependencyError: CuPy or a GPU is missing.
-        """
+        """Return an array in GPU memory; MissingDependencyError tells what that lacks."""
         from ..gpu import cuda
         return cuda.cupy().asarray(super().build(dtype, shape, data))
 
@@ -129,10 +120,7 @@ class DeviceArrays(Arrays):
 class Stored:
     """An array in the form of the files, which nobody calculates with; also its own kind.
 
-    Attributes:
-        name: Name of the kind.
-        dtype, shape: Dtype and shape in the tree.
-        data: Elements of the array; None if only the tree is compared.
+    `data` is None if only the tree is compared.
     """
 
     name: str
@@ -157,11 +145,7 @@ class Stored:
 
 
 class SlicedTensors:
-    """Tensors of which each rank has some ranges.
-
-    Args:
-        refused: If true, raise ConfigError for such tensors.
-    """
+    """Tensors of which each rank has some ranges; if `refused`, they raise ConfigError."""
 
     name = "sliced"
 
@@ -195,13 +179,7 @@ STORED_KINDS = tuple(map(Stored, KINDS))
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array in a tree.
-
-    Attributes:
-        kind: Kind of the array.
-        value: The array.
-        dtype, shape: Dtype and shape of the array.
-    """
+    """An array in a tree, with its kind."""
 
     kind: Kind
     value: Any
@@ -229,12 +207,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Outline:
-    """A tree without the elements of its arrays.
-
-    Attributes:
-        text: JSON of everything except the elements.
-        leaves: Arrays, by their names in the file.
-    """
+    """A tree as JSON, and the arrays that this lacks, by their names in the file."""
 
     text: str
     leaves: Mapping[str, Leaf]
@@ -243,10 +216,7 @@ class Outline:
 def outline(tree: Any, kinds: Sequence[Kind], root: str) -> Outline:
     """Describe a tree, without a copy of its arrays.
 
-    Args:
-        tree: Dicts, lists and tuples of arrays, numbers, strings, True, False and None.
-        kinds: Kinds of arrays that the tree may hold.
-        root: Name of the tree in errors.
+    `root` is the name of the tree in errors.
 
     Raises:
         ConfigError: The tree holds another object; the message gives its path and type.
@@ -322,11 +292,7 @@ class _Outlining:
 def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
     """Rebuild a tree.
 
-    Args:
-        text: Text of the tree's Outline.
-        data: Elements of the arrays, by name, as accepted by the `build` methods of their kinds.
-            The arrays share their memory.
-        kinds: Kinds of arrays that the tree may hold.
+    The arrays share the memory of the data, which the `build` methods of their kinds accept.
 
     Raises:
         CheckpointError: The text does not come from an Outline, or the data does not fit the text.
