@@ -68,15 +68,10 @@ def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedul
     rank r ≥ p' sends all of `x` to a partner, which returns the complete result.
 
     Args:
-        collectives: Collectives of the operation.
         x: Shape (n,), contiguous, floating, in host memory. Overwritten by the same bits on all
             ranks. A tensor becomes NaN or Inf if it was not finite on any rank.
         bounds: Offsets of the tensors in `x`, from 0 to n, ascending; the same on all ranks.
 
-    Raises:
-        ConfigError: `x` is not floating.
-
-    Collective: yes. Blocking: no (a schedule).
     Source: Maleki et al. 2020, recursive vector halving with distance doubling.
     """
     if dtype_name(x.dtype) not in FLOATING:
@@ -137,10 +132,7 @@ def _sum_dots(net: Channel, dots: Dots, d: int) -> Schedule[Dots]:
 class _Pair:
     """Corresponding parts of two vectors to combine.
 
-    Attributes:
-        a, b: The parts.
-        start: Offset of the parts in the vectors.
-        bounds: Offsets of the tensors in the vectors.
+    The parts begin at `start` of the vectors; `bounds` are the offsets of the tensors in these.
     """
 
     a: Array
@@ -157,12 +149,7 @@ class _Pair:
         return dots
 
     def combine(self, dots: Dots, out: Array) -> None:
-        """Store the combination in `out`, which may be `a` or `b`.
-
-        Args:
-            dots: Dot products of the complete vectors.
-            out: Memory for the combination of these parts.
-        """
+        """Store the combination in `out`, which may be `a` or `b`, by dots of the whole vectors."""
         with np.errstate(all="ignore"):
             # If the norm is 0, any finite factor gives the same result.
             factors = np.where(dots[1:] == 0, 1, 1 - dots[0] / (2 * dots[1:]))

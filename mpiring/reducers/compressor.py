@@ -54,15 +54,11 @@ class Cost:
 @dataclass(frozen=True)
 class SliceExchange:
     """The exchange of one slice between nodes.
+    One rank of each node has the slice, and `net` connects these ranks. `borrow` lends scratch
+    memory, given the number of elements and their dtype. `step` counts the steps that were applied.
 
-    Attributes:
-        net: Channel between the ranks that have the slice, one rank per node.
-        state: This rank's state of the slice.
-        borrow: Function that lends scratch memory, given the number of elements and their dtype.
-        step: Number of steps that were applied.
-        position: Indices of the bucket, of the slice and of its parts. They are the same on all
-            nodes and differ between parts, so that each part has different random numbers.
-        cost: Cost to which the exchange adds.
+    `position` has the indices of the bucket, of the slice and of its parts. It is the same on all
+    nodes and differs between parts, so that each part has different random numbers.
     """
 
     net: Channel
@@ -199,7 +195,6 @@ class Compressor(ABC):
         bucket.finite = finite if bucket.device is None else None
 
     def _in_float32(self, exchange: SliceExchange, x: Array) -> Schedule[bool]:
-        """Run `between` on a slice in float32, and count its time."""
         cost, began = exchange.cost, time.perf_counter()
         computed_s = cost.encode_s + cost.decode_s
         if x.dtype == np.float32:
@@ -250,10 +245,7 @@ class Compressor(ABC):
                        order: Sequence[str]) -> Schedule[None]:
         """Return the schedule that moves the state, or a loaded state, to new buckets.
 
-        Args:
-            collectives: Collectives of the operation.
-            buckets: All buckets that this Reducer will reduce.
-            order: Names of all gradients of the model, in the order in which they are fused.
+        `order` has the names of all gradients of the model, in the order in which they are fused.
 
         Raises:
             ConfigError: The dtype of a bucket cannot be compressed, or the loaded state does not
@@ -367,7 +359,6 @@ class Compressor(ABC):
 
 
 def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
-    """Return the offsets that divide a bucket into slices of similar length."""
     size = bucket.plan.size
     bounds = [i * size // slices for i in range(slices + 1)]
     if whole_tensors:
@@ -382,10 +373,7 @@ def with_feedback(
 ) -> Schedule[bool]:
     """Return the schedule that averages a slice plus its residual; the loss is the next residual.
 
-    Args:
-        exchange, x: Arguments of `Compressor.between`.
-        lost: Loss as for `Compressor.between`; set to zero, because feedback loses nothing.
-        between: Function that returns the schedule of the average.
+    `lost` is set to zero, because feedback loses nothing.
 
     Source: Karimireddy et al., ICML 2019, algorithm 2.
     """

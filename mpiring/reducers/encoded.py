@@ -16,11 +16,7 @@ from .compressor import Compressor, SliceExchange, with_feedback
 
 
 class Encoding(Compressor):
-    """A Compressor that encodes its messages.
-
-    Args:
-        codec: Codec of the messages.
-    """
+    """A Compressor that encodes its messages by a codec."""
 
     on_gpus = True
 

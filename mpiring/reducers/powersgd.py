@@ -184,10 +184,9 @@ def _replace(matrix: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
 
 
 def orthogonal(p: Wide) -> Wide:
-    """Orthonormalize the rows of `p` by the Gram-Schmidt process in float64; return a copy.
+    """Orthonormalize the rows of `p`, shape (r, n), by Gram-Schmidt in float64; return a copy.
 
-    Args:
-        p: Shape (r, n). A row that depends linearly on earlier rows becomes zeros.
+    A row that depends linearly on earlier rows becomes zeros.
     """
     rows: Doubles = p.astype(np.float64)
     with np.errstate(all="ignore"):

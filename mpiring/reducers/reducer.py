@@ -72,7 +72,6 @@ def reducers_of(names: Iterable[str], spec: ReducerSpec) -> dict[str, Reducer]:
     """Return each gradient's Reducer.
 
     Args:
-        names: Names of all gradients.
         spec: A Reducer for all gradients, None for plain means, or a mapping by name or file
             pattern (`*`, `?`, `[a-c]`). An exact name takes precedence; otherwise, the first
             pattern that matches applies. Gradients without a match get plain means.
@@ -119,11 +118,7 @@ def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
 
 def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket,
               method: str = "reduce") -> Schedule[Any]:
-    """Return the schedule of `reducer.reduce`, or of another method.
-
-    Raises:
-        ConfigError: The method returns no schedule.
-    """
+    """Return the schedule of a Reducer's method; raise ConfigError if it returns none."""
     schedule = getattr(reducer, method)(collectives, bucket)
     if not isinstance(schedule, Generator):
         raise ConfigError(
@@ -139,9 +134,6 @@ def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Sc
     This rank's slice is number `rank` of `bucket.bounds(size)`. Its mean is the same as with
     `reduce`, but terms may be added in another order. The other slices are undefined afterwards.
     The schedule uses `reducer.scatter`, or `reducer.reduce` if there is no such method.
-
-    Raises:
-        ConfigError: The method returns no schedule.
     """
     method = "scatter" if hasattr(reducer, "scatter") else "reduce"
     return reduce_of(reducer, collectives, bucket, method)

@@ -71,11 +71,7 @@ class TopK(Compressor):
         return nodes > 1 or self.momentum > 0 or self.clip_norm is not None
 
     def density_at(self, step: int) -> float:
-        """Return the share of elements that a step sends.
-
-        Args:
-            step: Number of steps that were applied.
-        """
+        """Return the share of elements that is sent after this number of applied steps."""
         stage = len(WARMUP_DENSITIES) + 1
         if self.warmup_steps:
             stage = min(step * stage // self.warmup_steps, stage)
@@ -115,11 +111,7 @@ class TopK(Compressor):
         return (yield from _average_sparse(exchange, x, values, indices))
 
     def _gather(self, exchange: SliceExchange, x: Wide) -> Wide:
-        """Add a gradient to the earlier ones, with clipping and momentum correction.
-
-        Returns:
-            The next residual, before anything is sent.
-        """
+        """Return a gradient added to the earlier ones, with clipping and momentum correction."""
         state = exchange.state
         if self.clip_norm is not None:
             limit = self.clip_norm / math.sqrt(exchange.net.size)
@@ -152,11 +144,7 @@ class TopK(Compressor):
 def _average_sparse(
     exchange: SliceExchange, x: Wide, values: Wide, indices: Array,
 ) -> Schedule[bool]:
-    """Replace `x` by the mean of the values of all nodes, and zeros for all other elements.
-
-    Returns:
-        Whether the mean is finite.
-    """
+    """Replace `x` by the mean over nodes, zero where no node sends; return whether it is finite."""
     p, r, k, n = exchange.net.size, exchange.net.rank, indices.size, x.size
     with exchange.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
         with exchange.encoding():

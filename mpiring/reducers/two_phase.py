@@ -31,12 +31,7 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
     Each of the p ranks sends 2(p-1)/p of the payload of `x`. The vector is sent in strips, several
     of which are in flight, so that encoding overlaps with communication.
 
-    Args:
-        exchange, x, lost: Arguments of `Compressor.between`.
-        codec: Codec of the messages.
-
-    Returns:
-        Whether the contributions of all ranks were finite.
+    For the arguments and the result, see `Compressor.between`.
 
     Source: Tang et al., ICML 2021 (1-bit Adam), figure 3, for the two phases.
     """
@@ -96,9 +91,7 @@ def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide]
                    losses: Sequence[Wide] | None) -> Schedule[None]:
     """Send the other ranks their encoded chunks, and add up this rank's own chunk.
 
-    Args:
-        payloads: Memory for each encoded chunk.
-        inbox: Memory for this rank's chunk as encoded by each other rank.
+    `payloads` is memory for each encoded chunk, `inbox` for this rank's from each other rank.
     """
     net = exchange.net
     p, r = net.size, net.rank

@@ -157,7 +157,7 @@ def publish(folder: Path, staging: Path, files: Collection[str],
 
 
 def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
-    """Delete all checkpoints but the newest `keep`; refused ones are not usable and do not count."""
+    """Delete all checkpoints but the newest `keep`; refused ones are unusable and do not count."""
     names = _checkpoint_names(folder)
     usable = [name for name in names if name not in refused]
     if len(usable) > keep:
