@@ -36,13 +36,9 @@ _opening = threading.Lock()
 
 
 def available(kind: str = "") -> torch.device:
-    """Return the kind of accelerator that PyTorch finds.
+    """Return the accelerator that PyTorch finds, of kind "cuda" or "xpu" if given.
 
-    Args:
-        kind: Kind "cuda" or "xpu"; either by default.
-
-    Raises:
-        MissingDependencyError: PyTorch finds none of that kind.
+    Raises MissingDependencyError if PyTorch finds none of that kind.
     """
     where = torch.accelerator.current_accelerator(check_available=True)
     if where is None or where.type not in ((kind,) if kind else GPU_TYPES):
@@ -64,9 +60,7 @@ def in_use(stream: torch.Stream) -> AbstractContextManager[Any]:
 def device(where: torch.device, unshared: str) -> Device:
     """Return a PyTorch device as a Device; the same object each time.
 
-    Args:
-        where: PyTorch device.
-        unshared: Reason why processes cannot share its memory, for messages.
+    `unshared` is the reason why processes cannot share its memory, for messages.
     """
     with _opening:
         if where not in _devices:
@@ -75,11 +69,7 @@ def device(where: torch.device, unshared: str) -> Device:
 
 
 class AcceleratorEvent(Mark):
-    """A mark in a stream.
-
-    Args:
-        stream: PyTorch stream; the mark follows what is queued on it now.
-    """
+    """A mark in a PyTorch stream, after what is queued on it now."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
@@ -98,9 +88,6 @@ class AcceleratorStream:
     """A queue of work, separate from PyTorch's default stream; see gpu.Stream.
 
     Only one thread may call it at a time.
-
-    Args:
-        stream: PyTorch stream.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
@@ -110,7 +97,6 @@ class AcceleratorStream:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Make the stream and its GPU the current ones in a `with` block."""
         # With a stream of another GPU alone, this thread would keep contexts on both GPUs.
         with torch.accelerator.device_index(self._index), self._stream:
             yield
@@ -152,7 +138,6 @@ class AcceleratorStream:
                 _copy(result, total)
 
     def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return a number on the GPU; for a number on the host, PyTorch multiplies by 1 / x."""
         if (dtype, value) not in self._divisors:
             self._divisors[dtype, value] = torch.full(
                 (), value, dtype=dtype, device=self._stream.device)
@@ -179,12 +164,7 @@ class AcceleratorStream:
 
 
 class Accelerator(Gpu):
-    """A PyTorch accelerator; see gpu.Gpu.
-
-    Args:
-        where: PyTorch device.
-        unshared: Reason why processes cannot share its memory, for messages.
-    """
+    """A PyTorch accelerator; see gpu.Gpu."""
 
     programmable = False
 
@@ -212,12 +192,7 @@ class Accelerator(Gpu):
         torch.accelerator.current_stream(self._where).wait_event(_of_pytorch(event))
 
     def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor of this shape that shares a vector's memory, for the current stream.
-
-        Args:
-            x: Vector, for whose event the caller has waited.
-            shape: Shape of the tensor.
-        """
+        """Return a tensor of this shape that shares a vector's memory, for the current stream."""
         x.owner.record_stream(torch.accelerator.current_stream(self._where))
         return _elements_of(x, torch_dtype(x.dtype)).view(shape)
 
@@ -226,15 +201,7 @@ class Accelerator(Gpu):
         return bool(torch.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
-        """Return memory of the GPU, as bytes of undefined content.
-
-        Args:
-            nbytes: Number of bytes.
-            device: Device that owns the memory.
-
-        Raises:
-            MemoryError: Too little memory is left.
-        """
+        """Return memory of the GPU; see gpu.Gpu."""
         try:
             with (torch.inference_mode(False), torch.accelerator.device_index(self.index),
                   self._lock, self._home):
@@ -283,12 +250,7 @@ def _bytes_of(x: DeviceVector) -> torch.Tensor:
 
 
 def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
-    """Return a vector's memory as a tensor.
-
-    Args:
-        x: Vector in a tensor's memory.
-        dtype: PyTorch dtype with the vector's item size.
-    """
+    """Return a vector's memory as a tensor, of a PyTorch dtype with the vector's item size."""
     # The owner cannot be viewed, because it may have any shape and dtype, and require a gradient.
     storage = x.owner.untyped_storage()
     start = (x.address - storage.data_ptr()) // x.itemsize

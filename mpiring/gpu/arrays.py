@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 def device_named(requested: "str | Device", local_rank: int) -> Device:
     """Return the GPU with this name.
 
-    Args:
-        requested: Name "cuda", or "cuda:" and a number; or the device itself.
-        local_rank: Number of this rank on its node; "cuda" assigns the GPUs to ranks in turn.
+    A number may follow "cuda". Without one, the node's GPUs are assigned to ranks in turn.
 
     Raises:
         ConfigError: There is no such GPU.
@@ -46,11 +44,7 @@ def device_named(requested: "str | Device", local_rank: int) -> Device:
 def gpu_named(requested: object) -> tuple[str, int | None]:
     """Return the kind and the number in a name like "cuda:1"; the number is None in "cuda".
 
-    Args:
-        requested: Name, or an object that prints as one.
-
-    Raises:
-        ConfigError: This is not the name of a GPU.
+    Raises ConfigError for an object that does not print as the name of a GPU.
     """
     match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(requested), re.ASCII)
     if match is None:
@@ -62,14 +56,8 @@ def gpu_named(requested: object) -> tuple[str, int | None]:
 def vector_of(x: Any, *, writeable: bool = True) -> Any:
     """Return the elements of an array as a vector that shares its memory, on any device.
 
-    Args:
-        x: Contiguous array of any shape: a NumPy array, a PyTorch tensor, a CuPy array, an object
-            with `__cuda_array_interface__`, or a DeviceVector.
-        writeable: If true, refuse arrays that cannot be written to.
-
-    Returns:
-        A NumPy vector; or a DeviceVector, which is ready after the work that is now queued on the
-        user's stream.
+    A GPU's DeviceVector is ready after the work that is now queued on the user's stream. If
+    `writeable`, arrays that cannot be written to are refused.
 
     Raises:
         ConfigError: As for `memory.arrays.flat`.
@@ -105,10 +93,8 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     The vector is ready after the work that is now queued on the producer's stream: CuPy's current
     stream, or the stream that the array's interface names.
 
-    Args:
-        x: CuPy array, C- or Fortran-contiguous; or an object with `__cuda_array_interface__`,
-            C-contiguous.
-        writeable: If true, refuse arrays that cannot be written to.
+    The array is a CuPy array, C- or Fortran-contiguous, or an object with
+    `__cuda_array_interface__`, C-contiguous. If `writeable`, it must not be read-only.
 
     Raises:
         ConfigError: The object is not such an array, or is masked, not contiguous, or read-only.
@@ -143,7 +129,6 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
 
 
 def _interface_of(x: Any) -> Any:
-    """Return the CUDA interface of an array on a GPU; None for other objects."""
     try:
         interface = getattr(x, "__cuda_array_interface__", None)
     except RuntimeError as error:
@@ -157,16 +142,10 @@ def _interface_of(x: Any) -> Any:
 
 def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
                owner: object) -> DeviceVector:
-    """Return memory of an NVIDIA GPU as a vector.
+    """Return memory of an NVIDIA GPU as a vector; `owner` keeps the memory alive.
 
-    Args:
-        address: Address of the first element.
-        n: Number of elements.
-        dtype: Dtype of the elements.
-        index: Number of the GPU.
-        stream: CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is the
-            default stream; None means that the memory is ready.
-        owner: Object that keeps the memory alive.
+    `stream` is the CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is
+    the default stream; None means that the memory is ready.
     """
     from . import cuda
     vector = cuda.device(index).vector_at(address, n, dtype, owner)
@@ -207,11 +186,7 @@ OPENERS: "dict[str, Callable[[torch.device], Device]]" = {"cuda": _by_cupy, "xpu
 
 
 class UserStream:
-    """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's stream.
-
-    Args:
-        where: PyTorch device.
-    """
+    """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's stream."""
 
     def __init__(self, where: "torch.device") -> None:
         self._where = where

@@ -25,11 +25,10 @@ class Carrier(Protocol):
     """Copies arrays of one framework to one GPU."""
 
     def send(self, xs: Sequence[Any]) -> Arrive:
-        """Queue copies of arrays; called by the loading thread.
+        """Queue copies of arrays, in the loading thread.
 
-        Returns:
-            A function for the consuming thread. It returns the copies, and makes the current
-            stream of that thread wait for them.
+        The result is called by the consuming thread. It returns the copies, and makes the current
+        stream of that thread wait for them.
         """
 
 
@@ -38,9 +37,6 @@ class ArrayCarrier:
 
     The memory of a batch is reused when all its arrays have been freed. The copy into it waits for
     the work that was queued before the next batch was requested.
-
-    Args:
-        device: GPU that receives the arrays.
     """
 
     def __init__(self, device: Device) -> None:
@@ -70,7 +66,6 @@ class ArrayCarrier:
         return lambda: self._arrived(memory, copied, layout)
 
     def _acquire(self, nbytes: int) -> DeviceVector:
-        """Return memory that the stream may write to."""
         fitting = [i for i, (memory, _) in enumerate(self._idle) if memory.size >= nbytes]
         if fitting:
             memory, until = self._idle.pop(min(fitting, key=lambda i: self._idle[i][0].size))
@@ -112,12 +107,7 @@ class TensorCarrier:
     PyTorch keeps pinned memory until copies from it are done. It keeps GPU memory until the work on
     all streams on which the memory was recorded is done.
 
-    Args:
-        kind: Kind of GPU: "cuda" or "xpu".
-        index: Number of the GPU.
-
-    Raises:
-        MissingDependencyError: PyTorch does not find this GPU.
+    Raises MissingDependencyError if PyTorch does not find this GPU.
     """
 
     def __init__(self, kind: str, index: int) -> None:

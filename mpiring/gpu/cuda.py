@@ -38,11 +38,7 @@ _opening = threading.Lock()
 
 @functools.cache
 def cupy() -> Any:
-    """Return CuPy after checking that it finds a GPU and a compiler.
-
-    Raises:
-        MissingDependencyError: CuPy, a GPU or the compiler is missing.
-    """
+    """Return CuPy; raise MissingDependencyError if it, a GPU or the compiler is missing."""
     try:
         import cupy as package
     except ImportError as error:
@@ -64,11 +60,7 @@ def cupy() -> Any:
 
 
 def versions() -> str:
-    """Return the versions of CuPy, CUDA and the driver.
-
-    Raises:
-        MissingDependencyError: CuPy or a GPU is missing.
-    """
+    """Return the versions of CuPy, CUDA and the driver, or raise MissingDependencyError."""
     package = cupy()
     runtime = package.cuda.runtime
     return (f"CuPy {package.__version__}, CUDA {runtime.runtimeGetVersion()}, "
@@ -76,24 +68,12 @@ def versions() -> str:
 
 
 def count() -> int:
-    """Return the number of GPUs that this process sees.
-
-    Raises:
-        MissingDependencyError: CuPy or a GPU is missing.
-    """
+    """Return the number of GPUs that this process sees, or raise MissingDependencyError."""
     return int(cupy().cuda.runtime.getDeviceCount())
 
 
 def device(index: int) -> Device:
-    """Return a GPU; the same object each time.
-
-    Args:
-        index: Number of the GPU among those that this process sees, as in CUDA.
-
-    Raises:
-        MissingDependencyError: CuPy or a GPU is missing.
-        ConfigError: There is no GPU with this index.
-    """
+    """Return a GPU, the same object each time; for the number and errors, see Cuda."""
     with _opening:
         if index not in _devices:
             _devices[index] = Device(Cuda(index))
@@ -101,12 +81,7 @@ def device(index: int) -> Device:
 
 
 class CudaEvent(Mark):
-    """A mark in a stream.
-
-    Args:
-        cuda: GPU, which must be current.
-        stream: Pointer of one of its streams.
-    """
+    """A mark in one of a GPU's streams; the GPU must be current."""
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
         self._cuda = cuda
@@ -132,11 +107,7 @@ def _pointer_of(event: Event) -> Any:
 
 
 class CudaStream:
-    """A queue of a GPU's work, separate from the default stream; see gpu.Stream.
-
-    Args:
-        cuda: GPU of the stream.
-    """
+    """A queue of a GPU's work, separate from the default stream; see gpu.Stream."""
 
     def __init__(self, cuda: "Cuda") -> None:
         self._cuda = cuda
@@ -181,13 +152,7 @@ class CudaStream:
                                   for x in arguments])
 
     def _launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel.
-
-        Args:
-            kernel: Kernel whose threads share the work in loops.
-            work: Largest useful number of threads.
-            values: Values of the fields of its struct.
-        """
+        """Queue a kernel with its struct's values, for at most as many threads as units of work."""
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.max_blocks))
         with self._cuda.current():
             kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
@@ -232,12 +197,8 @@ class _Memory:
 class Cuda(Gpu):
     """An NVIDIA GPU; see gpu.Gpu.
 
-    Args:
-        index: Number of the GPU among those that this process sees, as in CUDA.
-
-    Attributes:
-        cupy, runtime: CuPy, and its module for CUDA's runtime.
-        max_blocks: Largest number of thread blocks in one launch.
+    `index` is the number of the GPU among those that this process sees, as in CUDA. `runtime` is
+    CuPy's module for CUDA's runtime. `max_blocks` is the largest number of blocks in one launch.
 
     Raises:
         MissingDependencyError: CuPy or a GPU is missing.
@@ -291,12 +252,7 @@ class Cuda(Gpu):
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
 
-        Args:
-            x: Vector, for whose event the caller has waited.
-            shape: Shape of the array.
-
-        Raises:
-            ConfigError: CuPy does not have the dtype.
+        Raises ConfigError if CuPy does not have the dtype.
         """
         if dtype_name(x.dtype) == "bfloat16" and int(self.cupy.__version__.partition(".")[0]) < 14:
             raise ConfigError(f"CuPy {self.cupy.__version__} has no bfloat16: "
@@ -311,15 +267,7 @@ class Cuda(Gpu):
             return bool(self.cupy.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
-        """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
-
-        Args:
-            nbytes: Number of bytes.
-            device: Device that owns the memory.
-
-        Raises:
-            MemoryError: Too little memory is left.
-        """
+        """Return memory of the GPU, by a plain allocation; see gpu.Gpu."""
         with self.current():
             memory = _Memory(self, nbytes)
         return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
@@ -352,11 +300,7 @@ class Cuda(Gpu):
             self.runtime.hostUnregister(address)
 
     def export(self, x: DeviceVector) -> tuple[int, ...]:
-        """Return eight numbers by which processes of this node open memory from `allocate`.
-
-        Raises:
-            OSError: The memory cannot be shared.
-        """
+        """Return eight numbers by which other processes open memory; see gpu.Gpu."""
         try:
             with self.current():
                 return struct.unpack("<8q", self.runtime.ipcGetMemHandle(x.address))
@@ -364,11 +308,7 @@ class Cuda(Gpu):
             raise OSError(str(error)) from error
 
     def open(self, handle: Sequence[int], nbytes: int, device: Device) -> DeviceVector:
-        """Return the memory that another process has exported, as bytes.
-
-        Raises:
-            OSError: This GPU cannot reach the memory.
-        """
+        """Return the memory that another process has exported, as bytes; see gpu.Gpu."""
         try:
             with self.current():
                 address = self.runtime.ipcOpenMemHandle(struct.pack("<8q", *handle))
@@ -377,6 +317,6 @@ class Cuda(Gpu):
         return DeviceVector(device, address, nbytes, np.dtype(np.uint8))
 
     def close(self, x: DeviceVector) -> None:
-        """Close memory from `open`, before the process that exported it frees it."""
+        """Close memory from `open`; see gpu.Gpu."""
         with self.current():
             self.runtime.ipcCloseMemHandle(x.address)

@@ -60,23 +60,17 @@ class Stream(Protocol):
                 outs: "Sequence[DeviceVector]") -> None:
         """Queue an elementwise combination of vectors, a division, and stores of the result.
 
-        Args:
-            op: Name of the op, see Reduction; 16-bit sums and products are computed in float32.
-            sources: One or more vectors, all of one dtype and length.
-            divisor: Divisor of the result; 1 for none.
-            outs: One or more vectors; each may be one of the sources.
+        All vectors have one dtype and length; an out may be one of the sources. 16-bit sums and
+        products are computed in float32. `op` is a name, see Reduction; a divisor of 1 is none.
         """
 
     def clear(self, x: "DeviceVector") -> None:
         """Queue filling a vector with zeros."""
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Queue array operations, if the GPU is programmable.
+        """Call a function, which queues array operations, if the GPU is programmable.
 
-        Args:
-            function: Function to call at once, with CuPy (whose operations are queued) and the
-                arguments.
-            arguments: Arguments; vectors are passed as CuPy arrays of the same memory.
+        The function gets CuPy and the arguments; vectors become CuPy arrays of the same memory.
         """
 
     def record(self) -> Event:
@@ -97,8 +91,7 @@ class Mark(Event, Protocol):
     def test(self) -> bool:
         """Return whether all work queued before it is done.
 
-        Raises:
-            TransportError: The GPU has failed.
+        Raises TransportError if the GPU has failed.
         """
         if not self._done:
             try:
@@ -114,11 +107,8 @@ class Mark(Event, Protocol):
 class Gpu(Protocol):
     """A GPU, used through CuPy or PyTorch.
 
-    Attributes:
-        index: Number of the GPU among those that this process sees.
-        name: Name for messages.
-        programmable: If true, its streams accept array operations.
-        unshared: Reason why processes cannot share its memory, for messages.
+    `index` is its number among the GPUs that this process sees. The streams of a programmable GPU
+    accept array operations. `unshared` is the reason why processes cannot share its memory.
     """
 
     index: int
@@ -132,12 +122,7 @@ class Gpu(Protocol):
     def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
         """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
-        Args:
-            nbytes: Number of bytes.
-            device: Device that owns the memory.
-
-        Raises:
-            MemoryError: Too little memory is left.
+        The vector belongs to `device`. Raises MemoryError if too little memory is left.
         """
 
     def pinned(self, nbytes: int) -> Array:
@@ -182,16 +167,14 @@ class Gpu(Protocol):
     def export(self, x: "DeviceVector") -> tuple[int, ...]:
         """Return eight numbers by which processes of this node open memory from `allocate`.
 
-        Raises:
-            OSError: The memory cannot be shared.
+        Raises OSError if the memory cannot be shared.
         """
         raise OSError(self.unshared)
 
     def open(self, handle: Sequence[int], nbytes: int, device: "Device") -> "DeviceVector":
         """Return the memory that another process has exported, as bytes.
 
-        Raises:
-            OSError: This GPU cannot reach the memory.
+        Raises OSError if this GPU cannot reach the memory.
         """
         raise OSError(self.unshared)
 
@@ -202,9 +185,7 @@ class Gpu(Protocol):
     def mark(self, stream: Any = None) -> Event:
         """Return a mark on a user's stream.
 
-        Args:
-            stream: PyTorch stream, or CUDA pointer of a stream; by default the package's current
-                one.
+        `stream` is a PyTorch stream or a CUDA pointer; by default, the package's current stream.
         """
 
     def follow(self, event: Event) -> None:
@@ -213,9 +194,7 @@ class Gpu(Protocol):
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as a CuPy array, or a PyTorch tensor, of the same memory.
 
-        Args:
-            x: Vector, for whose event the caller has waited.
-            shape: Shape of the array.
+        The caller has waited for the vector's event.
         """
 
     def is_finite(self, x: Any) -> bool:
@@ -228,13 +207,8 @@ class DeviceVector:
 
     Only `Device` and GPU-aware MPI access its elements.
 
-    Attributes:
-        device: Device that copies and combines it.
-        address: Address of its first element.
-        size: Number of elements.
-        dtype: NumPy dtype, or bfloat16 of ml_dtypes.
-        owner: Object that keeps the memory alive.
-        ready: Event of the last write; None if the vector is ready now.
+    The dtype is NumPy's, or bfloat16 of ml_dtypes. `owner` keeps the memory alive. `ready` is the
+    event of the last write; None if the vector is ready now.
     """
 
     device: "Device"
@@ -304,11 +278,7 @@ _Slot = tuple[Array, Event | None]
 
 
 class Staging:
-    """Pinned host memory, lent for one copy at a time; any thread may call it.
-
-    Args:
-        gpu: GPU whose copies it serves.
-    """
+    """Pinned host memory, lent for one copy at a time; any thread may call it."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -348,7 +318,6 @@ class Staging:
             self._idle_bytes += slot[0].size
 
     def _removed(self, size: int | None = None) -> _Slot | None:
-        """Remove and return the oldest slot, of this size if given; None if there is none."""
         with self._lock:
             for index, (slot, _) in enumerate(self._idle):
                 if size is None or slot.size == size:
@@ -367,9 +336,7 @@ class _Queue:
     """A stream that is marked, and waits for other streams, only if new work was queued.
 
     A CUDA call costs a microsecond or two, and sending a piece of 2 MiB takes only 40 µs.
-
-    Args:
-        stream: Stream; use `changes` to queue work on it.
+    Use `changes` to queue work on the stream.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -406,14 +373,9 @@ class Device:
     both directions overlap. Nothing waits for the user's streams, because operations begin only
     when their vectors are `ready`. Any thread may call it.
 
-    Args:
-        gpu: GPU to use.
-
-    Attributes:
-        gpu: The argument of the same name.
-        scratch: Memory on the GPU, for schedules. Queued work may still use memory that was
-            returned; only work that is queued later may overwrite it.
-        staging: Pinned host memory, for single copies.
+    `scratch` is memory on the GPU, for schedules. Queued work may still use memory that was
+    returned; only work that is queued later may overwrite it. `staging` is pinned host memory, for
+    single copies.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -433,16 +395,10 @@ class Device:
         return self.gpu.allocate(nbytes, self)
 
     def vector_at(self, address: int, n: int, dtype: DTypeLike, owner: object) -> DeviceVector:
-        """Return a user's GPU memory as a vector.
+        """Return a user's GPU memory as a vector; address 0 stands for none.
 
-        Args:
-            address: Address of the first element; 0 if there is none.
-            n: Number of elements.
-            dtype: NumPy dtype, or bfloat16 of ml_dtypes.
-            owner: Object that keeps the memory alive; a tensor for a PyTorch GPU.
-
-        Raises:
-            ConfigError: The dtype cannot be sent.
+        `owner` keeps the memory alive; it is a tensor for a PyTorch GPU. Raises ConfigError if the
+        dtype cannot be sent.
         """
         return DeviceVector(self, address, n, np.dtype(dtype), owner)
 
@@ -464,12 +420,7 @@ class Device:
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
-        """Queue a combination of vectors; see Stream.combine.
-
-        Args:
-            op, divisor, outs: Arguments of Stream.combine.
-            sources: Vectors on the GPU or in pinned host memory.
-        """
+        """Queue a combination of vectors on the GPU or in pinned memory; see Stream.combine."""
         if not outs[0].size:
             return
         with self._uploaded(sources) as vectors, self._computing() as stream:

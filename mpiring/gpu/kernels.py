@@ -113,13 +113,7 @@ _building = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel that accepts one struct by value.
-
-    Attributes:
-        name: Name of the function; unique to the source.
-        source: CUDA C++ code, which includes nothing.
-        parameters: Fields of the struct.
-    """
+    """A kernel that accepts one struct by value; its name is unique to its source."""
 
     name: str
     source: str
@@ -146,10 +140,7 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
 
     CuPy's RawKernel would cache it on disk, but flushes subnormal numbers to zero.
 
-    Args:
-        kernel: Kernel; pass the same object each time.
-        cuda: Module `cupy.cuda`.
-        index: Number of the GPU, which must be current.
+    Pass the same kernel each time. The GPU of this index must be current.
     """
     # If two threads compiled it, one of the kernels would be unloaded, perhaps while it runs.
     with _building:
@@ -166,10 +157,8 @@ def built(kernel: Kernel, cuda: Any, index: int) -> Any:
 class Packing:
     """Division of vectors of n elements into packs of 16 bytes; see Job in the source.
 
-    Attributes:
-        head: Number of elements before the first pack.
-        packs: Number of packs; other elements are processed one by one.
-        work: Largest useful number of threads.
+    `head` elements precede the first pack. Those not in packs are processed one by one. `work` is
+    the largest useful number of threads.
     """
 
     head: int
@@ -203,11 +192,8 @@ def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
 def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str) -> Kernel:
     """Return the kernel that combines vectors elementwise, and stores the result in others.
 
-    Args:
-        op: Name of the op, see Reduction; a mean is a sum with a division.
-        dtype: Any dtype except long doubles.
-        sources, outs: Number of vectors; a kernel accepts about 500.
-        divides: Kind of division, from `division`.
+    A mean is a sum with a division, whose kind comes from `division`. A kernel accepts about 500
+    vectors, of any dtype except long doubles.
     """
     of = dtype_name(dtype)
     name = f"mpiring_{op}_{of}_{sources}_to_{outs}_{divides}"
@@ -242,7 +228,6 @@ def _types(op: str, dtype: np.dtype[Any]) -> str:
 
 
 def _both(op: str, of: str) -> str:
-    """Return the function that combines two elements."""
     if of == "bool":
         op = {"max": "bor", "min": "band"}.get(op, op)
     if of in COMPLEX:
@@ -258,7 +243,6 @@ def _both(op: str, of: str) -> str:
 
 
 def _divided(of: str, divides: str) -> str:
-    """Return the function that divides a result."""
     if divides == "none":
         text = "return x;"
     elif of in COMPLEX:

@@ -15,12 +15,9 @@ from .device import Device, DeviceVector, await_event
 
 
 def copy_to(out: Any, x: Any) -> None:
-    """Copy a vector.
+    """Copy a vector to another of the same length and dtype.
 
-    Args:
-        out: Vector to overwrite.
-        x: Vector of the same length and dtype. If only one of the two is on a GPU, the other must
-            be in pinned memory.
+    If only one of the two is on a GPU, the other must be in pinned memory.
     """
     if type(out) is np.ndarray and type(x) is np.ndarray:
         np.copyto(out, x)
@@ -52,12 +49,7 @@ def zeros(n: int, dtype: DTypeLike, device: Device | None) -> Any:
 
 
 def moved(x: Array, device: Device | None) -> Any:
-    """Return a vector's elements on a GPU; without a GPU, the vector itself.
-
-    Args:
-        x: Vector in any host memory.
-        device: GPU; None for none.
-    """
+    """Return the elements of a vector in any host memory on a GPU; without a GPU, the vector."""
     if device is None:
         return x
     out = empty(x.size, x.dtype, device)
@@ -117,9 +109,7 @@ def multiply(x: Any, factor: float) -> None:
 def convert(out: Any, x: Any) -> None:
     """Convert a floating vector to float32, or from it, rounding to nearest.
 
-    Args:
-        out: Vector to overwrite; uint16 stands for bfloat16, in host memory.
-        x: Vector of the same length; one of the two is float32.
+    One of the vectors is float32. In host memory, uint16 stands for bfloat16.
     """
     if isinstance(x, DeviceVector):
         x.device.compute(_convert, bits_of(out), bits_of(x))

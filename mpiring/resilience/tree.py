@@ -111,7 +111,7 @@ class DeviceArrays(Arrays):
         super().copy(x.get(), out)
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
-        """Return an array in GPU memory; MissingDependencyError tells what that lacks."""
+        """Return an array in GPU memory, or raise MissingDependencyError."""
         from ..gpu import cuda
         return cuda.cupy().asarray(super().build(dtype, shape, data))
 
