@@ -15,12 +15,7 @@ _T = TypeVar("_T", bound="AsynchronousTraining")
 
 class AsynchronousTraining(ABC):
     """Training in which ranks exchange single messages while they compute.
-
-    Args:
-        comm: Communicator of the ranks that train.
-
-    Attributes:
-        closed: True after `close`.
+    `closed` is True after `close`.
 
     Collective: yes. Blocking: yes.
     """
@@ -58,7 +53,6 @@ class AsynchronousTraining(ABC):
     def _wait_for_all(self, call: Call) -> None:
         """Wait, perhaps for hours, until all ranks make this call; stalls name missing ranks.
 
-        Raises:
-            BufferMismatchError: A rank has left without the call.
+        Raises BufferMismatchError if a rank has left without the call.
         """
         self._comm.run(call, lambda collectives: collectives.barrier(), patient=True)

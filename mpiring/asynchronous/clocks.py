@@ -25,21 +25,16 @@ class Store(Protocol):
         """The vectors of the slice; updated in place."""
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
-        """Update the weights once, with the mean of some gradients.
+        """Update the weights once, with the mean of some workers' gradients, in rank order.
 
-        Args:
-            gradients: Gradients of several workers, in rank order; each is shaped like the weights.
-            rate: Factor of the learning rate.
+        Each gradient is shaped like the weights; `rate` is a factor of the learning rate.
         """
 
 
 class Condition:
     """A request that is complete once a condition on this rank holds.
 
-    Args:
-        happened: Function that tests the condition. After it has returned True, it must always
-            return True.
-        text: Description of the condition, for messages.
+    After `happened` has returned True, it must always return True. `text` describes the condition.
     """
 
     def __init__(self, happened: Callable[[], bool], text: str) -> None:
@@ -52,29 +47,14 @@ class Condition:
 class SliceOwner:
     """The owner of a slice, which keeps the clocks of all workers within a bound.
 
-    A worker's clock is the number of its pushes. The owner answers a pull at clock c once every
-    worker that has not finished has pushed c - `staleness` times. No worker reads older weights,
-    and none runs further ahead. With a staleness of 0, the owner applies the pushes of a clock
-    together, as their mean, and weights are bitwise identical in every run. Otherwise, it applies
-    each push as an update when it arrives.
+    A worker's clock is the number of its pushes; for the bounds on clocks and for the updates, see
+    ParameterServer. If `damped`, a push's learning rate is divided by 1 + τ.
 
     Source: Ho et al., More effective distributed ML via a stale synchronous parallel parameter
     server, NIPS 2013. Rates: Zhang et al., Staleness-aware async-SGD for distributed deep
     learning, IJCAI 2016.
 
-    Args:
-        size: Number of workers.
-        staleness: Bound on the difference between clocks, in pushes; None for no bound.
-        store: Weights of the slice and their update rule.
-        damped: If true, divide a push's learning rate by 1 + τ, where τ is the number of updates
-            since its worker last pulled.
-
-    Attributes:
-        store: The argument of the same name.
-        clocks: Number of applied pushes of each worker.
-        finished: List with True for each worker that has finished.
-        updates: Number of updates of the slice.
-        bytes_sent: Number of bytes sent to other ranks.
+    `clocks` counts the applied pushes of each worker. `updates` counts the updates of the slice.
     """
 
     def __init__(self, size: int, staleness: int | None, store: Store, *, damped: bool) -> None:
@@ -158,11 +138,8 @@ class SliceOwner:
 class SliceWorker:
     """The worker's side of SliceOwner.
 
-    Start the schedules in the order in which the methods were called.
-
-    Attributes:
-        unanswered: Ranks of owners that have not answered the last pull.
-        bytes_sent: Number of bytes sent to other ranks.
+    Start the schedules in the order in which the methods were called. `unanswered` has the ranks of
+    owners that have not answered the last pull.
     """
 
     def __init__(self) -> None:
@@ -170,13 +147,9 @@ class SliceWorker:
         self.bytes_sent = 0
 
     def push(self, net: Channel, clock: int, gradients: SlicesByOwner | None) -> Schedule[None]:
-        """Send a gradient to all owners.
+        """Send a gradient, or a push without a gradient, to all owners.
 
-        Args:
-            net: Channel between all ranks.
-            clock: Number of this push, from 1.
-            gradients: Vectors, which must not change until the schedule ends; None for a push
-                without a gradient.
+        `clock` is the number of this push, from 1. Vectors must not change until the schedule ends.
         """
         note = np.array([VOID if gradients is None else PUSH, clock])
         requests: list[Request] = []
@@ -187,13 +160,7 @@ class SliceWorker:
         yield requests
 
     def pull(self, net: Channel, clock: int, weights: SlicesByOwner) -> Schedule[None]:
-        """Fetch weights once they contain all pushes that a worker at this clock must see.
-
-        Args:
-            net: Channel between all ranks.
-            clock: Number of pushes so far.
-            weights: Vectors to overwrite.
-        """
+        """Fetch weights once they contain all pushes that a worker at this clock must see."""
         self.unanswered = set(range(net.size))
         yield from run_together([self._ask(net, clock, weights[owner], owner)
                                  for owner in _owners_from(net)], net.size)

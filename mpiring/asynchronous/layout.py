@@ -19,19 +19,9 @@ from ..training.fused import Views
 class FlatModel:
     """Memory for the tensors of a model: a vector for each dtype, cut into one slice per rank.
 
-    Args:
-        tensors: Tensors of the model, in order.
-        size: Number of ranks.
-        holder: Name of `views` in messages.
-
-    Attributes:
-        tensors: Tensors of the model, by name.
-        buckets: Memory of each dtype.
-        flats: One vector for each dtype, initially zeros.
-        bounds: Offsets that cut each vector into slices; slices start on cache lines.
-        views: Views of the tensors in the vectors, by name.
-        slices: Slices of all vectors, by rank.
-        nbytes: Number of bytes of all vectors.
+    `flats` has one vector for each dtype, initially zeros, which are the memory of the `buckets`.
+    `bounds` are the offsets that cut each vector into slices, which start on cache lines. `slices`
+    has the slices of all vectors, by rank. `holder` names `views` in messages.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
@@ -63,14 +53,9 @@ class FlatModel:
 class ModelArrays:
     """The arrays of a model; the user may replace them with arrays of the same shape and dtype.
 
-    Args:
-        model: NumPy arrays or PyTorch tensors in host memory, by name; or a PyTorch module, for
-            its parameters and its saved floating-point buffers.
-        comm: Communicator of the ranks.
-        call: Name of the function that accepts the model, for messages.
-
-    Attributes:
-        tensors: Names, shapes and dtypes of the arrays, in order.
+    A model is a dict of NumPy arrays or PyTorch tensors in host memory, or a PyTorch module. A
+    module stands for its parameters and its saved floating-point buffers. `call` names the
+    function that accepts the model, for messages.
 
     Raises:
         ConfigError: The model is neither a dict nor a module, or a tensor has no gradient.
@@ -101,11 +86,7 @@ class ModelArrays:
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
     def arrays(self) -> dict[str, Array]:
-        """Return the current arrays of the model, by name.
-
-        Raises:
-            ConfigError: A shape or dtype has changed.
-        """
+        """Return the current arrays by name; raise ConfigError if a shape or dtype has changed."""
         tensors = self._current_tensors()
         identities = _identities_of(tensors)
         if identities != self._identities:
@@ -131,10 +112,7 @@ def _identities_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
     """Return a model's tensors, or its gradients, as arrays that share their memory.
 
-    Args:
-        tensors: NumPy arrays or PyTorch tensors in host memory, by name.
-        rank: Rank of this process, for messages.
-        noun: Word for one of the tensors, for messages.
+    `noun` is a word for one of the tensors, for messages.
 
     Raises:
         ConfigError: A tensor has another type, or a dtype without gradient.

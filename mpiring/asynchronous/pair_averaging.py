@@ -32,9 +32,7 @@ def partner(seed: int, number: int, rank: int, size: int) -> int | None:
 class Exchanges:
     """A rank's exchanges of snapshots.
 
-    Attributes:
-        training: Other ranks that have not announced their end.
-        bytes_sent: Number of bytes sent to other ranks.
+    `training` has the other ranks that have not announced their end.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -46,11 +44,7 @@ class Exchanges:
                  received: Sequence[Array]) -> Schedule[None]:
         """Send a snapshot to a partner, and receive the partner's snapshot.
 
-        Args:
-            net: Channel between all ranks.
-            other: Rank of the partner.
-            snapshot: Vectors, which must not change until the schedule ends.
-            received: Vectors to overwrite.
+        The snapshot must not change until the schedule ends.
         """
         sends = self._send(net, other, snapshot)
         while (yield from _receive_note(net, other)) == _END:
@@ -62,13 +56,9 @@ class Exchanges:
                apply: Callable[[], None]) -> Schedule[int]:
         """Announce that this rank has ended, and answer other ranks until all have ended.
 
-        Args:
-            net: Channel between all ranks.
-            number: First round that this rank has not begun.
-            partner_of: Function that returns this rank's partner in a round.
-            snapshot: Function that returns this rank's weights, unchanged until its next call.
-            received: Vectors to overwrite with a partner's weights.
-            apply: Function to call when these weights have arrived.
+        `number` is the first round that this rank has not begun. `snapshot` returns this rank's
+        weights, unchanged until its next call. `apply` is called when a partner's weights have
+        arrived in `received`.
 
         Returns:
             The first round that neither this rank nor any of its partners has begun.
@@ -95,7 +85,6 @@ class Exchanges:
 
 
 def _receive_note(net: Channel, other: int) -> Schedule[int]:
-    """Return the next note of a rank."""
     note = np.empty(1, np.int64)
     yield (net.irecv(note, other),)
     return int(note[0])

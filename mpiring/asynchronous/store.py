@@ -63,14 +63,7 @@ class _Slice:
 class SliceStore:
     """A rank's slice of a model: weights, and an optimizer with its state.
 
-    Args:
-        model: Layout of the complete model.
-        comm: Communicator of the ranks.
-        optimizer: Function that makes the optimizer from a model.
-
-    Attributes:
-        weights: Vectors; initially zeros.
-        optimizer: The optimizer that the function has made.
+    The weights are vectors, initially zeros.
 
     Raises:
         ConfigError: The optimizer is not elementwise, or ranks made different optimizers.
@@ -106,20 +99,14 @@ class SliceStore:
             for name, vectors in saved["tensors"].items()}}
 
     def whole(self) -> dict[str, Any]:
-        """Return a copy of weights and state of the complete model, on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
+        """Return a copy of weights and state of the complete model, on all ranks; collective."""
         state_of_slice = self.sliced()
         return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
 
     def load(self, saved: Any) -> None:
-        """Load a result of `whole`, or the results of `sliced` from all ranks.
+        """Load a result of `whole`, or the results of `sliced` from all ranks; collective.
 
-        Raises:
-            ConfigError: The state belongs to another model or optimizer; raised on all ranks.
-
-        Collective: yes. Blocking: yes.
+        All ranks raise ConfigError if the state belongs to another model or optimizer.
         """
         loaded = self._state_with_weights()
         with same_on_all(self._comm, "the state of a ParameterServer",
