@@ -22,11 +22,8 @@ _MAX_REDUCTION = 1 / 8
 class TokenBudget:
     """Settings of the packing of samples.
 
-    Attributes:
-        tokens: Largest number of tokens in a batch of all ranks.
-        longest: Largest number of tokens to count per sample; None to count all tokens.
-        window: Approximate number of batches in a window. Samples are sorted by length within
-            windows.
+    Samples are sorted by length within windows of about `window` batches. `tokens` limits a batch
+    of all ranks. `longest` is the largest number of tokens to count per sample; None counts all.
     """
 
     tokens: int
@@ -37,11 +34,8 @@ class TokenBudget:
 class EpochPlan:
     """The batches of an epoch, for all ranks together.
 
-    Args:
-        order: Samples, batch after batch; within a batch, the longest first.
-        bounds: Offsets in `order` at which batches begin, then the length of `order`.
-        lengths: Lengths of all samples in tokens, including samples that are not in `order`.
-        longest: Largest number of tokens to count per sample; None to count all tokens.
+    Samples are in the order of batches; within a batch, the longest comes first. `bounds` are the
+    offsets at which batches begin, then the number of samples. `lengths` are those of all samples.
     """
 
     def __init__(self, order: Array, bounds: Array, lengths: Array, longest: int | None) -> None:
@@ -81,13 +75,8 @@ def plan(lengths: Array, samples: Array, budget: TokenBudget,
     Samples are shuffled and cut into windows. The samples of a window are sorted by length and cut
     into batches, whose order is shuffled. The result does not depend on the number of ranks.
 
-    Args:
-        lengths: Lengths of all samples in tokens, a vector of whole numbers.
-        samples: Samples to pack, a vector of indices. It is sorted in place, and becomes the plan's
-            order.
-        budget: Settings of the packing.
-        random: Generator that shuffles. None shuffles nothing; each window then begins with its
-            longest samples.
+    `samples` are indices, which are sorted in place, and become the plan's order. Without `random`,
+    nothing is shuffled, and each window begins with its longest samples.
     """
     if random is not None:
         random.shuffle(samples)
@@ -128,13 +117,9 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
     divisible by a power of two, so that ranks get equal numbers. (With 25 samples of equal length
     on four ranks, three ranks would wait for a seventh of the step.)
 
-    Args:
-        ends: Cumulative numbers of tokens, up to and including each sample. No sample has more
-            tokens than `tokens`.
-        tokens: Largest number of tokens in a batch.
-
-    Returns:
-        The offsets at which batches begin, then the number of samples.
+    `ends` are cumulative numbers of tokens, up to and including each sample. No sample has more
+    than `tokens`, the limit of a batch. Return the offsets at which batches begin, then the number
+    of samples.
     """
     bounds, begin, before = [0], 0, 0
     while begin < len(ends):
@@ -177,9 +162,8 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
 
     The heaviest rank has at most 4/3 - 1/(3 size) times as many tokens as in the best division.
 
-    Returns:
-        Positions in `lengths` for each rank, longest first. Ties go to the lower rank, so that all
-        ranks get the same result.
+    Return positions in `lengths` for each rank, longest first. Ties go to the lower rank, so that
+    all ranks get the same result.
 
     Source: LPT, R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
     17 (1969).

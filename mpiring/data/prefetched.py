@@ -87,14 +87,7 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
 
 
 class Prefetched:
-    """The batches of a loader, on a device; see `prefetch`.
-
-    Args:
-        loader: Any iterable.
-        gpu: Kind and index of the GPU; None for the CPU.
-        depth: Number of batches to draw ahead.
-        comm: Communicator whose trace records waits for batches, or None.
-    """
+    """The batches of a loader, on a GPU of this kind and index, or on the CPU; see `prefetch`."""
 
     def __init__(self, loader: Iterable[Any], gpu: tuple[str, int] | None, depth: int,
                  comm: Communicator | None = None) -> None:
@@ -171,7 +164,6 @@ class Prefetched:
         return copy.deepcopy(cast(Any, self._loader).state_dict())
 
     def _send_batch(self, batch: Any) -> tuple[Arrive, Any]:
-        """Send a batch; return a function that receives the batch, and the loader's state."""
         arrive = (lambda: batch) if self._gpu is None else self._send_arrays(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
@@ -207,12 +199,7 @@ class Prefetched:
         return arrive
 
     def _carrier_of(self, carrier: type[Carrier]) -> Carrier:
-        """Return the carrier to the GPU.
-
-        Raises:
-            ConfigError: The GPU cannot hold NumPy arrays.
-            MissingDependencyError: CuPy is missing.
-        """
+        """Return the carrier to the GPU; raise ConfigError if that cannot hold NumPy arrays."""
         if carrier not in self._carriers:
             kind, index = cast(tuple[str, int], self._gpu)
             if carrier is TensorCarrier:
@@ -278,11 +265,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
 
     Exceptions of the iterator are raised after the items before them. Call `close` after use.
 
-    Args:
-        items: Iterator that only the thread uses.
-        depth: Number of items to draw ahead.
-        waited: Function to call with the start and the end of each wait for an item, as times of
-            time.monotonic().
+    `waited` is called with the start and the end of each wait, as times of time.monotonic().
     """
 
     def __init__(self, items: Iterator[T], depth: int,
@@ -319,10 +302,9 @@ class BackgroundIterator(Iterator[T], Generic[T]):
                 return self._ready.get(timeout=_WAKEUP_S)
 
     def close(self) -> bool:
-        """End the thread, which may be drawing an item; wait up to 5 s for the thread.
+        """End the thread, which may be drawing an item; wait up to 5 s for it.
 
-        Returns:
-            Whether the thread has ended.
+        Return whether it has ended.
         """
         atexit.unregister(self.close)
         self._stop.set()
@@ -338,10 +320,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Return when the thread has ended, after `close`.
-
-        Blocking: yes.
-        """
+        """Return when the thread has ended, after `close`."""
         self._thread.join()
 
     def _draw(self) -> None:

@@ -18,13 +18,7 @@ from .packing import EpochPlan, TokenBudget, plan
 
 @dataclass
 class _Iteration:
-    """An iteration that has begun.
-
-    Attributes:
-        epoch, history: Values of TokenBatches when the iteration began.
-        plan: Batches of all ranks.
-        drawn: Number of batches that were drawn.
-    """
+    """An iteration that has begun, with the epoch and the history at that time."""
 
     epoch: int
     history: list[list[Any]]
@@ -166,11 +160,8 @@ class TokenBatches:
                      planned: EpochPlan | None = None) -> None:
         """Set the epoch of the next iteration.
 
-        Args:
-            epoch: Number of the epoch.
-            history: Budgets that were used in the epoch, each with its number of completed samples.
-                The last budget is this object's.
-            planned: Result of `_plan_of` for this history, if known.
+        The history has the budgets that were used in the epoch, each with its number of completed
+        samples; the last is this object's. `planned` is its plan, if known.
         """
         self._epoch = epoch
         self._history = history or [[*astuple(self._budget), 0]]
@@ -207,7 +198,6 @@ class TokenBatches:
             self._end_complete_iteration()
 
     def _next_iteration(self) -> _Iteration:
-        """Return the next iteration."""
         if self._plan is None:
             self._plan = self._plan_of(self._epoch, self._history)
         return _Iteration(self._epoch, self._history, self._plan)
@@ -215,8 +205,7 @@ class TokenBatches:
     def _plan_of(self, epoch: int, history: list[list[Any]]) -> EpochPlan:
         """Plan an epoch with its last budget, without samples completed with earlier budgets.
 
-        Raises:
-            ConfigError: A position in the history is not between two batches.
+        Raises ConfigError if a position in the history is not between two batches.
         """
         # This is the smallest sufficient signed dtype.
         samples: Array = np.arange(
