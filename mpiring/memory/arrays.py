@@ -45,24 +45,14 @@ def data_address(x: Array) -> int:
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return mpiring's name of a dtype, the same on every platform.
-
-    Raises:
-        ConfigError: Collectives do not support the dtype.
-    """
+    """Return mpiring's name of a dtype, the same on every platform, or raise ConfigError."""
     return _name(np.dtype(dtype))
 
 
 def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
-    """Return the dtype of a name: a NumPy dtype, or bfloat16 of ml_dtypes.
+    """Return the dtype of an allowed name: a NumPy dtype, or bfloat16 of ml_dtypes.
 
-    Args:
-        name: Name of the dtype.
-        names: Names that are allowed.
-
-    Raises:
-        ConfigError: The name is not allowed.
-        MissingDependencyError: It is bfloat16, and the package ml_dtypes is missing.
+    Raises ConfigError for other names, and MissingDependencyError if ml_dtypes is missing.
     """
     if name not in names:
         raise ConfigError(f"dtype {name!r} cannot be reduced; expected one of {', '.join(names)}")
@@ -109,12 +99,8 @@ def refuse_unusable(x: Any, *, writeable: bool) -> None:
 def flat(x: Any, *, writeable: bool = True) -> Array:
     """Return the elements of `x` as a vector that shares its memory.
 
-    Args:
-        x: NumPy array of any shape, C- or Fortran-contiguous.
-        writeable: If true, refuse arrays that cannot be written to.
-
-    Raises:
-        ConfigError: It is not an array, or it is masked, not contiguous, or read-only.
+    Raises ConfigError unless `x` is a NumPy array, C- or Fortran-contiguous and without a mask,
+    that can be written to as needed.
     """
     is_plain = type(x) is np.ndarray
     if not is_plain:
@@ -134,10 +120,7 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
 def may_overlap(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
     """Return whether elements of an array may share memory; false only if they do not.
 
-    Args:
-        shape: Shape of the array.
-        strides: Distances of its elements, in the unit of `itemsize`.
-        itemsize: Length of an element.
+    The strides are in the unit of `itemsize`.
     """
     if 0 in shape:
         return False
@@ -159,10 +142,7 @@ def chunks_of(x: Array, parts: int) -> list[Array]:
 def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
     """Return the `parts` + 1 offsets that cut n elements into slices of about equal length.
 
-    Args:
-        n: Number of elements.
-        parts: Number of slices.
-        alignment: Number of elements; each slice starts at a multiple of it.
+    Each slice starts at a multiple of `alignment` elements.
     """
     blocks = -(-n // alignment)
     return [min(i * blocks // parts * alignment, n) for i in range(parts + 1)]

@@ -25,10 +25,7 @@ def has_xxh3() -> bool:
 
 
 def xxh3() -> Any:
-    """Return a new 128-bit XXH3 hash, used like those of hashlib.
-
-    Raises:
-        MissingDependencyError: The package xxhash is not installed.
+    """Return a new 128-bit XXH3 hash, used like those of hashlib, or raise MissingDependencyError.
 
     Source: Collet, XXH3, https://github.com/Cyan4973/xxHash.
     """
@@ -43,11 +40,10 @@ def xxh3() -> Any:
 def digest(pieces: Iterable[Array | bytes], *, fast: bool = False) -> int:
     """Return a number below 2⁶⁴ that almost certainly differs if the bytes differ.
 
-    Args:
-        pieces: Pieces of contiguous memory, in order. The cuts between them do not matter.
-        fast: If true, use XXH3, which all ranks that compare digests must have; otherwise BLAKE2b.
+    The cuts between the pieces do not matter. If `fast`, it is by XXH3, which all ranks that
+    compare digests must have; otherwise by BLAKE2b.
 
-    Source: BLAKE2b, RFC 7693; XXH3.
+    Source: BLAKE2b, RFC 7693, and XXH3.
     """
     state = xxh3() if fast else hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for piece in pieces:
@@ -58,14 +54,8 @@ def digest(pieces: Iterable[Array | bytes], *, fast: bool = False) -> int:
 def bytes_of(x: Array) -> Array:
     """Return the bytes of an array's elements, in the order of its indices.
 
-    Args:
-        x: Array of any shape and strides, and of any dtype but object.
-
-    Returns:
-        A vector of uint8; a view if `x` is C-contiguous.
-
-    Raises:
-        ConfigError: It holds Python objects.
+    The array has any shape and strides. The bytes are a view if it is C-contiguous. Raises
+    ConfigError if it holds Python objects.
     """
     if x.dtype.hasobject:
         raise ConfigError(f"an array of {x.dtype} holds Python objects, which have no bits to "

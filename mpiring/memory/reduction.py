@@ -41,10 +41,8 @@ _REMEDIES = {
 class Combine(Protocol):
     """Implementation of an op, which combines the contributions of ranks in a schedule.
 
-    Attributes:
-        adds: If true, compiled code may add the vectors: they are in host memory, of a dtype of
-            `sums.DTYPES`, and `divisor` divides the sum.
-        divisor: Divisor of the result.
+    If `adds`, compiled code may add the vectors: they are in host memory, of a dtype of
+    `sums.DTYPES`, and `divisor` divides the sum.
     """
     adds: bool
     divisor: float
@@ -64,10 +62,7 @@ class Combine(Protocol):
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
         """Copy a vector to any number of others, in one pass.
 
-        Args:
-            x: Vector to copy.
-            outs: Vectors to overwrite.
-            past_caches: If true, the vector is a part of vectors that do not fit into the caches.
+        `past_caches` is for parts of vectors that do not fit into the caches.
         """
 
 
@@ -110,12 +105,9 @@ class Reduction:
 
     Any number of threads may use one Reduction.
 
-    Args:
-        op: Name of the op, one of OPS.
-        dtype: Dtype of the vectors.
-        size: Divisor of a mean; 1 means that there is nothing to combine.
-        compiled: If true, use code compiled by numba, if available, to copy long vectors, and to
-            add long vectors of more than 16 bits. Loading the code takes 50 MiB.
+    A mean over a size of 1 combines nothing.
+    If `compiled`, code by numba, if available, copies long vectors, and adds long vectors of more
+    than 16 bits. Loading the code takes 50 MiB.
 
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.
@@ -161,10 +153,8 @@ class Reduction:
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Combine contributions elementwise, in the given order, and divide if it is a mean.
 
-        Args:
-            sources: One or more vectors of shape (n,), contiguous, not prepared.
-            outs: One or more vectors of shape (n,), contiguous, overwritten by the result. They may
-                be among the sources, but must not overlap them otherwise, nor each other.
+        Outs may be among the sources, but must not overlap them otherwise, nor each other. All
+        vectors are contiguous; sources are not prepared.
         """
         divisor, out = self.divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
@@ -176,11 +166,7 @@ class Reduction:
         self._apply(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function equal to `combine` on these vectors, but faster for short vectors.
-
-        Args:
-            sources: Vectors to combine; the function has the argument `out`.
-        """
+        """Return a function of `out` equal to `combine`, but faster for short vectors."""
         if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
             return functools.partial(self.combine, sources)
         (a, b), function, divides = sources, self._combine, self.divisor != 1
@@ -195,12 +181,9 @@ class Reduction:
         return combine
 
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
-        """Copy a vector to others; each block is read once.
+        """Copy a vector to others that do not overlap; each block is read once.
 
-        Args:
-            x: Vector of shape (n,), contiguous.
-            outs: Any number of vectors of shape (n,), contiguous, that do not overlap.
-            past_caches: If true, compiled code, if available, stores around the caches.
+        If `past_caches`, compiled code, if available, stores around the caches.
         """
         if past_caches and self._compiled and outs and copies.stream(x, outs):
             return

@@ -16,9 +16,7 @@ BLOCK_BYTES = 256 << 10
 class Block:
     """Scratch memory for one combination of vectors.
 
-    Attributes:
-        memory: BLOCK_BYTES bytes of undefined content.
-        address: Address of the memory; NumPy takes a microsecond to return it.
+    NumPy takes a microsecond to return the address of the memory, BLOCK_BYTES bytes.
     """
 
     def __init__(self) -> None:
@@ -47,9 +45,8 @@ thread_scratch = _ThreadScratch()
 class Scratch:
     """A small pool of buffers, for schedules of any thread.
 
-    Args:
-        keep: Number of idle buffers, the largest ones, that stay in the pool.
-        make: Function that returns a new buffer of a number of bytes; by default, in host memory.
+    Up to `keep` idle buffers, the largest ones, stay in the pool. `make` returns a new buffer of a
+    number of bytes.
     """
 
     def __init__(self, keep: int, make: Callable[[int], Array] = lambda nbytes: np.empty(

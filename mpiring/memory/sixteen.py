@@ -19,10 +19,7 @@ BLOCK = BLOCK_BYTES // 8
 def widen(x: Any, out: Any, xp: Any = np) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
-    Args:
-        x: Vector of shape (n,), contiguous. A uint16 vector holds the bits of bfloat16.
-        out: Vector of shape (n,), overwritten.
-        xp: NumPy or CuPy, the package of the vectors.
+    The vectors are contiguous, of the package `xp`. A uint16 vector holds the bits of bfloat16.
     """
     if x.dtype == np.uint16:
         xp.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -34,12 +31,7 @@ def widen(x: Any, out: Any, xp: Any = np) -> None:
 def narrow(x: Any, out: Any, xp: Any = np) -> None:
     """Round a float32 vector to float16 or bfloat16: to nearest, ties to even.
 
-    Numbers that are too large become Inf; NaN stays NaN.
-
-    Args:
-        x: Vector of shape (n,), contiguous.
-        out: Vector of shape (n,), overwritten. A uint16 vector holds the bits of bfloat16.
-        xp: NumPy or CuPy, the package of the vectors.
+    Numbers that are too large become Inf; NaN stays NaN. For the vectors, see `widen`.
     """
     # One block on a GPU, where many short operations take longer.
     step = BLOCK if xp is np else max(x.size, 1)
@@ -63,13 +55,10 @@ def _bfloat_bits(x: Any, xp: Any) -> Any:
 def combine(
     op: Callable[..., Any], sources: Sequence[Array], divisor: float, out: Array,
 ) -> None:
-    """Combine 16-bit vectors in float32, in the given order, and round once, at the end.
+    """Add or multiply 16-bit vectors in float32, in the given order, and round once, at the end.
 
-    Args:
-        op: numpy.add or numpy.multiply.
-        sources: Vectors of float16 or of bfloat16, contiguous, of one length.
-        divisor: Divisor of the result, before rounding.
-        out: Vector to overwrite with the result; may be one of the sources.
+    The vectors are contiguous; `out` may be one of the sources. The divisor applies before
+    rounding.
     """
     borrowed = thread_scratch.acquire()
     scratch = borrowed.memory.view(np.float32).reshape(2, BLOCK)

@@ -26,12 +26,7 @@ def is_tensor(x: object) -> "TypeGuard[torch.Tensor]":
 
 @functools.cache
 def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
-    """Return the NumPy dtype that equals a PyTorch dtype.
-
-    Raises:
-        ConfigError: Collectives do not support the dtype.
-        MissingDependencyError: It is bfloat16, and ml_dtypes is missing.
-    """
+    """Return the NumPy dtype that equals a PyTorch dtype; for errors, see `dtype_named`."""
     return dtype_named(str(dtype).removeprefix("torch."), _DTYPES)
 
 
@@ -43,15 +38,9 @@ def torch_dtype(dtype: np.dtype[Any]) -> "torch.dtype":
 
 
 def array_of(tensor: "torch.Tensor") -> Array:
-    """Return a tensor's elements as a vector of the same memory.
+    """Return the elements of a contiguous, strided CPU tensor as a vector of the same memory.
 
-    Args:
-        tensor: Tensor of any shape, on the CPU, strided, contiguous.
-
-    Raises:
-        ConfigError: The tensor is on a GPU, not strided or not contiguous, or its dtype cannot be
-            reduced.
-        MissingDependencyError: It is bfloat16, and ml_dtypes is missing.
+    Raises ConfigError for other tensors, and for dtypes that cannot be reduced.
     """
     torch, dtype = sys.modules["torch"], numpy_dtype(tensor.dtype)
     if tensor.device.type != "cpu":
@@ -68,8 +57,7 @@ def array_of(tensor: "torch.Tensor") -> Array:
 def note_write(x: object) -> None:
     """Tell PyTorch that an operation writes to a tensor; do nothing for other arrays.
 
-    Raises:
-        ConfigError: PyTorch would refuse to change the tensor in place.
+    Raises ConfigError if PyTorch would refuse to change the tensor in place.
     """
     if not is_tensor(x):
         return

@@ -32,8 +32,7 @@ _mappings: dict[int, tuple[int, int]] = {}
 def create() -> int:
     """Return the descriptor of a new, empty anonymous file.
 
-    Raises:
-        OSError: The system has no memfd_create, or no descriptor is left.
+    Raises OSError if the system has no memfd_create, or no descriptor is left.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
@@ -41,11 +40,7 @@ def create() -> int:
 
 
 def identity(file: int | str) -> tuple[int, int]:
-    """Return the device and number of a file, which identify it on this system.
-
-    Args:
-        file: Descriptor or path of the file.
-    """
+    """Return the device and number of a file, which identify it on this system."""
     status = os.stat(file)
     return status.st_dev, status.st_ino
 
@@ -53,13 +48,8 @@ def identity(file: int | str) -> tuple[int, int]:
 def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
     """Return a descriptor of a file that another process of this node has open.
 
-    Args:
-        pid, descriptor: Number of that process, and its descriptor.
-        wanted: Identity of the file. In another container the same path may lead to another file,
-            which must not be changed.
-
-    Raises:
-        OSError: The process is in another container, or /proc is not accessible.
+    In another container the same path may lead to another file, which must not be changed. Raises
+    OSError if the file's identity is not the wanted one, or /proc is not accessible.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if identity(path) != wanted:
@@ -74,13 +64,8 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int, *,
     Each process allocates its own segment, so that the pages are in the memory of its processor.
     A segment may be accessed once its rank has returned from this function.
 
-    Args:
-        descriptor: Descriptor from `create` or `attach`; may be closed afterwards.
-        rank, size: Number of this process among the processes that share the file, and number of
-            these processes.
-        nbytes: Length of each segment, at least 1.
-        private_in_forks: If false, a fork of this process also shares the memory. It must not
-            write to it.
+    `nbytes` is at least 1. The descriptor may be closed afterwards. If not `private_in_forks`, a
+    fork of this process also shares the memory, but must not write to it.
 
     Returns:
         A byte vector for each rank. The memory is unmapped when the last view of any vector dies.
@@ -94,18 +79,9 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int, *,
 
 
 def one_array(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
-    """Allocate this rank's share of a file's pages, and map the file as one array.
+    """Allocate this rank's share of a file's pages, and map the file as one array of bytes.
 
-    Args:
-        descriptor, rank, size: Arguments of `segments`.
-        nbytes: Length of the array, at least 1.
-
-    Returns:
-        A byte vector, the same memory in all processes. A share may be accessed once its rank
-        has returned from this function.
-
-    Raises:
-        OSError: As for `segments`.
+    The result is the same memory in all processes. For the rest, see `segments`.
     """
     share = -(-nbytes // (size * PAGE_BYTES)) * PAGE_BYTES
     return _allocated(descriptor, rank, size, share, True)[:nbytes]
@@ -142,11 +118,7 @@ class _Mapping:
 
 
 def _mapped(address: int | None, nbytes: int, flags: int, descriptor: int) -> int:
-    """Return the address of new memory.
-
-    Raises:
-        OSError: The system refuses it.
-    """
+    """Return the address of new memory; raise OSError if the system refuses it."""
     start: int = _system().mmap(address, nbytes, _READ_WRITE, flags, descriptor, 0)
     if start == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
