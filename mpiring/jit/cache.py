@@ -59,11 +59,6 @@ _DIGEST_LENGTH = 64
 class Code:
     """A function in machine code.
 
-    Args:
-        signature: Signature for which it was compiled.
-        address: Address of the function.
-        owner: Object that owns its memory.
-
     Attributes:
         call: The function, called without Python's lock, so that other threads run.
         call_with_lock: The function, called with Python's lock, which saves 0.1 µs; for calls of
@@ -82,10 +77,8 @@ class Code:
 def configure(folder: Path | None, *, enabled: bool = True, warns: bool = True) -> None:
     """Set how this process uses machine code from now on.
 
-    Args:
-        folder: Folder of saved code; None to save none.
-        enabled: If false, use no machine code.
-        warns: If true, log problems as warnings; true in one process of a job.
+    Problems are logged as warnings if `warns`, in one process of a job. Without a folder, no code
+    is saved.
     """
     global _folder, _enabled, _warns
     _folder, _enabled, _warns = folder, enabled, warns
@@ -95,13 +88,13 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
          compiles: bool = True) -> Code | None:
     """Return machine code; the first thread that needs it loads or compiles it.
 
+    `label` describes the code for the log, in the plural. `make`, a function of the module
+    `intrinsics` and of `arguments` (functions, dtypes, numbers and strings), returns the function
+    to compile. That is a function of pointers and numbers in numba's subset of Python.
+
     Args:
-        label: Description for the log, in the plural.
-        make: Function of the module `intrinsics` and of `arguments`. It returns the function to
-            compile, which is a function of pointers and numbers in numba's subset of Python.
         signature: Types of the function's arguments, separated by spaces, then "-> int64" if it
             returns a value. An example is "float32* int8* intp".
-        arguments: Functions, dtypes, numbers and strings for `make`.
         compiles: If false, return None for code that is neither loaded nor saved; later calls do
             not search for it again.
 
@@ -162,7 +155,6 @@ def _report(problem: str, text: str, *values: object) -> None:
 
 def _compile_and_save(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
                       identity: str) -> _Loaded | None:
-    """Compile a function, and save the code if it can be loaded without numba."""
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
@@ -191,7 +183,6 @@ def _compile_and_save(label: str, make: Make, signature: str, arguments: tuple[A
 
 
 def _compile(numba: Any, function: Callable[..., Any], signature: str) -> Any:
-    """Compile a function of pointers and numbers with numba."""
     def kind(name: str) -> Any:
         if name.endswith("*"):
             return numba.types.CPointer(kind(name[:-1]))
@@ -217,9 +208,8 @@ def _c_type(name: str) -> Any:
 def _load(llvm: Any, image: bytes, symbol: str) -> _Loaded:
     """Load an object file, and find a function in it.
 
-    Raises:
-        ValueError: The file is not usable. If it needs a symbol that this process lacks, LLVM would
-            end the process.
+    Raises ValueError if it needs a symbol that this process lacks, for which LLVM would end the
+    process, or is otherwise not usable.
     """
     sections = {section.name(): section.data()
                 for section in llvm.object_file.ObjectFileRef.from_data(image).sections()}
@@ -242,7 +232,6 @@ def _load(llvm: Any, image: bytes, symbol: str) -> _Loaded:
 
 
 def _save(identity: str, processor: Sequence[str], symbol: str, image: bytes) -> None:
-    """Save an object file for later processes."""
     body = symbol.encode() + b"\n" + image
     try:
         save(_file(identity, _digest(*processor)), _checksum(identity, processor, body) + body)
@@ -320,12 +309,7 @@ def _identity(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
 def _description(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
     """Yield lines that are equal for equal values and for functions that do the same.
 
-    Args:
-        value: Function, or value on which a function depends.
-        names: Global names of that function.
-
-    Raises:
-        TypeError: The value's behavior is unknown.
+    `names` are the global names of a function. Raises TypeError if the value's behavior is unknown.
     """
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]

@@ -21,9 +21,7 @@ _BLOCK_BYTES = 16 << 10
 def stream(x: Array, outs: Sequence[Array]) -> bool:
     """Copy a vector to others; return False, without copying, if there is no code for it.
 
-    Args:
-        x: Vector of shape (n,), contiguous.
-        outs: Vectors of the same shape and dtype, contiguous; none overlaps another or `x`.
+    All vectors are contiguous, of one shape and dtype; no out overlaps another or `x`.
     """
     machine_code = code()
     if machine_code is None:
@@ -37,9 +35,7 @@ def stream(x: Array, outs: Sequence[Array]) -> bool:
 def code(*, compiles: bool = False) -> cache.Code | None:
     """Return the code of `stream`; None if there is none.
 
-    Args:
-        compiles: If true, compile the code if necessary, which takes a second; if false, use only
-            saved code.
+    If `compiles`, compile it if necessary, which takes a second; otherwise, use only saved code.
     """
     return cache.code("long copies", _stream, "int64 int64 int64 int64 -> int64",
                       compiles=compiles)

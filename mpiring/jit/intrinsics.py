@@ -131,11 +131,7 @@ def end_stream(typing: Any) -> Any:
 
 
 def conversions(name: str) -> tuple[Any, Any]:
-    """Return functions that convert the bits of a 16-bit number to float32, and back.
-
-    Args:
-        name: Name of the dtype, "float16" or "bfloat16".
-    """
+    """Return functions that convert the bits of "float16" or "bfloat16" to float32, and back."""
     return (_widen_half, _narrow_half) if name == "float16" else (_widen_bfloat, _narrow_bfloat)
 
 

@@ -20,11 +20,7 @@ _BLOCK = 4096
 
 
 def combiner(name: str) -> Combine16 | None:
-    """Return a function with the results of `sixteen.combine`; None without numba.
-
-    Args:
-        name: Name of the dtype, "float16" or "bfloat16".
-    """
+    """Return a function with the results of `sixteen.combine` for a dtype; None without numba."""
     code = cache.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
     if code is None:
         return None
@@ -51,10 +47,7 @@ def loop(
     contiguity. It runs without Python's lock. Division by zero gives Inf or NaN without a warning.
     LLVM does not vectorize an inner loop over vectors that may overlap.
 
-    Args:
-        label: Description for the log, in the plural.
-        function: Function of pointers and numbers, in numba's subset of Python.
-        signature: Types of its arguments, separated by spaces, like "float32* int8* intp".
+    For the arguments, see `cache.code`.
     """
     return _of_vectors(cache.code(label, _identity, signature, function))
 
@@ -64,11 +57,8 @@ def loop_16(
 ) -> Callable[..., None] | None:
     """Return a compiled loop, like `loop`, that converts 16-bit numbers.
 
-    Args:
-        label, signature: Arguments of `loop`.
-        make: Function that returns the function to compile, given two conversions of one number:
-            from the 16 bits of a uint16 to float32, and back.
-        name: Name of the dtype, "float16" or "bfloat16".
+    Given two conversions of one number, from the 16 bits of a uint16 to float32 and back, `make`
+    returns the function to compile.
     """
     return _of_vectors(cache.code(label, _with_conversions, signature, make, name))
 
@@ -83,7 +73,6 @@ def _with_conversions(intrinsics: Any, make: Callable[..., Callable[..., None]],
 
 
 def _of_vectors(code: cache.Code | None) -> Callable[..., None] | None:
-    """Return a function of vectors for a compiled function of addresses."""
     if code is None:
         return None
     function = code.call
@@ -98,7 +87,6 @@ _COMBINE = "uint16** intp intp bool float32 float32* uint16*"
 
 
 def _combine_loop(widen: Any, narrow: Any) -> Callable[..., None]:
-    """Return the loops over sources and blocks, given the conversions of one number."""
     def combine(sources, p, n, multiplies, divisor, total, out):  # type: ignore[no-untyped-def]
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)

@@ -22,11 +22,9 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
 
     The result is bitwise identical to NumPy's sum from left to right, except for payloads of NaN.
 
-    Args:
-        sources: Two or more contiguous vectors of the same length and a dtype of DTYPES.
-        divisor: Divisor of the sum; 1 for none.
-        outs: Vectors for the result. They may be among the sources, but must not otherwise overlap
-            with the sources or with each other.
+    There are two or more sources of a dtype of DTYPES. All vectors are contiguous and of one
+    length. Outs may be among the sources, but must not otherwise overlap with the sources or each
+    other.
     """
     x = outs[0]
     machine_code = code(_NAMES[x.dtype.char])
@@ -47,12 +45,9 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
 
 
 def code(name: str, *, compiles: bool = False) -> cache.Code | None:
-    """Return the code of `add`; None if there is none.
+    """Return the code of `add` for a dtype of DTYPES; None if there is none.
 
-    Args:
-        name: Name of a dtype of DTYPES.
-        compiles: If true, compile the code if necessary, which takes a second; if false, use only
-            saved code.
+    If `compiles`, compile it if necessary, which takes a second; otherwise, use only saved code.
     """
     return cache.code(f"long sums of {name}", _add,
                       "int64 int64 int64 float64 int64 int64 int64 -> int64", name,
@@ -103,10 +98,7 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
 def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
     """Return two functions: the sum of two numbers, and their sum divided by a divisor.
 
-    Args:
-        inlined: Decorator, see intrinsics.
-        widen, narrow: Functions of a number and of a sum; they return the value to add, and the
-            value to store.
+    `widen` returns the value of a number to add, and `narrow` the value of a sum to store.
     """
     return (inlined(lambda x, y: narrow(widen(x) + widen(y))),
             inlined(lambda x, y, divisor: narrow((widen(x) + widen(y)) / divisor)))
@@ -119,11 +111,7 @@ def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) 
     and stored immediately moves between the caches of two cores only once. Work in blocks would
     take twice the time for vectors of up to several MiB.
 
-    Args:
-        inlined: Decorator, see intrinsics.
-        pointer: Function that converts an address to a pointer to numbers.
-        add, mean: Results of `of_two`.
-        divides: If false, the divisor is always 1.
+    If `divides` is false, the divisor is always 1. `add` and `mean` come from `of_two`.
     """
     @inlined
     def both(first, second, n, divisor):  # type: ignore[no-untyped-def]
@@ -150,11 +138,8 @@ def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
     pointer to the result, and a divisor for `finish`. The function reads several vectors at a time,
     which keeps more loads in flight.
 
-    Args:
-        inlined: Decorator, see intrinsics.
-        pointer: Function that converts an address to a pointer to numbers.
-        widen, finish: Functions of a number and of a sum, for up to four vectors. They return the
-            value to add and the value to store.
+    `widen` and `finish` are functions of a number and of a sum, for up to four vectors. They return
+    the value to add and the value to store.
     """
     @inlined
     def first_ones(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
