@@ -19,8 +19,7 @@ MAX_INT32 = 2**31 - 1
 def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
     """Return an argument as a whole number; it may be a NumPy array of one element.
 
-    Raises:
-        ConfigError: It is not a whole number, or out of range. True and False are refused.
+    Raises ConfigError if it is out of range or no whole number, like True and False.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -34,14 +33,9 @@ def whole_number(name: str, value: Any, least: float = -math.inf, most: float = 
 
 
 def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> float:
-    """Return an argument as a real number.
+    """Return an argument as a real number; raise ConfigError unless it fits.
 
-    Args:
-        fits: Function that returns whether a number is in range; false for NaN.
-        expected: Text that completes the message "expected ...".
-
-    Raises:
-        ConfigError: It is not a real number, or out of range.
+    `fits` is false for NaN; `expected` completes the message "expected ...".
     """
     plain = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
     real = math.nan
@@ -55,11 +49,9 @@ def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) 
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return an argument as a bool.
+    """Return an argument as a bool; raise ConfigError unless it is True or False.
 
-    Raises:
-        ConfigError: It is neither True nor False. 0, 1 and strings are refused, because the
-            string "no" would be true.
+    0, 1 and strings are refused, because the string "no" would be true.
     """
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name}={value!r:.200}: expected True or False")
@@ -70,9 +62,8 @@ def refuse_other_state(state: Any, names: Iterable[str], whose: str, *,
                        only: bool = False) -> None:
     """Raise ConfigError unless a state is a mapping with all these names.
 
-    Args:
-        whose: Text that completes the message "the state ...", such as "of a LossScaler".
-        only: If true, refuse other names.
+    `whose` completes the message "the state ...", such as "of a LossScaler". If `only`, other names
+    are refused.
     """
     names = list(names)
     if not isinstance(state, Mapping):
@@ -89,11 +80,7 @@ def refuse_other_state(state: Any, names: Iterable[str], whose: str, *,
 
 
 def path(name: str, value: Any) -> str:
-    """Return an argument that is a path, as a string.
-
-    Raises:
-        ConfigError: It is not a path.
-    """
+    """Return an argument that is a path, as a string; raise ConfigError for anything else."""
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{name}={value!r:.200}: expected a path, as text or pathlib.Path")
     return os.fsdecode(value)

@@ -24,11 +24,7 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
     It refuses a pipe, so that it never waits for the other end. When it writes, it does not follow
     symbolic links. When it reads, it follows a symbolic link of this user or of root.
 
-    Args:
-        name: Name of the file.
-        flags: Flags of os.open; with O_NOFOLLOW, no link is followed.
-        mode: Permissions of a new file.
-        dir_fd: Descriptor of the folder that a relative name refers to.
+    With O_NOFOLLOW among the flags, it follows no link. `mode` has the permissions of a new file.
 
     Raises:
         OSError: os.open fails, or the name belongs to a link, a pipe, a folder or a device.
@@ -52,16 +48,10 @@ def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
 
 
 def read(path: Path, max_bytes: int, *, private: bool = False, links: bool = True) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file of at most `max_bytes`; raise OSError for other files.
 
-    Args:
-        path: Name of the file.
-        max_bytes: Length of the longest file that is read.
-        private: If true, refuse links, and files that another user may have written.
-        links: If false, refuse links, also those of this user.
-
-    Raises:
-        OSError: The file cannot be read, is not regular, is too long or not private.
+    If `private`, refuse links, and files that another user may have written. Unless `links`, refuse
+    links, also those of this user.
     """
     flags = 0 if links and not private else os.O_NOFOLLOW
     with open(path, "rb", opener=lambda name, given: regular(name, given | flags)) as file:
@@ -77,15 +67,9 @@ def read(path: Path, max_bytes: int, *, private: bool = False, links: bool = Tru
 
 
 def parsed(text: bytes, levels: int) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text in UTF-8; raise ValueError for any other text.
 
-    Args:
-        text: JSON in UTF-8.
-        levels: Largest number of nested lists and objects, limited because Python's parser is
-            recursive.
-
-    Raises:
-        ValueError: It is not JSON, or nested more deeply.
+    `levels` limits the nested lists and objects, because Python's parser is recursive.
     """
     # Without escaped quotes, every second quote ends a string.
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_AS_LISTS, _OTHERS)
@@ -99,12 +83,7 @@ def parsed(text: bytes, levels: int) -> Any:
 
 @dataclass
 class Unfinished:
-    """A file that is being written.
-
-    Attributes:
-        file: The file, open for reading and writing.
-        name: Name of the complete file; may be changed until the block ends.
-    """
+    """A file that is being written, and its name when complete, which the block may change."""
 
     file: BinaryIO
     name: str
@@ -118,11 +97,8 @@ def replacing(path: Path, *, private: bool = False, synced: bool = False,
     A concurrent reader sees the old content or the new content. If the block raises, the new
     file is deleted. If the name is a symbolic link, the link is replaced and its target is kept.
 
-    Args:
-        path: Name of the file.
-        private: If true, only this user can read it.
-        synced: If true, content and name are on the disk when the block has ended.
-        links: If false, refuse a folder that is a symbolic link.
+    Only this user can read a `private` file. Content and name of a `synced` one are on the disk
+    when the block has ended. Unless `links`, a folder that is a symbolic link is refused.
 
     Raises:
         OSError: The file cannot be written.
@@ -153,10 +129,8 @@ def replacing(path: Path, *, private: bool = False, synced: bool = False,
 def save(path: Path, content: bytes) -> None:
     """Write a private file, replacing an earlier one; make its folder if needed.
 
-    Any number of processes may save the same file at the same time.
-
-    Raises:
-        OSError: The folder cannot be written to.
+    Any number of processes may save the same file at the same time. Raises OSError if the folder
+    cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, private=True) as new:

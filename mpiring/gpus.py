@@ -36,17 +36,11 @@ def cupy_for(comm: Communicator | None = None) -> Any:
 
 
 def assign_gpu(comm: Communicator, count: int, name_of: Callable[[int], str]) -> int:
-    """Assign a node's GPUs to its ranks in turn; warn on rank 0 if ranks share a GPU.
+    """Assign a node's GPUs to its ranks in turn, and return the index of this rank's GPU.
 
-    Args:
-        comm: Communicator whose ranks divide the GPUs of each node among them; by default, all
-            ranks.
-        count: Number of GPUs that are visible to this rank. Slurm may set CUDA_VISIBLE_DEVICES so
-            that each rank sees different GPUs, and fewer than the node has.
-        name_of: Function from an index to the GPU's name, unique within the node.
-
-    Returns:
-        The index of this rank's GPU.
+    Warn on rank 0 if ranks share a GPU. `count` is the number of GPUs that are visible to this
+    rank. Slurm may set CUDA_VISIBLE_DEVICES so that each rank sees different GPUs, and fewer than
+    the node has. `name_of` returns names that are unique within the node.
 
     Collective: yes. Blocking: yes.
     """

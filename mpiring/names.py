@@ -101,8 +101,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def publish(package: str) -> None:
     """Set the `__module__` of the classes that a package exports to the package.
 
-    Args:
-        package: Name of the package. Classes that another package has published keep its name.
+    Classes that another package has published keep its name.
     """
     exported = sys.modules[package]
     for name in exported.__all__:
@@ -120,9 +119,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a question about the known name that was probably meant; "" if none is similar.
 
-    Args:
-        name: Unknown name; dashes at its beginning do not count.
-        known: Names to suggest.
+    Dashes at the beginning of the unknown name do not count.
     """
     import difflib
     names = {word.lstrip("-"): word for word in known}
@@ -136,9 +133,8 @@ def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = No
                ) -> Callable[[F], F]:
     """Decorate a function so that its TypeError for an unknown keyword says what to use instead.
 
-    Args:
-        hints: Sentences by keyword. For other keywords, the most similar argument is named.
-        synonyms: Accepted keywords that mean the same as an argument, with its name.
+    For keywords without a hint, the most similar argument is named. Synonyms are accepted keywords
+    that mean the same as an argument, with its name.
     """
     def decorate(function: F) -> F:
         known = {*inspect.signature(function).parameters} - {"self"}

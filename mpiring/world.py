@@ -46,12 +46,8 @@ def make_default(comm: Communicator) -> None:
 def or_world(comm: Communicator | None) -> Communicator:
     """Return the communicator that an argument stands for.
 
-    Args:
-        comm: The argument. If it is None, the result is the communicator that `init` returned
-            first; if there is none, or it is closed, this calls `init`.
-
-    Raises:
-        ConfigError: The argument is something else; the message says how to make a communicator.
+    If it is None, this is the one that `init` returned first. If there is none, or it is closed,
+    call `init`. Raises ConfigError for other arguments, which says how to make a communicator.
 
     Collective: yes. Blocking: yes.
     """

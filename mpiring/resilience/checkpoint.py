@@ -58,8 +58,8 @@ class Checkpoints:
                 checkpoints.save(step, replicated={"params": params}, own={"random": ...})
 
     `save` copies the state in memory and returns; a thread writes it. A checkpoint is complete once
-    the files of all ranks are on the disk. `load` verifies their hashes. It logs a damaged
-    checkpoint, and loads the previous one.
+    the files of all ranks are on the disk. `load` verifies their hashes. If a checkpoint is
+    damaged, `load` logs the reason and loads the previous checkpoint.
 
     State is a pytree of dicts, lists and tuples with arrays, numbers, strings, True, False, None.
     Nothing is pickled. Files are safetensors, with a manifest in JSON.

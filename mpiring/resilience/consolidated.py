@@ -61,6 +61,9 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the content of a file from `python -m mpiring checkpoint consolidate`.
 
+    Args:
+        file: Path of the file.
+
     Returns:
         `step`, `size` (the number of ranks that saved the checkpoint), `replicated` and `sharded`
         as they were saved, but with complete arrays instead of `Sliced` leaves.
