@@ -138,6 +138,7 @@ class AcceleratorStream:
                 _copy(result, total)
 
     def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """Return a number on the GPU; for a number on the host, PyTorch multiplies by 1 / x."""
         if (dtype, value) not in self._divisors:
             self._divisors[dtype, value] = torch.full(
                 (), value, dtype=dtype, device=self._stream.device)

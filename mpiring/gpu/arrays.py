@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def device_named(requested: "str | Device", local_rank: int) -> Device:
     """Return the GPU with this name.
 
-    A number may follow "cuda". Without one, the node's GPUs are assigned to ranks in turn.
+    The name is "cuda", or "cuda:" and a number; "cuda" assigns the node's GPUs to ranks in turn.
 
     Raises:
         ConfigError: There is no such GPU.

@@ -33,11 +33,11 @@ class _OneRank:
 
 
 def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
-    """Write a checkpoint to one file for `load_file`; return the checkpoint.
+    """Write a checkpoint, by default the newest, to one file for `load_file`; return it.
 
     The file has the safetensors format. The names of its arrays are their paths in the state, such
     as `replicated/...` and `sharded/...`. The ranks' own states are left out. The sharded state is
-    never in memory as a whole.
+    never in memory as a whole. A job may be writing to the folder.
 
     Raises:
         CheckpointError: There is no such checkpoint, or the file cannot be written.

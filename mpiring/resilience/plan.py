@@ -44,6 +44,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
 
     Raises:
         ConfigError: The state of a rank cannot be saved, or the ranks' states do not fit together.
+            Raised on all ranks.
 
     Collective: yes. Blocking: yes.
     """

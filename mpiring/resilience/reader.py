@@ -64,9 +64,9 @@ class Readers(Ranks, Protocol):
 class Reader:
     """Reads checkpoints together with the other ranks.
 
-        `newest` adds the names of checkpoints that cannot be used to `refused`. `left_out` is the
-        reason why it has left out the own state of each rank; "" if it has not.
-        """
+    `newest` adds the names of checkpoints that cannot be used to `refused`. `left_out` is the
+    reason why it has left out the own state of each rank; "" if it has not.
+    """
 
     def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:

@@ -39,6 +39,8 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Saves(Protocol):
+    """Checkpoints or TrainState: only the duration of the last `save` is used."""
+
     save_s: float
 
 
@@ -140,6 +142,7 @@ class Stopping:
         return self._waits and self._complete_exchange()
 
     def _start_exchange(self) -> None:
+        """Start to exchange whether a rank must stop, and the maxima of the measured times."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
         for name, end, total_s in self._limits:
             if time.time() >= end - self._margin(total_s):
@@ -148,6 +151,7 @@ class Stopping:
         self._handle = self._comm.iallreduce(x, op="max")
 
     def _complete_exchange(self) -> bool:
+        """Complete the exchange; return whether any rank must stop."""
         if self._handle is None:
             return False
         stop, self._slowest_step_s, self._slowest_save_s = self._handle.wait().tolist()

@@ -303,6 +303,7 @@ class TrainState:
         return part.state_dict()
 
     def _open(self, folder: str | os.PathLike[str] | None) -> Checkpoints:
+        """Return the checkpoints of a folder. Collective, blocking."""
         if self._checkpoints is None or folder != self._folder:
             self.close()
             self._checkpoints = self.framework.checkpoints(
