@@ -16,6 +16,9 @@ from mpiring.engine import engine
 from mpiring.jit import cache, copies, sums
 from mpiring.transport import compiled
 
+# Workers of pytest-xdist say that they have a terminal of 80 columns, to which text would be wrapped.
+os.environ.pop("COLUMNS", None)
+
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
 # Tests that start jobs, in the order in which one worker runs them. Beside the first ones the other

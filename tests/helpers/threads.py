@@ -73,7 +73,7 @@ class ThreadComm:
 class TrainingComm(ThreadComm):
     """The parts of a Communicator that training needs; operations are complete once submitted."""
 
-    _models, next_model = 0, Communicator.next_model
+    threaded, _models, next_model = True, 0, Communicator.next_model
 
     def __init__(self, rank, meeting):
         super().__init__(rank, meeting)

@@ -108,7 +108,8 @@ def _lines(finding: Finding, place: str) -> Iterator[str]:
     for line in more:
         yield from _wrapped(line, f"{indent}  ", f"{indent}  ")
     for number, line in enumerate(finding.remedy.splitlines()):
-        yield from _wrapped(line, f"{indent}{'   ' if number else '-> '}", f"{indent}   ")
+        # A command that was broken could not be pasted.
+        yield f"{indent}{'   ' if number else '-> '}{line}"
 
 
 def _wrapped(text: str, first: str, other: str) -> list[str]:
