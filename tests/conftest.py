@@ -16,7 +16,7 @@ from mpiring.engine import engine
 from mpiring.jit import cache, copies, sums
 from mpiring.transport import compiled
 
-# Workers of pytest-xdist say that they have a terminal of 80 columns, to which text would be wrapped.
+# Workers of pytest-xdist say that they have a terminal of 80 columns, to which text is wrapped.
 os.environ.pop("COLUMNS", None)
 
 MPI_FOLDER = "mpi"
