@@ -47,16 +47,16 @@ def _extra(name: str) -> list[str]:
     from importlib import metadata
     from urllib.parse import unquote, urlsplit
     try:
-        found = metadata.distribution("mpiring")
+        installed = metadata.distribution("mpiring")
     except metadata.PackageNotFoundError:
         return [f"/path/of/mpiring{name}"]
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
     folder = Path(unquote(urlsplit(origin.get("url", "")).path))
     if "dir_info" in origin and _is_checkout(folder):
         return [f"{folder}{name}"]
     condition = f'extra == "{name[1:-1]}"'
     return [requirement.strip() for requirement, _, marker in
-            (line.partition(";") for line in found.requires or ()) if condition in marker]
+            (line.partition(";") for line in installed.requires or ()) if condition in marker]
 
 
 def _is_checkout(folder: Path) -> bool:

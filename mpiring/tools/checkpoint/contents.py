@@ -57,10 +57,10 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
         usable, _ = candidates(folder)
     except OSError as exc:
         raise CheckpointError(f"{folder} cannot be read: {exc.strerror or exc}") from exc
-    found = [_described(entry, usable) for entry in entries if _is_checkpoint(entry)]
-    if not found:
+    checkpoints = [_described(entry, usable) for entry in entries if _is_checkpoint(entry)]
+    if not checkpoints:
         raise CheckpointError(f"no checkpoints in {folder}{_hint(folder, entries)}")
-    return found
+    return checkpoints
 
 
 def _is_checkpoint(entry: Path) -> bool:
