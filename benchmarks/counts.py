@@ -16,7 +16,7 @@ from mpiring.collectives.native import Turns
 from mpiring.memory.arrays import Array
 from mpiring.memory.reduction import Combine
 from mpiring.memory.scratch import Scratch
-from mpiring.operations.operation import Collectives
+from mpiring.operations.collectives import Collectives
 from mpiring.operations.resources import Resources, Transport
 from mpiring.operations.windows import Windows
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic

@@ -33,7 +33,7 @@ from .names import (
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
-from .operations.operation import returning
+from .operations.collectives import returning
 from .record.statistics import Statistics
 from .transport.base import T
 

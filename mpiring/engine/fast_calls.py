@@ -15,7 +15,7 @@ from ..config import Config
 from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.reduction import reduction
 from ..operations.agreement import Call, refuse_others
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..transport import compiled

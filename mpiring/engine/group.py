@@ -21,7 +21,7 @@ from ..operations.agreement import Call, agreed
 from ..operations.algorithms import Case, candidates, choose
 from ..operations.model import Model
 from ..operations.on_device import GpuOperations
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.flight import Flight

@@ -10,7 +10,7 @@ import numpy as np
 from ..launch.cache import Cache
 from ..memory.arrays import Array
 from ..operations.model import Curve, Model
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport.base import Schedule
 
 _log = logging.getLogger("mpiring")

@@ -5,7 +5,7 @@ from typing import Any
 from ..buckets.bucket import Bucket
 from ..errors import ConfigError
 from ..gpu import vectors
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..reducers import Adasum as AdasumReducer
 from ..reducers import Cast, Mean, Reducer
 from ..transport.base import Schedule

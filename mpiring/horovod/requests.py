@@ -17,7 +17,7 @@ from ..memory.arrays import (
 from ..memory.reduction import reduction
 from ..names import OpName
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..reducers.adasum import adasum
 from ..transport.base import Schedule
 from .ops import ADASUM, MEAN

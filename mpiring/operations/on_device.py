@@ -26,7 +26,7 @@ from ..transport.layout import AREAS, LATE, POLL, PUBLISH
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
-from .operation import Collectives, nothing, returning
+from .collectives import Collectives, nothing, returning
 from .windows import Windows, mapped
 
 # Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and

@@ -11,7 +11,7 @@ from ..buckets.bucket import Bucket
 from ..errors import ConfigError
 from ..memory.arrays import FLOATING, Array, dtype_name
 from ..memory.scratch import BLOCK_BYTES, thread_scratch
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport.base import Channel, Schedule
 
 # Dot products of a pair of vectors, per tensor: a·b, |a|², |b|². Shape (3, tensors).

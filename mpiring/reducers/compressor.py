@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import CACHE_LINE_BYTES, Array, dtype_name
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport.base import Channel, Schedule
 
 Between = Callable[["SliceExchange", Wide, Wide | None], Schedule[bool]]

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ..buckets.bucket import Bucket
 from ..errors import ConfigError
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport.base import Schedule
 from .compressor import Compressor
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, StallError
 from ..launch.start import mpi_world, refusal
 from ..memory.arrays import Array, chunks_of
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport import waiting
 from ..transport.base import NO_BYTES, Schedule
 from . import sparse

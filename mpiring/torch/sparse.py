@@ -13,7 +13,7 @@ from ..errors import ConfigError, GradientError
 from ..memory.arrays import is_finite
 from ..memory.tensors import array_of
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..training.averager import Averager
 from ..transport.base import Schedule
 from .private import is_view, values_of

@@ -17,7 +17,7 @@ from ..errors import ConfigError, ReplicaError
 from ..gpu.device import await_event
 from ..memory.arrays import Array
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule

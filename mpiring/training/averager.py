@@ -20,7 +20,7 @@ from ..errors import ConfigError, GradientError
 from ..gpu.device import Device, Event
 from ..memory.arrays import dtype_name
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..reducers.compressor import Cost

@@ -17,7 +17,7 @@ from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
 from ..names import nearest
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..reducers.reducer import Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of
 from ..reducers.compressor import Compressor
 from ..text import first_few

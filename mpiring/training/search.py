@@ -13,7 +13,7 @@ import numpy as np
 from ..buckets.bucket import FIRST_BUCKET_BYTES
 from ..collectives.operation import Tuning
 from ..engine.group import Build
-from ..operations.operation import Collectives
+from ..operations.collectives import Collectives
 from ..transport.base import Schedule, T
 
 # Smaller gains count as noise.

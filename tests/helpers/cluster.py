@@ -5,7 +5,7 @@ from dataclasses import replace
 from mpiring.operations.agreement import Call, agreed
 from mpiring.collectives.native import Turns
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.operation import Collectives
+from mpiring.operations.collectives import Collectives
 from mpiring.operations.resources import Resources
 from mpiring.operations.windows import Windows
 from mpiring.memory.scratch import Scratch

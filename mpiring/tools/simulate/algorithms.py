@@ -17,7 +17,7 @@ from ...memory.reduction import Combine
 from ...memory.scratch import Scratch
 from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
-from ...operations.operation import Collectives
+from ...operations.collectives import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
 from ...operations.windows import Windows
 from ...simulated.network import cyclic, pairwise

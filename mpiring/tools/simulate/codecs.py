@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...buckets.bucket import Bucket, BucketPlan, TensorSpec
-from ...operations.operation import Collectives
+from ...operations.collectives import Collectives
 from ...operations.windows import Windows
 from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
