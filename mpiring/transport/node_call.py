@@ -51,7 +51,6 @@ class _Operands:
         written: Part of this rank's slot to write.
         combined: Function that reduces all slots.
         views: Values of `slots`, `written` and `combined` for each area.
-        slices: For WINDOWS, this rank's slice of all vectors.
     """
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", combine: Any) -> None:
@@ -62,7 +61,6 @@ class _Operands:
         self.written: Array | None = None
         self.combined: Any = None
         self.views: list[_Views | None] = [None] * AREAS
-        self.slices: Sequence[Array] = ()
 
 
 class NodeCall:
@@ -119,7 +117,7 @@ class NodeCall:
             op: Name of the op; "" if nothing is reduced.
             note: Position of this rank's vector for the other ranks; it never changes.
             barriers: Number of barriers at which this rank arrives when its vector is in its slot.
-            find: Function that finds all ranks' vectors, for WINDOWS.
+            find: Function that finds all ranks' vectors, for WINDOWS, which needs compiled code.
         """
         self.call, self.operands.header = call, call.header
         self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
@@ -376,13 +374,6 @@ def rows_call(memory: NodeMemory, parts: Sequence[Any], piece_bytes: int,
     return call, vector if code is None else parts[0]
 
 
-def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
-    """Return a call that reduces slices of vectors in windows at positions that all ranks know."""
-    call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
-    call.operands.slices, call[CALL_FIRST] = slices, 1
-    return call
-
-
 # The dialect. In it, a call is the list of its words.
 
 def _bind(words: Any, vector: Any) -> None:
@@ -464,8 +455,6 @@ def _reduce(words: Any, at: int, start: int, n: int) -> None:
     if kind == SLOTS:
         if n > 0:
             operands.combined(x if n == x.size else x[start:start + n])
-    elif kind == WINDOWS:
-        operands.combine.combine(operands.slices, *operands.slices)
     elif n > 0:
         sources = [slot[at:at + n] for slot in operands.slots]
         sources[words[CALL_RANK]] = out = x[start:start + n]
