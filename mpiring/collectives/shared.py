@@ -3,7 +3,8 @@
 Rank r combines slice r of all ranks' vectors, one block at a time so that the block stays in the
 cache. It writes each finished block to the memory of all ranks. This moves 2n bytes per rank, which
 is the minimum. Slices are combined in rank order, so the result does not depend on the combining
-rank.
+rank. In node memory, short vectors and private vectors use a NodeCall, compiled if possible. For
+vectors on GPUs, they use the loops of `slots`.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, cut
+from ..memory.arrays import Array, chunks_of, cut
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 from ..transport.layout import IN_SLOT
 from ..transport.node_call import SlotPlan, piece_part, rows_call, slot_call, slot_plan
-from . import chain, exchange, ring
+from ..transport.node_memory import SharedNode
+from . import chain, exchange, ring, slots
 from .operation import Operation, Tuning
 
 
@@ -46,7 +48,8 @@ def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array
     if IN_SLOT in positions:
         yield from eager(operation, x, op, combine)
     elif slices is not None:
-        yield from in_place(node, slices, combine)
+        combine.combine(slices, *slices)
+        yield (node.barrier(),)
     else:
         yield from staged(node, x, combine, operation.tuning.staged_bytes)
 
@@ -95,7 +98,10 @@ def by_plan(node: Node, x: Array, plan: SlotPlan,
     if node.has_arrived:
         # Ranks may still be reading the slots for an earlier schedule of this operation.
         yield (node.barrier(),)
-    yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
+    if isinstance(node, SharedNode):
+        yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
+    else:
+        yield from slots.by_plan(node, x, plan, combine)
 
 
 def staged_copies(node: Node, x: Array) -> Sequence[Array]:
@@ -105,25 +111,17 @@ def staged_copies(node: Node, x: Array) -> Sequence[Array]:
     return copies
 
 
-def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:
-    """Combine vectors in shared memory over the ranks of a node, in place; see WindowFinder.slices.
-
-    Call it when all ranks have arrived and shared the positions of their vectors.
-    """
-    combine.combine(slices, *slices)
-    yield (node.barrier(),)
-
-
 def staged(node: Node, x: Array, combine: Combine,
            piece_bytes: int = Tuning.staged_bytes) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    For each piece, a rank writes the other ranks' slices to its slot, combines its own slice,
-    writes the result to its slot, and reads the results of the others. Pieces alternate between the
-    two halves of the slots: at each barrier, one piece has been combined and the next one is ready
-    to combine. Call it when all ranks have arrived.
+    For each piece, a rank writes the other ranks' slices to its slot, combines its own slice, and
+    reads the results of the others; see `protocol` and `slots`. Call it when all ranks have
+    arrived.
     """
-    return node.part(piece_part(node.memory, x, piece_bytes, combine), x)
+    if isinstance(node, SharedNode):
+        return node.part(piece_part(node.memory, x, piece_bytes, combine), x)
+    return slots.by_pieces(node, chunks_of(x, node.size), combine, piece_bytes, gathers=True)
 
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
@@ -135,8 +133,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     node = operation.node
     vectors = yield from _vectors(operation, x)
     if vectors is None:
-        yield from node.part(*rows_call(
-            node.memory, cut(x, bounds), operation.tuning.rows_bytes, combine))
+        yield from _rows(node, cut(x, bounds), combine, operation.tuning.rows_bytes)
         return
     rank_slice = slice(bounds[node.rank], bounds[node.rank + 1])
     sources = [vector[rank_slice] for vector in vectors]
@@ -155,7 +152,15 @@ def reduce_rows(node: Node, chunks: Sequence[Array], combine: Combine,
     if node.has_arrived:
         # Ranks may still be reading the slots for an earlier schedule of this operation.
         yield (node.barrier(),)
-    yield from node.part(*rows_call(node.memory, chunks, piece_bytes, combine))
+    yield from _rows(node, chunks, combine, piece_bytes)
+
+
+def _rows(node: Node, chunks: Sequence[Array], combine: Combine,
+          piece_bytes: int) -> Schedule[None]:
+    """Run `reduce_rows` when no rank reads the slots any more."""
+    if isinstance(node, SharedNode):
+        return node.part(*rows_call(node.memory, chunks, piece_bytes, combine))
+    return slots.by_pieces(node, chunks, combine, piece_bytes)
 
 
 def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:

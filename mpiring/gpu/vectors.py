@@ -21,6 +21,9 @@ def copy_to(out: Any, x: Any) -> None:
     """
     if type(out) is np.ndarray and type(x) is np.ndarray:
         np.copyto(out, x)
+    elif not out.size:
+        # Even an empty copy would queue a mark.
+        return
     elif not isinstance(out, DeviceVector):
         if isinstance(x, DeviceVector):
             x.device.to_host(x, out)

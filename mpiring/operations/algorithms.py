@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -73,7 +73,6 @@ class Algorithm:
             number of nodes.
         keeps_float32: If true, 16-bit numbers are added in float32, and rounded at most once on
             each level.
-        on_gpus: Function that replaces `allreduce` on GPUs.
         short: Algorithm that replaces this one if `is_short` returns true for a case.
     """
 
@@ -83,17 +82,12 @@ class Algorithm:
     refusal: Callable[[Case], str] = lambda case: ""
     is_measured: Callable[[int], bool] = lambda nodes: False
     keeps_float32: bool = False
-    on_gpus: Allreduce | None = None
     short: "Algorithm | None" = None
     is_short: Callable[[Case], bool] = lambda case: False
 
     def variant(self, case: Case) -> "Algorithm":
         """Return the algorithm that runs a case: a replacement, or this one."""
-        if self.short is not None and self.is_short(case):
-            return self.short
-        if case.gpu and self.on_gpus is not None:
-            return replace(self, allreduce=self.on_gpus)
-        return self
+        return self.short if self.short is not None and self.is_short(case) else self
 
 
 # Builders. In addition to the operation's channel, a schedule needs scratch memory.
@@ -149,18 +143,6 @@ def _native(operation: Operation, x: Array, op: str, combine: Combine) -> Schedu
     return operation.native_allreduce(x, op)
 
 
-def _shared_on_gpus(operation: Operation, x: Array, op: str,
-                    combine: Combine) -> Schedule[None]:
-    positions = yield from operation.node.share(*operation.windows.position_of(x))
-    slices = operation.windows.slices(operation.node, positions, x)
-    if slices is not None:
-        yield from shared.in_place(operation.node, slices, combine)
-    else:
-        levels = hierarchical.Levels.of(operation, op, x.dtype)
-        yield from hierarchical.by_levels(operation, x, levels, hierarchical.by_slots(
-            operation.node, x, levels.within, operation.tuning.in_flight))
-
-
 # Refusals.
 
 def _unless_one_node(case: Case) -> str:
@@ -209,8 +191,7 @@ TABLE = (
               Halves(shared.reduce_scatter, shared.allgather, EAGER_HALVES,
                      lambda case: case.nbytes <= case.tuning.moved_bytes),
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
-              on_gpus=_shared_on_gpus, short=EAGER,
-              is_short=_is_short_on_node),
+              short=EAGER, is_short=_is_short_on_node),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
     Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _allgather, DOUBLING.halves,
                                     _is_short_for_many),

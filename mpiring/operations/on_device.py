@@ -5,7 +5,6 @@ accepts GPU pointers. Reductions are queued on the GPU. A rank arrives at a barr
 queued work is done. Staging slots are in pinned memory.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
-from ..transport.layout import AREAS, LATE, POLL, PUBLISH
+from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
@@ -33,10 +32,10 @@ from .windows import Windows, mapped
 # the last copy. A turn is the part of a slot that its rank fills at a time.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
+SLOT_BYTES = 2 * Tuning.in_flight * _TURN_BYTES
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
-                slice_bytes=_TURN_BYTES, rows_bytes=_TURN_BYTES, moved_bytes=64 << 10,
-                host_bytes=256 << 10)
-SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
+                slice_bytes=_TURN_BYTES, staged_bytes=SLOT_BYTES // 4, rows_bytes=_TURN_BYTES,
+                moved_bytes=64 << 10, host_bytes=256 << 10)
 
 Build = Callable[[Collectives], Schedule[T]]
 # Function that runs an operation among all ranks of the communicator.
@@ -67,10 +66,6 @@ class DeviceCombine(Reduction):
         super().__init__(op, dtype, size, compiled=False)
         self._device = device
 
-    def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
-        """Return a function that combines these vectors."""
-        return functools.partial(self.combine, sources)
-
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
         """Copy a vector to others."""
         if outs:
@@ -92,7 +87,7 @@ class DeviceNode:
 
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
         self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
-        self._node, self._device, self.memory = node, device, node.memory
+        self._node, self._device = node, device
         self._slots = slots
         self.test, self.agrees, self.headers, self.leave = (
             node.test, node.agrees, node.headers, node.leave)
@@ -116,15 +111,6 @@ class DeviceNode:
         """Arrive as for `barrier`; return the numbers that each rank has passed."""
         yield (self._device.event(),)
         return (yield from self._node.share(*numbers))
-
-    def part(self, call: Any, x: Any) -> Schedule[None]:
-        """Run a call as a part of the operation; see base.Node."""
-        call.join_by_barriers(self, x)
-        call.run(PUBLISH, x)
-        status = LATE
-        while status == LATE:
-            yield (call.barriers.arrival,)
-            status = call.run(POLL, x)
 
     def lane(self, index: int) -> "DeviceNode":
         """Return another node object of the same operation, with separate barriers."""

@@ -90,7 +90,6 @@ class Node(Protocol):
     rank: int
     size: int
     ranks: Sequence[int]
-    memory: Any
 
     @property
     def has_arrived(self) -> bool:
@@ -116,9 +115,6 @@ class Node(Protocol):
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Arrive; return, per rank, the whole numbers that it has passed, at most 8."""
-
-    def part(self, call: Any, x: Any) -> Schedule[None]:
-        """Run a call on the vector `x` as a part of the operation; see node_call.NodeCall."""
 
     def lane(self, index: int) -> "Node":
         """Return lane `index`, from 1, below LANES, with the same slots but separate barriers.

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import itertools
-import math
 import operator
 import time
 from array import array
@@ -13,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..gpu.vectors import copy_to
 from ..jit.cache import Code
 from ..memory.arrays import Array, bounds_of, data_address, dtype_name
 from ..memory.reduction import Combine, Reduction
 from . import compiled, waiting
-from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
@@ -158,15 +155,6 @@ class NodeCall:
         else:
             self[CALL_VECTOR] = data_address(x)
 
-    def join_by_barriers(self, node: Node, x: Any) -> None:
-        """Begin as a part of an operation whose node implements barriers in another way."""
-        operands, ranks, self.barriers = self.operands, self[CALL_RANKS], _Barriers(node)
-        operands.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
-        operands.x = x
-        operands.slots, operands.written, operands.combined = _views(
-            self.words, node.slots(self.dtype))
-        self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
-
     def run(self, mode: int, x: Array) -> int:
         """Run the call as far as possible, in a mode of layout; return its status.
 
@@ -230,20 +218,6 @@ class NodeCall:
             self[CALL_SEQUENCE], self.operands.header, self[CALL_DIGEST])
         node.arrival(node.count + 1)
         return node
-
-
-class _Barriers:
-    """Used instead of segments if ranks synchronize by barriers: setting a flag means arriving."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self.arrival: Any = None
-
-    def __setitem__(self, word: int, value: int) -> None:
-        self.arrival = self._node.barrier()
-
-    def __getitem__(self, word: int) -> float:
-        return math.inf if self.arrival.test() else -math.inf
 
 
 def _reducer(combine: Any, sources: Sequence[Array]) -> Callable[[Array], None]:
@@ -330,8 +304,7 @@ def _code_for(memory: NodeMemory, parts: Sequence[Any], combine: Combine) -> Cod
     p, dtype = len(memory.ranks), parts[0].dtype
     # A call's words are whole numbers, and only NumPy can add vectors at unaligned addresses.
     if p == 1 or not memory.segments or not combine.adds or combine.divisor != int(
-            combine.divisor) or any(type(part) is not np.ndarray
-                                    or data_address(part) % dtype.itemsize for part in parts):
+            combine.divisor) or any(data_address(part) % dtype.itemsize for part in parts):
         return None
     return compiled.code("sum", dtype_name(dtype), p)
 
@@ -426,27 +399,21 @@ def _write(words: Any, at: int, start: int, n: int) -> None:
     operands = words[CALL_ADDRESS]
     x = operands.x
     if operands.written is not None and n == x.size:
-        if type(x) is np.ndarray:
-            np.copyto(operands.written, x)
-        else:
-            copy_to(operands.written, x)
+        np.copyto(operands.written, x)
     elif n > 0:
-        copy_to(operands.slots[words[CALL_RANK]][at:at + n], x[start:start + n])
+        np.copyto(operands.slots[words[CALL_RANK]][at:at + n], x[start:start + n])
 
 
 def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
     if n > 0:
         operands = words[CALL_ADDRESS]
-        copy_to(operands.x[start:start + n], operands.slots[rank][at:at + n])
+        np.copyto(operands.x[start:start + n], operands.slots[rank][at:at + n])
 
 
 def _write_back(words: Any, rank: int, at: int, start: int, n: int) -> None:
     if n > 0:
         operands = words[CALL_ADDRESS]
-        part = operands.x[start:start + n]
-        # A GPU may not have received the data yet.
-        if type(part) is np.ndarray:
-            np.copyto(operands.slots[rank][at:at + n], part)
+        np.copyto(operands.slots[rank][at:at + n], operands.x[start:start + n])
 
 
 def _reduce(words: Any, at: int, start: int, n: int) -> None:

@@ -234,7 +234,7 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1
         self.ranks: Sequence[int] = (rank,)
-        self.has_arrived, self.memory = True, None
+        self.has_arrived = True
 
     def test(self) -> bool:
         """Return True, because no other rank uses the memory."""
@@ -263,10 +263,6 @@ class Alone:
         """Return this rank's numbers, after one yield, as other nodes do."""
         yield (self,)
         return [numbers]
-
-    def part(self, call: object, x: object) -> Schedule[None]:
-        """Return a schedule that does nothing: one rank's vector is already the result."""
-        yield ()
 
     def lane(self, index: int) -> "Alone":
         """Return the same object, because it needs no barriers."""

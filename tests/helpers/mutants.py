@@ -50,7 +50,7 @@ EVERY_NAME, ORDERS = (f"tests/horovod/test_programs.py::test_{name}" for name in
     "every_name", "a_program"))
 SEARCH = "tests/training/test_search.py"
 WINDOWS, ARRAYS = "tests/mpi/test_communicator.py", "tests/memory/test_arrays.py"
-STEP = "tests/tools/test_step.py"
+STEP, ON_DEVICE = "tests/tools/test_step.py", "tests/operations/test_on_device.py"
 
 MUTANTS = [
     # Schedules.
@@ -78,6 +78,7 @@ MUTANTS = [
            "    yield (node.barrier(),)", "    combine.combine(sources, sources[node.rank])",
            "tests/collectives/test_node_order.py tests/collectives/test_slices.py "
            "tests/collectives/test_adversary.py tests/collectives/test_hierarchical.py"),
+    Mutant("collectives/slots.py", "j % 4 * quarter", "j % 3 * quarter", ON_DEVICE),
     # The protocol of a node.
     Mutant("transport/protocol.py", "_AHEAD = (AREAS << COUNT_BITS) - ENDED",
            "_AHEAD = (AREAS << COUNT_BITS)", SIMULATED),

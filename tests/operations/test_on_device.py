@@ -24,7 +24,7 @@ ALGORITHMS = {"auto": ["one", "one node", "four"], "ring": NODES, "direct": NODE
               "hierarchical": ["nodes of 2", "uneven"]}
 # Arrays of this test's sizes take every path, in several pieces.
 SMALL = Tuning(eager_bytes=100, chunk_bytes=16, short_bytes=40, slice_bytes=96, ring_bytes=24,
-               direct_bytes=(8, 40))
+               direct_bytes=(8, 40), staged_bytes=96, rows_bytes=96, moved_bytes=200)
 
 
 def cases(shift, *lengths):
