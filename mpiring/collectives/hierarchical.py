@@ -102,21 +102,15 @@ def synchronize(operation: Operation, x: Array, within: Combine) -> Schedule[Seq
     positions = yield from node.share(*windows.position_of(x))
     vectors = [x] if node.size == 1 else windows.vectors(positions, x)
     if vectors is None:
-        return by_slots(node, x, within, tuning.in_flight)
+        return _by_slots(node, x, within, tuning.in_flight)
     return [_InWindows(node.rank, vectors, within)] * tuning.in_flight
 
 
 def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     """Combine `x` over the ranks of several nodes, in place; `combine` is for all ranks at once."""
+    node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     levels = Levels.of(operation, op, x.dtype)
     inside = yield from synchronize(operation, x, levels.within)
-    yield from by_levels(operation, x, levels, inside)
-
-
-def by_levels(operation: Operation, x: Array, levels: Levels,
-              inside: Sequence[IntraNode]) -> Schedule[None]:
-    """Continue `allreduce` when all ranks of the node have arrived; see `synchronize`."""
-    node, nodes, tuning = operation.node, operation.nodes, operation.tuning
     size = inbox_size(x.size, x.itemsize, nodes, levels, tuning)
     with operation.borrow(size, x.dtype) as inbox:
         inboxes = chunks_of(inbox, len(inside))
@@ -342,7 +336,7 @@ def _inbox_size(lengths: Iterable[int], itemsize: int, p: int, levels: Levels,
         ring.inbox_size(n, p, itemsize, tuning.ring_bytes) for n in lengths)
 
 
-def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[IntraNode]:
+def _by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[IntraNode]:
     """Return how lanes combine private vectors through the node's staging slots."""
     slots = node.slots(x.dtype)
     size = slots[0].size // (2 * in_flight)
