@@ -1,8 +1,8 @@
 """Runs a communicator's operations on vectors in GPU memory.
 
-The schedules are the same as on the host. Messages go through pinned host memory, unless MPI
-accepts GPU pointers. Reductions are queued on the GPU. A rank arrives at a barrier when all of its
-queued work is done. Staging slots are in pinned memory.
+The schedules are those of the host and, within a node, of `collectives.slots`. Messages go through
+pinned host memory, unless MPI accepts GPU pointers. Reductions are queued on the GPU. A rank
+arrives at a barrier when all of its queued work is done. Staging slots are in pinned memory.
 """
 
 import math
