@@ -1,12 +1,10 @@
 """The public class Communicator: ranks, collectives on arrays and objects, and messages."""
 
-import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias, TypeVar, Union, cast, overload
+from types import NoneType, TracebackType
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, TypeVar, Union, cast, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,26 +13,26 @@ from .arguments import MAX_INT32, whole_number
 from .config import Config, config_or_default
 from .engine import objects
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
-from .engine.fast_calls import BARRIER, NOTHING
-from .engine.group import Build, Group
+from .engine.group import Group
 from .engine.handle import Handle
 from .engine.messages import Messages
 from .engine.persistent import Persistent
+from .engine.prepared import REDUCING, Pattern, Prepared
 from .engine.tuning import Tunable
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
 from .launch.forks import OfRank
-from .memory.arrays import dtype_name, flat, slice_of
+from .memory.arrays import dtype_name, slice_of
 from .memory.reduction import reduction
-from .memory.tensors import is_tensor, note_write
-from .names import (
-    COMMUNICATOR, INIT, OP_ALIASES, AlgorithmName, OpName, explaining)
-from .operations.agreement import Call, allreduce_call, described, op_named, part_of
+from .memory.tensors import note_write
+from .names import COMMUNICATOR, INIT, AlgorithmName, OpName, explaining
+from .operations.agreement import Call, collective_call, op_named, part_of
+from .operations.collectives import Build
 from .operations.consistency import same_on_all
 from .operations.model import Model
-from .operations.collectives import returning
 from .record.statistics import Statistics
+from .transport import compiled
 from .transport.base import T
 
 if TYPE_CHECKING:
@@ -42,18 +40,12 @@ if TYPE_CHECKING:
 
     from .transport.survivors import Survivors
 
+# Vector of calls without data.
+NOTHING = np.empty(0, np.float32)
 # An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
 # The documentation shows both members. The mpi4py type is a string: importing it starts MPI.
 Op: TypeAlias = Union[OpName, "MPI.Op"]
-
-
-class Prepared(NamedTuple):
-    """A collective on an array, checked and ready to run; `build` returns its schedule."""
-
-    call: Call
-    build: Build[Any]
-    vector: Any
 
 
 class Communicator(OfRank):
@@ -91,7 +83,8 @@ class Communicator(OfRank):
         self._join(Group(mpi_comm, config_or_default(config)))
 
     def _join(self, group: Group) -> None:
-        self._group, self._fast_calls, self._models = group, group.fast_calls, 0
+        self._group, self._models, self._persistent = group, 0, 0
+        self._prepared = group.prepared
         self.config, self.recorder = group.config, group.recorder
         self.threaded = group.threaded
         self.rank, self.size = group.rank, group.size
@@ -184,33 +177,9 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.repeat(
-                "allreduce", x, op):
-            return x
-        if type(op) is str and op in OP_ALIASES:
-            return self.allreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
-        prepared = self._allreduce(x, op, algorithm)
-        if algorithm == "auto":
-            self._group.tune_before(prepared.call, waits=True)
-        self._run(prepared, "allreduce", x, op, notes=algorithm == "auto")
+        prepared, vector = self._find("allreduce", x, op, algorithm)
+        prepared.run(vector)
         return x
-
-    def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
-             notes: bool = True) -> Any:
-        """Run a collective, and note it, so that its repetition may be a fast call."""
-        note_write(x)
-        array = x
-        if notes and kind != "reduce_scatter" and is_tensor(x):
-            # Calls on tensors in host memory are fast as soon as equal ones on arrays would be.
-            array = prepared.vector
-            if type(array) is np.ndarray:
-                array = array.reshape(x.shape)
-                if self._fast_calls.repeat(kind, array, op_or_root):
-                    return None
-        result = self._group.run(prepared.call, prepared.build)
-        if notes and type(array) is np.ndarray:
-            self._fast_calls.note(kind, prepared.call, array, op_or_root)
-        return result
 
     def iallreduce(self, x: A, *, op: Op = "sum",
                    algorithm: AlgorithmName = "auto") -> Handle[A]:
@@ -227,19 +196,8 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: no.
         """
-        may_be_fast = type(x) is np.ndarray and algorithm == "auto"
-        if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
-            return started
-        if type(op) is str and op in OP_ALIASES:
-            return self.iallreduce(x, op=OP_ALIASES[op], algorithm=algorithm)
-        call, build, _ = self._allreduce(x, op, algorithm)
-        note_write(x)
-        if algorithm == "auto":
-            self._group.tune_before(call, waits=False)
-        handle = self.submit(call, lambda collectives: returning(x, build(collectives)))
-        if may_be_fast:
-            self._fast_calls.note("allreduce", call, x, op)
-        return handle
+        prepared, vector = self._find("allreduce", x, op, algorithm)
+        return prepared.start(vector, x)
 
     def reduce_scatter(self, x: A, *, op: Op = "sum") -> A:
         """Combine `x` over all ranks; each rank receives its own slice of the result.
@@ -257,13 +215,9 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is np.ndarray and self._fast_calls.repeat("reduce_scatter", x, op):
-            return cast(A, slice_of(flat(x), self.rank, self.size))
-        if type(op) is str and op in OP_ALIASES:
-            return self.reduce_scatter(x, op=OP_ALIASES[op])
-        prepared = self._reduce_scatter(x, op)
-        chunk = self._run(prepared, "reduce_scatter", x, op)
-        return cast(A, part_of(x, prepared.vector, chunk))
+        prepared, vector = self._find("reduce_scatter", x, op)
+        prepared.run(vector)
+        return cast(A, part_of(x, vector, slice_of(vector, self.rank, self.size)))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's slice of `x` to all ranks, in place, and return `x`.
@@ -278,8 +232,8 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        if type(x) is not np.ndarray or not self._fast_calls.repeat("allgather", x):
-            self._run(self._allgather(x), "allgather", x)
+        prepared, vector = self._find("allgather", x)
+        prepared.run(vector)
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -293,11 +247,10 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        # A fast call compares roots by `==`, but 1.0 and True are no roots.
-        is_fast = (type(x) is np.ndarray and type(root) is int
-                   and self._fast_calls.repeat("broadcast", x, root))
-        if not is_fast:
-            self._run(self._broadcast(x, root), "broadcast", x, root)
+        # Numbers that equal whole numbers, like 1.0 and True, are no roots.
+        prepared, vector = self._find(
+            "broadcast", x, root if type(root) is int else self._root(root))
+        prepared.run(vector)
         return x
 
     def barrier(self) -> None:
@@ -308,9 +261,7 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        if not self._fast_calls.barrier():
-            self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
-                      "barrier", NOTHING)
+        self._find("barrier", NOTHING)[0].run(NOTHING)
 
     def persistent_allreduce(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that combines `x` over all ranks, in place, each time it is called.
@@ -327,11 +278,8 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._allreduce(_stable_view(x), op, "auto")
-        name = self._checked_op(op, prepared)
         self._group.tune_once()
-        return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
-                                "allreduce", name)
+        return self._persistent_call("allreduce", x, op)
 
     def persistent_reduce_scatter(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that is a `reduce_scatter` of `x` each time it is called.
@@ -344,11 +292,7 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._reduce_scatter(_stable_view(x), op)
-        name = self._checked_op(op, prepared)
-        chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
-        return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk),
-                                "reduce_scatter", name)
+        return self._persistent_call("reduce_scatter", x, op)
 
     def persistent_allgather(self, x: A) -> Persistent[A]:
         """Return an operation that is an `allgather` of `x` each time it is called.
@@ -360,8 +304,7 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        return self._persistent(
-            self._allgather(_stable_view(x)), lambda: self._allgather(x), x, x, "allgather")
+        return self._persistent_call("allgather", x)
 
     def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
         """Return an operation that is a `broadcast` of `x` each time it is called.
@@ -374,60 +317,68 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        return self._persistent(
-            self._broadcast(_stable_view(x), root), lambda: self._broadcast(x, root), x, x,
-            "broadcast", operator.index(root))
+        return self._persistent_call("broadcast", x, self._root(root))
 
-    def _checked_op(self, op: Any, prepared: Prepared) -> str:
-        """Return the name of an op; raise ConfigError if the dtype does not support it."""
-        dtype = prepared.vector.dtype
-        return reduction(op_named(op, dtype), dtype, self.size).op
+    def _find(self, kind: str, x: Any, option: Any = None,
+              algorithm: str = "auto") -> tuple[Prepared, Any]:
+        """Return a collective on an array, and its vector; look it up if an equal one was made.
 
-    def _persistent(self, prepared: Prepared, prepare: Callable[[], Prepared], x: Any, result: A,
-                    kind: str, op_or_root: Any = None) -> Persistent[A]:
-        call, build, vector = prepared
-        number = self._group.next_persistent()
-        call = replace(call, detail=f"{call.detail}, persistent operation {number}")
-        if type(vector) is not np.ndarray:
-            # On a GPU, the operation starts after the work that is queued at that time.
-            return Persistent(self._group, call, lambda: _noted(x, prepare().build), result, self,
-                              vector=None, kind=kind, op_or_root=op_or_root)
-        return Persistent(
-            self._group, call,
-            _checked_build(x, build, self.rank) if is_tensor(x) else lambda: build,
-            result, self, vector=vector, kind=kind, op_or_root=op_or_root)
+        The option is the op or the root.
+        """
+        if type(x) is np.ndarray and algorithm == "auto":
+            try:
+                prepared = self._prepared.get((kind, option, x.dtype, x.shape))
+            except TypeError:
+                # The option cannot be hashed, so it is refused below.
+                prepared = None
+            # Check each time, because the array's memory, shape and flags may change at any time.
+            if prepared is not None and x.flags.carray:
+                return prepared, x if x.ndim == 1 else x.reshape(-1)
+        prepared, vector = self._prepare(kind, x, option, algorithm)
+        note_write(x)
+        if type(x) is np.ndarray and x.flags.carray and type(option) in (str, int, NoneType):
+            if algorithm == "auto":
+                self._group.keep((kind, option, x.dtype, x.shape), prepared)
+        return prepared, vector
 
-    def _allreduce(self, x: Any, op: Any, algorithm: str) -> Prepared:
-        vector = flat(x) if type(x) is np.ndarray else vector_of(x)
-        op = op_named(op, vector.dtype)
-        return Prepared(allreduce_call(op, x, vector, algorithm), self._for_memory(
-            vector, lambda collectives: collectives.allreduce(
-                vector, op=op, algorithm=algorithm)), vector)
+    def _prepare(self, kind: str, x: Any, option: Any, algorithm: str) -> tuple[Prepared, Any]:
+        """Return what `_find` returns, after checks."""
+        if kind == "broadcast":
+            option = self._root(option)
+        vector = vector_of(x, writeable=kind != "broadcast" or self.rank != option)
+        if kind in REDUCING:
+            option = op_named(option, vector.dtype)
+        call = collective_call(kind, option, x, vector, algorithm)
+        is_plain = type(vector) is np.ndarray and vector.flags.carray
+        prepared = self._prepared.get((call, is_plain))
+        if prepared is None:
+            prepared = Prepared(self._group, call, Pattern(
+                kind, option, vector.dtype, vector.size, algorithm), can_be_fast=is_plain)
+            self._group.keep((call, is_plain), prepared)
+        return prepared, vector
 
-    def _reduce_scatter(self, x: Any, op: Any) -> Prepared:
-        vector = vector_of(x)
-        op = op_named(op, vector.dtype)
-        return self._prepared("reduce_scatter", f"{op} of {described(x, vector)}", vector,
-                              lambda collectives: collectives.reduce_scatter(vector, op=op))
-
-    def _allgather(self, x: Any) -> Prepared:
-        vector = vector_of(x)
-        return self._prepared("allgather", described(x, vector), vector,
-                              lambda collectives: collectives.allgather(vector))
-
-    def _broadcast(self, x: Any, root: int) -> Prepared:
-        root = self._root(root)
-        vector = vector_of(x, writeable=self.rank != root)
-        return self._prepared("broadcast", f"of {described(x, vector)} from root {root}", vector,
-                              lambda collectives: collectives.broadcast(vector, root))
-
-    def _prepared(self, kind: str, detail: str, vector: Any, build: Build[Any]) -> Prepared:
-        call = Call(kind, detail, nbytes=vector.nbytes)
-        return Prepared(call, self._for_memory(vector, build), vector)
-
-    def _for_memory(self, vector: Any, build: Build[Any]) -> Build[Any]:
-        """Return `build` for a vector in host memory, or its equivalent for a vector on a GPU."""
-        return build if type(vector) is np.ndarray else self._group.gpus.for_vector(vector, build)
+    def _persistent_call(self, kind: str, x: A, option: Any = None) -> Persistent[A]:
+        # Later changes of a NumPy array's shape and flags do not affect a view.
+        equal, vector = self._prepare(
+            kind, x.view() if isinstance(x, np.ndarray) else x, option, "auto")
+        if kind in REDUCING:
+            # An op that the dtype does not support is refused before other ranks wait.
+            reduction(op_named(option, vector.dtype), vector.dtype, self.size)
+        if kind == "allreduce":
+            self._group.tune_once()
+        self._persistent += 1
+        prepared = equal.named(f"persistent operation {self._persistent}")
+        # All ranks must make the same operations in the same order.
+        call = Call("persistent", str(prepared), nbytes=vector.nbytes, prepares=True)
+        self._group.run(call, lambda collectives: collectives.barrier())
+        if type(vector) is np.ndarray:
+            compile_fast_calls(self._group, [
+                dtype_name(vector.dtype) if kind in REDUCING else compiled.COPIES])
+            prepared.make_ready()
+        result = x if kind != "reduce_scatter" else part_of(
+            x, vector, slice_of(vector, self.rank, self.size))
+        return Persistent(self._group, prepared, _current_vector(x, vector, self.rank),
+                          cast(A, result), self)
 
     # Objects
 
@@ -526,6 +477,24 @@ class Communicator(OfRank):
                                   f"list of NumPy's") from exc
         self._group.tune_once()
         compile_fast_calls(self._group, names)
+
+    def prepared(self, call: Call, pattern: Pattern | None = None,
+                 build: Build[Any] | None = None, *, device: Device | None = None,
+                 ready: Callable[[], Sequence[Event]] = tuple) -> Prepared:
+        """Return a collective to run many times; for the buckets of a model.
+
+        Args:
+            call: Default call of its runs, see Prepared.
+            pattern: Pattern of a plain collective on vectors in host memory; None for others.
+            build, device: Arguments of `submit`, if there is no pattern.
+            ready: Function that returns the argument `ready` of `submit`, for each run.
+
+        Collective: no. Blocking: no.
+        """
+        if build is None:
+            return Prepared(self._group, call, pattern)
+        return Prepared(self._group, call, pattern, lambda x: self._built(build, device, ready()),
+                        can_be_fast=pattern is not None)
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:
@@ -727,25 +696,20 @@ class Communicator(OfRank):
             self.close()
 
 
-def _stable_view(x: Any) -> Any:
-    """Return a view that later changes of a NumPy array's shape and flags do not affect."""
-    return x.view() if isinstance(x, np.ndarray) else x
+def _current_vector(x: Any, vector: Any, rank: int) -> Callable[[], Any]:
+    """Return a function that returns the vector of `x`, or refuses a tensor that has moved."""
+    if isinstance(x, np.ndarray):
+        return lambda: vector
+    on_gpu, address = type(vector) is not np.ndarray, getattr(x, "data_ptr", int)()
 
-
-def _noted(x: Any, build: Build[Any]) -> Build[Any]:
-    """Return `build`, which is about to write to an array."""
-    note_write(x)
-    return build
-
-
-def _checked_build(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
-    """Return a function that returns `build`, or refuses a tensor on the host that has moved."""
-    address, n = x.data_ptr(), x.numel()
-
-    def checked() -> Build[Any]:
-        if x.data_ptr() != address or x.numel() != n:
+    def current() -> Any:
+        # On a GPU, the operation starts after the work that is queued at this time.
+        now = vector_of(x) if on_gpu else vector
+        if now.size != vector.size or not on_gpu and (
+                x.data_ptr() != address or x.numel() != vector.size):
             raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
                               f"other memory; create a new operation for it")
-        return _noted(x, build)
+        note_write(x)
+        return now
 
-    return checked
+    return current

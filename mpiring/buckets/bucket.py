@@ -1,6 +1,7 @@
 """Flat buckets in which tensors are fused: the plan, a pure function, and the memory."""
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -81,7 +82,7 @@ class BucketPlan:
 
     tensors: tuple[TensorSpec, ...]
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements of the bucket."""
         return sum(tensor.padded_size for tensor in self.tensors)

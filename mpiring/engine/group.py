@@ -21,7 +21,7 @@ from ..operations.agreement import Call, agreed
 from ..operations.algorithms import Case, candidates, choose
 from ..operations.model import Model
 from ..operations.on_device import GpuOperations
-from ..operations.collectives import Collectives
+from ..operations.collectives import Build, Collectives
 from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.flight import Flight
@@ -35,6 +35,7 @@ from .fast_calls import FastCalls
 from .handle import Handle
 from .messages import Messages
 from .opening import open_group
+from .prepared import Prepared
 from .stalls import StallWatch
 from .tuning import Tuner
 
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 
     from ..transport.survivors import Survivors
 
-Build = Callable[[Collectives], Schedule[T]]
 # A program that never waits in its first allreduces must call `tune` or `prepare` to be tuned.
 _MAX_QUESTIONS = 10
+# Maximum number of collectives that are kept, because a program may use any number of shapes.
+_MAX_PREPARED = 512
 
 
 class Group(forks.OfRank):
@@ -74,7 +76,7 @@ class Group(forks.OfRank):
                         warns=self.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.closed, self._persistent = False, 0
+        self.closed = False
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
         self._counter, self._words = self.sharing.counter, self.sharing.counter.words
         self._create_resources()
@@ -90,6 +92,8 @@ class Group(forks.OfRank):
             self._counter.close(GATE_TRACED)
         is_fast = config.rounds != "off" and len(self.sharing.memory_groups) == 1
         self.fast_calls = FastCalls(self, self.sharing.memory if is_fast else None)
+        # The latest collectives, by what distinguishes them.
+        self.prepared: dict[Any, Prepared] = {}
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
         silence.watch()
@@ -197,10 +201,12 @@ class Group(forks.OfRank):
                 self.engine.fail(error)
                 raise
 
-    def run(self, call: Call, build: Build[T], *, patient: float | bool = False) -> T:
+    def run(self, call: Call, build: Build[T], *, patient: float | bool = False,
+            costs: list[Flight] | None = None) -> T:
         """Run an operation ahead of those in the background, and return its result; see `submit`.
 
         Args:
+            costs: List to which the record of the operation is appended.
             patient: Seconds for which this rank waits, even beyond `stall_timeout_s`, while the
                 background threads of other ranks answer. True means a day.
 
@@ -212,6 +218,8 @@ class Group(forks.OfRank):
                 flight, schedule = self._prepare(call, build)
                 task = Task(schedule)
                 self._words[COUNTER_SEQUENCE] += 1
+            if costs is not None:
+                costs.append(flight)
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
@@ -234,14 +242,15 @@ class Group(forks.OfRank):
             self.engine.fail(error)
             raise
 
+    def keep(self, key: Any, prepared: Prepared) -> None:
+        """Keep a collective for later calls; forget all others if there are too many."""
+        if len(self.prepared) >= _MAX_PREPARED:
+            self.prepared.clear()
+        self.prepared[key] = prepared
+
     def _record(self, flight: Flight) -> None:
         self.recorder.add(flight)
         self._watch.last = flight
-
-    def next_persistent(self) -> int:
-        """Return the number of the next persistent operation, the same on all ranks."""
-        self._persistent += 1
-        return self._persistent
 
     @property
     def windows(self) -> Windows:
@@ -296,9 +305,10 @@ class Group(forks.OfRank):
         collectives = self.collectives(node, sequence)
         try:
             schedule = build(collectives)
+            flight = Flight(call, sequence, self._name, collectives.algorithm,
+                            sent=collectives.sent)
             if self.size == 1:
-                return Flight(call, sequence), schedule
-            flight = Flight(call, sequence, self._name, collectives.algorithm)
+                return flight, schedule
             self._record(flight)
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbors, call, schedule)

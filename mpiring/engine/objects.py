@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..operations.agreement import Call
 from ..transport.base import T
 from .group import Group
+from .prepared import Pattern, Prepared
 
 # Sizes of the first message, which holds most objects, and of the length field at its start.
 _HEAD_BYTES, _LENGTH_BYTES = 1024, 8
@@ -58,13 +59,12 @@ def allgather(group: Group, obj: T, label: str) -> list[T]:
 
 def _run_short(group: Group, call: Call, kind: str, x: NDArray[Any],
                root: int | None) -> None:
-    """Run a collective on a short vector; repeated calls use the fast path."""
-    # The prefix distinguishes labels from the names of other collectives.
-    fast_calls, name = group.fast_calls, f"object: {call.kind}"
-    if not fast_calls.repeat(name, x, root):
-        group.run(call, lambda collectives: collectives.allgather(x) if root is None else
-                  collectives.broadcast(x, root))
-        fast_calls.note(name, call, x, root, kind)
+    """Run a collective on a short vector, whose length is the same in all calls."""
+    prepared = group.prepared.get(call)
+    if prepared is None:
+        prepared = Prepared(group, call, Pattern(kind, root, x.dtype, x.size))
+        group.keep(call, prepared)
+    prepared.run(x)
 
 
 def _head(data: NDArray[Any]) -> NDArray[Any]:

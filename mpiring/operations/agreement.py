@@ -86,11 +86,6 @@ def _digest(header: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little") >> 1
 
 
-def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and memory of an array, and of its `vector_of`, as a string."""
-    return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_order_and_memory(x, vector)}"
-
-
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
     """Return mpiring's name of an op, which may be an alias or an mpi4py op like `MPI.SUM`.
 
@@ -112,21 +107,31 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
                       f"MPI.{', MPI.'.join(_MPI_OPS)}")
 
 
-def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
-    """Return the call of an allreduce."""
+def collective_call(kind: str, option: Any, x: Any, vector: Any, algorithm: str = "auto") -> Call:
+    """Return the call of a collective on an array, and on its `vector_of`.
+
+    The option is the op of mpiring, or the root; None if there is neither.
+
+    Raises:
+        ConfigError: The algorithm is no string.
+    """
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm={algorithm!r}: expected one of {', '.join(NAMES)}")
-    return _allreduce_call(
-        op, vector.dtype, _shape(x, vector), _order_and_memory(x, vector), algorithm)
+    return _collective_call(
+        kind, option, vector.dtype, _shape(x, vector), _order_and_memory(x, vector), algorithm)
 
 
 # Cached, because a program makes the same few calls many times.
 @functools.lru_cache(maxsize=4096)
-def _allreduce_call(
-    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order_and_memory: str, algorithm: str,
-) -> Call:
-    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{order_and_memory}, algorithm "
-                f"{algorithm}", nbytes=dtype.itemsize * math.prod(shape))
+def _collective_call(kind: str, option: Any, dtype: np.dtype[Any], shape: tuple[int, ...],
+                     order_and_memory: str, algorithm: str) -> Call:
+    if kind == "barrier":
+        return Call(kind)
+    array = f"{dtype_name(dtype)} {shape}{order_and_memory}"
+    details = {"allreduce": f"{option} of {array}, algorithm {algorithm}",
+               "reduce_scatter": f"{option} of {array}",
+               "broadcast": f"of {array} from root {option}"}
+    return Call(kind, details.get(kind, array), nbytes=dtype.itemsize * math.prod(shape))
 
 
 def part_of(x: Any, vector: Any, chunk: Any) -> Any:

@@ -20,6 +20,8 @@ from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_hal
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
+# Function that returns the schedule of an operation.
+Build = Callable[["Collectives"], Schedule[T]]
 _MAX_CHOSEN = 4096
 
 
@@ -36,11 +38,12 @@ class Collectives:
         preferred: Algorithm that "auto" stands for, if it supports the case.
         gpu: Name of the GPU that holds the vectors; "" for host memory.
         algorithm: Name of the algorithm of the last allreduce, if any.
+        sent: List whose only number is the bytes that this rank has sent so far.
     """
 
     gpu = ""
     __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
-                 "preferred", "algorithm", "_net", "_window_count", "_native_bytes")
+                 "preferred", "algorithm", "sent", "_net", "_window_count")
 
     def __init__(self, resources: Resources, node: Node | None, sequence: int) -> None:
         transport = resources.transport
@@ -49,14 +52,16 @@ class Collectives:
         self.resources, self.sequence = resources, sequence
         self.windows, self.tuning = resources.windows, resources.tuning
         self.preferred, self.algorithm = resources.algorithm, ""
+        self.sent = [0]
         self._net: OperationChannel | None = None
-        self._window_count = self._native_bytes = 0
+        self._window_count = 0
 
     @property
     def net(self) -> Channel:
         """The channel of the operation."""
         if self._net is None:
             self._net = self.resources.transport.channel(self.sequence)
+            self._net.sent = self.sent
         return self._net
 
     @property
@@ -88,11 +93,6 @@ class Collectives:
     def _one_node(self) -> Node | None:
         """The ranks of the node, if all ranks are on it and there are several."""
         return self.node if self.node.size == self.size > 1 else None
-
-    @property
-    def bytes_sent(self) -> int:
-        """Number of bytes that this rank has sent in this operation so far; see Statistics."""
-        return self._native_bytes + (0 if self._net is None else self._net.sent[0])
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         """Return a context manager that lends scratch memory for n elements."""
@@ -218,7 +218,7 @@ class Collectives:
         # This is a lower bound, because MPI does not report how many bytes it sends to other nodes.
         nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
         resources.transport.bytes_sent += nbytes
-        self._native_bytes += nbytes
+        self.sent[0] += nbytes
         return native.allreduce(
             resources.transport.iallreduce, turn, x, reduction(op, x.dtype, self.size))
 

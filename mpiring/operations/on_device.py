@@ -25,7 +25,7 @@ from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
 from .agreement import Call
 from .exports import Exports
-from .collectives import Collectives, nothing, returning
+from .collectives import Build, Collectives, nothing, returning
 from .windows import Windows, mapped
 
 # Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
@@ -37,7 +37,6 @@ TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTE
                 slice_bytes=_TURN_BYTES, staged_bytes=SLOT_BYTES // 4, rows_bytes=_TURN_BYTES,
                 moved_bytes=64 << 10, host_bytes=256 << 10)
 
-Build = Callable[[Collectives], Schedule[T]]
 # Function that runs an operation among all ranks of the communicator.
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
@@ -163,11 +162,6 @@ class DeviceCollectives(Collectives):
             self._channel = DeviceChannel(
                 self._host.net, self._context.device, direct=self._context.direct)
         return self._channel
-
-    @property
-    def bytes_sent(self) -> int:
-        """Number of bytes that this rank has sent in this operation so far; see Statistics."""
-        return self._host.bytes_sent
 
     def allreduce(self, x: Any, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks; see Collectives."""

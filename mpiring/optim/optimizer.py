@@ -16,7 +16,7 @@ from ..gpu.device import await_event
 from ..memory.arrays import Array, dtype_name
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
-from ..record.statistics import Statistics
+from ..record.statistics import Statistics, statistics_of
 from ..sharding.sliced import Sliced, whole
 from ..training.averager import Averager
 from . import state
@@ -201,9 +201,12 @@ class Optimizer:
         """Return when the updated weights of other ranks have arrived. Collective, blocking."""
         while self._in_flight:
             index = next(iter(self._in_flight))
-            self._in_flight.pop(index).wait()
+            handle = self._in_flight.pop(index)
+            handle.wait()
+            self._slices.costs.append(handle.flight)
             self._slices.receive(index)
-        self.statistics = self._slices.tally.take()
+        self.statistics = statistics_of(self._slices.costs, self._comm.size)
+        self._slices.costs.clear()
         if self._device is not None:
             # Later CuPy calls wait for the updated weights.
             self._device.gpu.follow(self._device.event())

@@ -6,10 +6,12 @@ from typing import Any
 from ..buckets.bucket import Bucket
 from ..communicator import Communicator
 from ..engine.handle import Handle
+from ..engine.prepared import Pattern, Prepared
 from ..gpu import vectors
 from ..operations.agreement import Call
+from ..record.flight import Flight
 from ..sharding.state import SliceState, ranges_in
-from ..training.averager import Averager, Tally
+from ..training.averager import Averager
 from .parts import Part
 
 
@@ -18,18 +20,31 @@ class ModelSlices:
 
     Without `averager.scatter()`, each rank has all parts. `weights` returns the vector of a tensor,
     given its name. `parts` are this rank's parts per bucket, in the order in which buckets are
-    sent. `tally` counts the cost of `send`.
+    sent. `costs` are the records of complete operations of `send`.
     """
 
     def __init__(self, averager: Averager, comm: Communicator,
                  weights: Callable[[str], Any]) -> None:
-        self._comm, self._weights, self.tally = comm, weights, Tally(comm)
+        self._comm, self._weights = comm, weights
+        self.costs: list[Flight] = []
         self.cut(averager)
 
     def cut(self, averager: Averager) -> None:
         """Cut the buckets of an averager into parts, with a new state."""
         self._averager = averager
         self.parts = [self._parts_of(bucket) for bucket in averager.buckets]
+        self._operations = [self._operation(bucket) for bucket in averager.buckets]
+
+    def _operation(self, bucket: Bucket) -> Prepared:
+        """Return the operation that sends the weights in each rank's parts to all ranks."""
+        call, plan, device = Call("allgather", "weights", bucket.label), bucket.plan, bucket.device
+        bounds = self._averager.bounds(bucket)
+        if device is None:
+            return self._comm.prepared(
+                call, Pattern("allgather", None, plan.dtype, plan.size, bounds=bounds))
+        return self._comm.prepared(
+            call, build=lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
+            device=device, ready=lambda: [device.event()])
 
     def send(self, index: int, made_with: str) -> Handle[None]:
         """Start to send the weights in this rank's parts of a bucket to all ranks. Collective.
@@ -40,12 +55,9 @@ class ModelSlices:
         bucket = self._averager.buckets[index]
         for part in self.parts[index]:
             vectors.copy_to(part.gradient, part.weights)
-        bounds, device = self._averager.bounds(bucket), bucket.device
-        return self.tally.submit(
-            Call("allgather", f"weights of {self._averager.step_label} {made_with}",
-                 bucket.label, bucket.flat.nbytes),
-            lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
-            device=device, ready=[] if device is None else [device.event()])
+        return self._operations[index].start(
+            bucket.flat, None, Call("allgather", f"weights of {self._averager.step_label} "
+                                    f"{made_with}", bucket.label, bucket.plan.nbytes))
 
     def receive(self, index: int) -> None:
         """Write the weights that other ranks have updated, once `send` is complete.

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..operations.agreement import Call
@@ -23,6 +24,7 @@ class Flight:
         algorithm: Algorithm of an allreduce; "" if there is no choice, or if it is not yet known.
         called_s, started_s, ended_s: Times of time.monotonic(); 0 for future events.
         exposed_s: Seconds that callers have waited for it.
+        sent: List whose only number is the bytes that this rank has sent in it.
     """
 
     call: Call
@@ -33,6 +35,7 @@ class Flight:
     started_s: float = 0.0
     ended_s: float = 0.0
     exposed_s: float = 0.0
+    sent: Sequence[int] = (0,)
 
     def __repr__(self) -> str:
         return f"#{self.sequence} {self.call}"

@@ -1,10 +1,14 @@
 """Statistics of a rank's communication costs, also for Prometheus and TensorBoard."""
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..text import count, seconds, size
+
+if TYPE_CHECKING:
+    from .flight import Flight
 
 # Each cost's name and help text in OpenMetrics. The name ends with the unit, if there is one.
 _METRICS = {
@@ -121,3 +125,13 @@ class Statistics:
 
     def __sub__(self, other: "Statistics") -> "Statistics":
         return Statistics(*(a - b for a, b in zip(astuple(self), astuple(other))))
+
+
+def statistics_of(flights: Sequence["Flight"], ranks: int) -> Statistics:
+    """Return the costs of complete operations, given their records, among some ranks."""
+    seconds = until = 0.0
+    for flight in sorted(flights, key=lambda flight: flight.started_s):
+        seconds += max(0.0, flight.ended_s - max(flight.started_s, until))
+        until = max(until, flight.ended_s)
+    return Statistics(len(flights) if ranks > 1 else 0, sum(flight.sent[0] for flight in flights),
+                      seconds, sum(flight.exposed_s for flight in flights))

@@ -106,9 +106,10 @@ class SparseGradients:
             call = Call("sparse gradient",
                         f"{p.dtype} {tuple(p.shape)} in {self._dense.step_label}", name)
             handles.append(
-                (p, gradient, self._dense.tally.submit(call, allreduce(gradient, Op("mean")))))
+                (p, gradient, self._comm.submit(call, allreduce(gradient, Op("mean")))))
         for p, gradient, handle in handles:
             handle.wait()
+            self._dense.costs.append(handle.flight)
             self.finite = self.finite and _is_finite(gradient)
             if p.grad is not None or len(values_of(gradient)):
                 p.grad = gradient

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from ..communicator import Communicator
-from ..engine.group import Build
 from ..launch.environment import threads_are_set
 from ..launch.host import all_processors, count_cores, usable_processors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
+from ..operations.collectives import Build
 from ..world import or_world
 
 # Numbers of threads that `share_cores` has set; a later call may replace them.

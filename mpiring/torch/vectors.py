@@ -9,12 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..engine.group import Build, Group
+from ..engine.group import Group
 from ..errors import ConfigError
 from ..gpu.arrays import UserStream, stream_of
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, may_overlap
 from ..memory.tensors import array_of
+from ..operations.collectives import Build
 from ..transport.base import T, Schedule
 from .tensors import DEVICE_TYPES, viewed_as
 

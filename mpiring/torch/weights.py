@@ -42,7 +42,7 @@ class WeightBuckets:
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         self._parameters, self.comm = dict(parameters), comm
-        self._submit, self._model = gradients.tally.submit, gradients.weighing.model
+        self._costs, self._model = gradients.costs, gradients.weighing.model
         first = next(iter(parameters.values()))
         self._device = gpu_of(first)
         self._mark = marker_of(first)
@@ -129,7 +129,7 @@ class WeightBuckets:
         vector, plan = bucket.vector, bucket.plan
         detail = filter(None, [f"{plan.dtype.name} ({plan.size},)", self._model, self._description])
         call = Call("weights", " ".join(detail), bucket.label, plan.nbytes, remedy=_REMEDY)
-        self._handles[bucket.index] = self._submit(
+        self._handles[bucket.index] = self.comm.submit(
             call, lambda collectives: self._allgather(collectives, vector, bounds=bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
@@ -139,7 +139,9 @@ class WeightBuckets:
             handle = self._handles.get(index)
             if handle is not None:
                 handle.wait()
-                self._handles.pop(index, None)
+                handle = self._handles.pop(index, None)
+                if handle is not None:
+                    self._costs.append(handle.flight)
 
     def synchronize(self) -> None:
         """Wait until all weights are complete."""

@@ -14,18 +14,15 @@ import numpy as np
 from ..arguments import number, refuse_other_state
 from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
-from ..engine.group import Build
 from ..engine.handle import Handle
+from ..engine.prepared import Pattern
 from ..errors import ConfigError, GradientError
-from ..gpu.device import Device, Event
 from ..memory.arrays import dtype_name
 from ..operations.agreement import Call
-from ..operations.collectives import Collectives
 from ..record.flight import Flight
-from ..record.statistics import Statistics
+from ..record.statistics import Statistics, statistics_of
 from ..reducers.compressor import Cost
 from ..text import count, first_few
-from ..transport.base import Schedule, T
 from .autotune import Autotuner, is_wanted
 from .fused import FusedTensors, Fusion, Placement
 from .replicas import Replicas
@@ -65,7 +62,7 @@ class Averager(FusedTensors):
         scatters: If true, only this rank's slices of the buckets receive means; see `scatter`.
         finite: Whether all means of the last completed step are finite; the same on all ranks. True
             before the first step.
-        tally: Counter of a step's operations, including operations on gradients in no bucket.
+        costs: Records of this step's operations, including those on gradients in no bucket.
         statistics: Costs of the last completed step's operations only.
         weighing: Weighing whose factor multiplies gradients before they are ready.
         replicas: Replicas that an optimizer compares before it updates them; None if the adapter
@@ -82,7 +79,10 @@ class Averager(FusedTensors):
         self._overlaps = overlap
         self._autotuner = Autotuner(comm, overlaps=overlap) if is_wanted(fusion, comm) else None
         self.weighing = weighing or Weighing(comm)
-        self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
+        self.nonfinite, self.statistics = NonFinite(comm), Statistics()
+        self.costs: list[Flight] = []
+        self._agreement = comm.prepared(
+            Call("finite"), Pattern("allreduce", "max", np.dtype(np.bool_), 1))
         self.replicas: Replicas | None = None
         self.compared: dict[str, str] = {}
         self.label = ""
@@ -109,8 +109,8 @@ class Averager(FusedTensors):
         self._autotuner = None
         if self.tensors == before.tensors and (
                 self.choice.bucket_bytes == before.choice.bucket_bytes):
-            self.choice, self._autotuner = before.choice, before._autotuner
-            self._comm.tunable.operations_in_flight = self.choice.operations
+            self._apply(before.choice)
+            self._autotuner = before._autotuner
 
     @property
     def step_label(self) -> str:
@@ -144,7 +144,7 @@ class Averager(FusedTensors):
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
             self._refuse_name(name)
-        if not self._ready_s and self.loaded_order is not None:
+        if not self._ready_s and self.compressors and self.loaded_order is not None:
             self._load_reducers()
         bucket.missing.remove(name)
         if self.mark is not None:
@@ -171,14 +171,14 @@ class Averager(FusedTensors):
         self.nonfinite.check(bucket, last=bucket is self.buckets[-1])
         reduction = self.reductions[bucket.index]
         bucket.finite = None
-        detail = ", ".join([f"{reduction.text} in {self.step_label}", *self.compared.values()])
+        prepared = reduction.scatter if self.scatters else reduction.reduce
+        detail = ", ".join(
+            [f"{prepared.call.detail} in {self.step_label}", *self.compared.values()])
         call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
-                    bucket.flat.nbytes)
-        build = self.choice.applied(
-            reduction.scatter if self.scatters else reduction.reduce, bucket.flat.nbytes)
+                    prepared.call.nbytes)
         if self._overlaps:
-            return self.tally.submit(call, build, device=reduction.device, ready=bucket.written)
-        self.tally.run(call, build, device=reduction.device, ready=bucket.written)
+            return prepared.start(bucket.flat, None, call)
+        prepared.run(bucket.flat, call, self.costs)
         return None
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
@@ -198,8 +198,9 @@ class Averager(FusedTensors):
         self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)
         cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
         self.statistics = replace(
-            self.tally.take(), dense_bytes=self.dense_bytes, encode_s=cost.encode_s,
-            wire_s=cost.wire_s, decode_s=cost.decode_s)
+            statistics_of(self.costs, self._comm.size), dense_bytes=self.dense_bytes,
+            encode_s=cost.encode_s, wire_s=cost.wire_s, decode_s=cost.decode_s)
+        self.costs.clear()
         for compressor in self.compressors:
             compressor.commit_step(self.finite)
         for bucket in self.buckets:
@@ -227,6 +228,7 @@ class Averager(FusedTensors):
             handle = self._handles[bucket.index]
             if handle is not None:
                 handle.wait()
+                self.costs.append(handle.flight)
             if bucket.finite is None:
                 # This overlaps with later buckets in flight.
                 start, stop = bucket.bounds(size)[rank:rank + 2]
@@ -239,8 +241,7 @@ class Averager(FusedTensors):
                      for name in bucket.nonfinite_names(*bucket.bounds(size)[rank:rank + 2])]
         if shares_check:
             bad = np.array([not finite])
-            self._comm.run(Call("finite", self.step_label),
-                           lambda collectives: collectives.allreduce(bad, op="max"))
+            self._agreement.run(bad, Call("finite", self.step_label))
             finite = not bad[0]
         if self.scatters and not finite:
             for bucket in self.buckets:
@@ -473,51 +474,3 @@ def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
     return first_few([
         f"rank{'s' * (len(ranks) > 1)} {first_few(ranks, 8)} in {first_few(names, 3)}"
         for names, ranks in ranks_by_names.items()], 4, "; ")
-
-
-class Tally:
-    """Counts the costs of the operations that are submitted through it, and of no others."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._flights: list[Flight] = []
-        self._collectives: list[Collectives] = []
-
-    def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
-               ready: Sequence[Event] = ()) -> Handle[T]:
-        """Begin an operation, and count it; see Communicator.submit."""
-        handle = self._comm.submit(call, self._counted(build), device=device, ready=ready)
-        self._flights.append(handle.flight)
-        return handle
-
-    def run(self, call: Call, build: Build[T], *, device: Device | None = None,
-            ready: Sequence[Event] = ()) -> T:
-        """Run an operation, and count it; see Communicator.run."""
-        began_s = time.monotonic()
-        result = self._comm.run(call, self._counted(build), device=device, ready=ready)
-        if self._comm.size > 1:
-            now_s = time.monotonic()
-            self._flights.append(Flight(call, 0, "", "", began_s, began_s, now_s, now_s - began_s))
-        return result
-
-    def _counted(self, build: Build[T]) -> Build[T]:
-        def counted(collectives: Collectives) -> Schedule[T]:
-            self._collectives.append(collectives)
-            return build(collectives)
-
-        return counted
-
-    def take(self) -> Statistics:
-        """Return the costs since the last call; all operations should be complete."""
-        flights = sorted((flight for flight in self._flights if flight.ended_s),
-                         key=lambda flight: flight.started_s)
-        seconds = until = 0.0
-        for flight in flights:
-            seconds += max(0.0, flight.ended_s - max(flight.started_s, until))
-            until = max(until, flight.ended_s)
-        total = Statistics(
-            len(flights) if self._comm.size > 1 else 0,
-            sum(collectives.bytes_sent for collectives in self._collectives), seconds,
-            sum(flight.exposed_s for flight in flights))
-        self._flights, self._collectives = [], []
-        return total

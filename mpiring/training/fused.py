@@ -11,14 +11,15 @@ from ..buckets.bucket import (
     Bucket, BucketPlan, TensorSpec, backward_order, plan, usual_bytes,
 )
 from ..communicator import Communicator
-from ..engine.group import Build
 from ..errors import ConfigError, GradientError, MpiringError
 from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
 from ..names import nearest
 from ..operations.agreement import Call
 from ..operations.collectives import Collectives
-from ..reducers.reducer import Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of
+from ..engine.prepared import Pattern, Prepared
+from ..reducers.reducer import (
+    Mean, Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of)
 from ..reducers.compressor import Compressor
 from ..text import first_few
 from ..transport.base import Schedule
@@ -95,26 +96,18 @@ class Views(Mapping[str, Array]):
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """The method by which a bucket is averaged, chosen when the bucket is built.
+    """The method by which a bucket is averaged, prepared when the bucket is built.
 
     Attributes:
         bucket: Bucket that the Reducer averages; it may be a copy in host memory.
-        reduce: Function that returns the schedule, given collectives.
+        reduce: Operation that averages the bucket.
         scatter: Like `reduce`, but each rank needs its own slice only.
-        device: GPU on whose memory the schedule works; None for host memory.
     """
 
     reducer: Reducer
     bucket: Bucket
-    reduce: Build[None]
-    scatter: Build[None]
-    device: Device | None
-
-    @functools.cached_property
-    def text(self) -> str:
-        """The Reducer and the vector, for messages."""
-        plan = self.bucket.plan
-        return f"{self.reducer!r} of {plan.dtype.name} ({plan.size},)"
+    reduce: Prepared
+    scatter: Prepared
 
 
 class FusedTensors:
@@ -179,8 +172,15 @@ class FusedTensors:
 
     def use(self, choice: Choice) -> None:
         """Use other settings from the next step on; other buckets may then be due."""
-        self.choice, self._comm.tunable.operations_in_flight = choice, choice.operations
+        self._apply(choice)
         self._demand(bucket_bytes=choice.bucket_bytes)
+
+    def _apply(self, choice: Choice) -> None:
+        self.choice, self._comm.tunable.operations_in_flight = choice, choice.operations
+        for reduction in self.reductions:
+            for prepared in (reduction.reduce, reduction.scatter):
+                prepared.adjust = choice.adjustment(reduction.bucket.plan.nbytes)
+                prepared.forget()
 
     @property
     def due(self) -> Fusion | None:
@@ -232,9 +232,26 @@ class FusedTensors:
                 not getattr(reducer, "on_gpus", True)
                 or isinstance(reducer, Compressor) and not self.device.gpu.programmable):
             return _on_host(bucket, self.device, self._comm, reducer)
-        reduce, scatter = (functools.partial(build, reducer, bucket=bucket)
-                           for build in (reduce_of, scatter_of))
-        return BucketReduction(reducer, bucket, reduce, scatter, self.device)
+        if type(reducer) is Mean and self.device is None:
+            form, bounds = ("mean", bucket.plan.dtype, bucket.plan.size), bucket.bounds(
+                self._comm.size)
+            operations = [
+                self._comm.prepared(_call(reducer, bucket), pattern)
+                for pattern in (Pattern("allreduce", *form),
+                                Pattern("reduce_scatter", *form, bounds=bounds))]
+        else:
+            operations = [
+                self._comm.prepared(
+                    _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
+                    device=self.device, ready=lambda: bucket.written)
+                for build in (reduce_of, scatter_of)]
+        return BucketReduction(reducer, bucket, *operations)
+
+
+def _call(reducer: Reducer, bucket: Bucket) -> Call:
+    plan = bucket.plan
+    return Call("reduce", f"{reducer!r} of {plan.dtype.name} ({plan.size},)", bucket.label,
+                plan.nbytes)
 
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,
@@ -260,4 +277,5 @@ def _on_host(bucket: Bucket, device: Device, comm: Communicator,
         bucket.finite = copy.finite
         yield (device.to_device(copy.flat, vector),)
 
-    return BucketReduction(reducer, copy, reduce, reduce, None)
+    operation = comm.prepared(_call(reducer, bucket), build=reduce)
+    return BucketReduction(reducer, copy, operation, operation)

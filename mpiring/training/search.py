@@ -12,9 +12,7 @@ import numpy as np
 
 from ..buckets.bucket import FIRST_BUCKET_BYTES
 from ..collectives.operation import Tuning
-from ..engine.group import Build
 from ..operations.collectives import Collectives
-from ..transport.base import Schedule, T
 
 # Smaller gains count as noise.
 _MIN_GAIN = 0.01
@@ -57,13 +55,16 @@ class Choice:
         """Return the algorithm for a bucket of `nbytes` bytes."""
         return self.short if nbytes <= FIRST_BUCKET_BYTES else self.long
 
-    def applied(self, build: Build[T], nbytes: int) -> Build[T]:
-        """Return `build` with these settings, for an operation on a bucket of `nbytes` bytes."""
+    def adjustment(self, nbytes: int) -> Callable[[Collectives], None] | None:
+        """Return the function that applies these settings to collectives on `nbytes` bytes.
+
+        Return None if these settings are those of all operations.
+        """
         algorithm = self.algorithm(nbytes)
         if (algorithm, self.pieces, self.slices) == ("auto", 1, Tuning.in_flight):
-            return build
+            return None
 
-        def with_settings(collectives: Collectives) -> Schedule[T]:
+        def adjust(collectives: Collectives) -> None:
             tuning, factor = collectives.tuning, self.pieces
             if algorithm != "auto":
                 collectives.preferred = algorithm
@@ -72,9 +73,8 @@ class Choice:
                 direct_bytes=(tuning.direct_bytes[0], int(factor * tuning.direct_bytes[1])),
                 slice_bytes=int(factor * tuning.slice_bytes),
                 chunk_bytes=int(factor * tuning.chunk_bytes))
-            return build(collectives)
 
-        return with_settings
+        return adjust
 
 
 @dataclass(frozen=True)

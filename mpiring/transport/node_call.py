@@ -116,11 +116,17 @@ class NodeCall:
             barriers: Number of barriers at which this rank arrives when its vector is in its slot.
             find: Function that finds all ranks' vectors, for WINDOWS, which needs compiled code.
         """
-        self.call, self.operands.header = call, call.header
-        self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
+        self.rename(call, identity)
         self[CALL_IS_OPERATION], self._find, self.op = 1, find, op
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
         self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
+
+    def rename(self, call: Any, identity: int) -> None:
+        """Let ranks compare another call; see `make_operation`. No run may be in progress."""
+        self.call, self.operands.header = call, call.header
+        self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
+        if self._compiled_words is not None:
+            self[CALL_HEADER] = data_address(np.frombuffer(call.header, np.uint8))
 
     def compile(self, code: Code | None, divisor: int) -> None:
         """Use compiled code, if there is any, to run the call; `divisor` is the divisor of sums."""
@@ -137,7 +143,7 @@ class NodeCall:
             self[CALL_POLLS] = waiting.PIECE_POLLS
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
-            self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
+            self[CALL_HEADER] = data_address(np.frombuffer(header, np.uint8))
         self[CALL_ADDRESS] = self.address = self._compiled_words.buffer_info()[0]
         self[CALL_CLOCK] = self.address + 8 * (CALL_CLOCK + 1)
         for rank, segment in enumerate(self.memory.segments):

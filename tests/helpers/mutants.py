@@ -143,7 +143,7 @@ MUTANTS = [
            f"{AVERAGER} tests/mpi/test_nonfinite.py tests/mpi/test_optimizers.py", 2),
     Mutant("training/averager.py", "self._ready_s.clear()\n", "pass\n",
            "tests/mpi/test_optimizers.py tests/mpi/test_mixed_precision.py", 2),
-    Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
+    Mutant("record/statistics.py", "max(flight.started_s, until)", "flight.started_s",
            "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
     # Tuning.
     Mutant("training/search.py", "if seconds < (1 - _MIN_GAIN) * first_s:", "if True:",

@@ -1,6 +1,7 @@
 """Runs a function on several ranks, each a thread of this process, without MPI."""
 
 import copy
+import functools
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpu.device import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
+from mpiring.record.flight import Flight
 from mpiring.record.recorder import Recorder
 
 _DEADLINE_S = 30
@@ -111,7 +113,15 @@ class TrainingComm(ThreadComm):
         _run(build(_Collectives(self)))
         if device is not None:
             await_event(device.event())
-        return SimpleNamespace(wait=lambda: None, flight=SimpleNamespace(ended_s=0))
+        return SimpleNamespace(wait=lambda: None, flight=Flight(call, 0))
+
+    def prepared(self, call, pattern=None, build=None, *, device=None, ready=tuple):
+        def start(x, result, call=call):
+            return self.submit(call, build or functools.partial(pattern.schedule, x),
+                               device=device, ready=ready())
+
+        return SimpleNamespace(call=call, start=start,
+                               run=lambda x, call, costs=None: start(x, None, call))
 
     def run(self, call, build):
         results = []
@@ -131,15 +141,13 @@ def _run(schedule):
 class _Collectives:
     """Operations that are schedules without messages."""
 
-    bytes_sent = 0
-
     def __init__(self, comm):
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
 
     def barrier(self):
         yield self._comm.allgather_object(None)
 
-    def allreduce(self, x, op="sum"):
+    def allreduce(self, x, op="sum", algorithm="auto"):
         rows = self._comm.allgather_object(vectors.on_host(x))
         combined = rows[0].copy()
         reduction("mean" if op == "mean" else op, x.dtype, len(rows)).combine(rows, combined)

@@ -16,7 +16,6 @@ import mpiring
 from mpiring.collectives.operation import Tuning
 from mpiring.memory.arrays import chunks_of
 from mpiring.transport.layout import CALL_KIND, CALL_LENGTH, SLOTS
-from mpiring.transport.node_call import NodeCall
 
 pytestmark = pytest.mark.mpi
 
@@ -33,7 +32,8 @@ def rounds(comm):
 
 
 def node_calls(comm):
-    return [a for a in comm._fast_calls._calls.values() if isinstance(a, NodeCall)]
+    return [a for prepared in comm._group.fast_calls.prepared for a in (
+        prepared.node_call, *prepared._at_positions.values(), *prepared._started) if a]
 
 
 @pytest.fixture(scope="module", params=["auto", "mixed"])
@@ -79,7 +79,7 @@ def test_contract_of_the_others(some):
                 x = whole.copy() if rank == root else ones.copy()
                 x.flags.writeable = rank != root or step > 0
                 assert some.broadcast(x, root=root) is x and np.array_equal(x, whole)
-    if some._fast_calls.memory is not None:
+    if some._group.fast_calls.memory is not None:
         assert max(a[CALL_LENGTH] for a in node_calls(some) if a[CALL_KIND] <= SLOTS) == longest
 
 
@@ -148,7 +148,7 @@ def test_rounds_run_where_they_may_and_count(some):
                for _ in range(1000)), "no call was fast"
     for _ in range(2):
         some.allreduce(np.ones(10))
-    if some._fast_calls.memory is not None:
+    if some._group.fast_calls.memory is not None:
         has_code = {a.code is not None for a in node_calls(some)}
         assert (True in has_code) == (HAS_CODE and config == "auto")
 
@@ -270,7 +270,7 @@ def test_a_look_amid_a_run_of_the_same_handle():
         comm.allreduce(x)
         x[:], before = comm.rank + 1, comm.statistics
         handle = comm.iallreduce(x)
-        operands = handle._call.operands
+        operands = handle._node_call.operands
         combined = operands.combined
 
         def looking(out):

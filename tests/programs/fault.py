@@ -20,7 +20,7 @@ odd = comm.rank == comm.size - 1
 x = np.ones(1000, np.float32)
 comm.allreduce(x)
 # The call is prepared for the next time.
-is_compiled = any(call.code for call in comm._fast_calls._calls.values())
+is_compiled = any(call.node_call and call.node_call.code for call in comm._group.prepared.values())
 print(f"rank {comm.rank} is ready{', compiled' * is_compiled}", flush=True)
 
 

@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring.transport.layout import GATE_TRACED
-from mpiring.transport.node_call import NodeCall
 
 LENGTHS = 1, 2, 17, 333, 2000, 4096
 # In windows: from here on ordinary calls are combined in place, and what is persistent is before.
@@ -164,8 +163,8 @@ def main():
     # Compiled now, if numba is installed, and not on disk.
     comm.prepare(DTYPES)
     Program(comm, total).run()
-    known = [a for a in comm._group.fast_calls._calls.values()
-             if isinstance(a, NodeCall)]
+    known = [a for prepared in comm._group.fast_calls.prepared for a in (
+        prepared.node_call, *prepared._at_positions.values(), *prepared._started) if a]
     codes, places = {a.code is not None for a in known}, sum(a.by_slices for a in known)
     form = {True: "compiled", False: "in Python"}
     count = comm._group.sharing.counter.fast_calls
