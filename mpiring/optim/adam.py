@@ -8,7 +8,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from .optimizer import Optimizer, TrainedModel, UpdateRule
+from .method import UpdateRule
+from .optimizer import Optimizer, TrainedModel
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..arguments import truth
-from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
+from .method import Layerwise, UpdateRule
+from .optimizer import Optimizer, TrainedModel
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update

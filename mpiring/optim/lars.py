@@ -6,7 +6,8 @@ Source: You, Gitman and Ginsburg, Large batch training of convolutional networks
 
 from collections.abc import Mapping, Sequence
 
-from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
+from .method import Layerwise, UpdateRule
+from .optimizer import Optimizer, TrainedModel
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update

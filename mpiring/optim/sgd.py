@@ -9,7 +9,8 @@ from typing import Any
 
 from ..arguments import truth
 from ..errors import ConfigError
-from .optimizer import Optimizer, TrainedModel, UpdateRule
+from .method import UpdateRule
+from .optimizer import Optimizer, TrainedModel
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
