@@ -11,8 +11,6 @@ from ..errors import BufferMismatchError, ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
 from ..operations.consistency import same_on_all
-from ..sharding.sliced import Range
-from ..sharding.state import ranges_in
 from ..training.fused import Views
 
 
@@ -36,18 +34,6 @@ class FlatModel:
                             for name, view in bucket.views.items()}, holder)
         self.slices = list(zip(*map(cut, self.flats, self.bounds)))
         self.nbytes = sum(flat.nbytes for flat in self.flats)
-
-    def ranges(self, rank: int) -> dict[str, Range]:
-        """Return the range of each tensor in a rank's slices, by name; ranges may be empty."""
-        return dict.fromkeys(self.tensors, (0, 0)) | {
-            part.name: part.ends for bucket, bounds in zip(self.buckets, self.bounds)
-            for part in ranges_in(bucket.plan, bounds[rank], bounds[rank + 1])}
-
-    def slice_of(self, rank: int) -> "FlatModel":
-        """Return new memory for a rank's slices, with the same elements at the same offsets."""
-        ranges = self.ranges(rank)
-        return FlatModel([TensorSpec(name, (ranges[name][1] - ranges[name][0],), tensor.dtype)
-                          for name, tensor in self.tensors.items()], 1, "")
 
 
 class ModelArrays:

@@ -14,7 +14,7 @@ from ..errors import ClosedError, ConfigError, StallError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
-from ..optim.optimizer import Optimizer, TrainedModel
+from ..optim.optimizer import Optimizer
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
@@ -79,7 +79,7 @@ class ParameterServer(AsynchronousTraining):
     """
 
     def __init__(self, params: Mapping[str, Any], comm: Communicator | None = None, *,
-                 optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[Any], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         comm = or_world(comm)
         with same_on_all(comm, "ParameterServer") as same:

@@ -1,17 +1,23 @@
 """Updates one rank's slice of a model with an mpiring optimizer, and saves it by tensor."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
-from ..buckets.bucket import Bucket
+import numpy as np
+
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
 from ..operations.consistency import same_on_all
 from ..optim import state
-from ..optim.optimizer import Optimizer, TrainedModel
-from ..sharding.sliced import Sliced
+from ..optim.method import Method
+from ..optim.optimizer import Optimizer
+from ..optim.parts import parts_of
+from ..optim.slices import BareTensors
+from ..sharding.sliced import slices_of
+from ..sharding.state import SliceState
 from .layout import FlatModel
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
@@ -19,49 +25,8 @@ _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)
 _WEIGHTS = "w"
 
 
-class _Gradients:
-    """Gradient of one update, with the interface of an Averager."""
-
-    steps, step_label, device = 0, "", None
-    scatters, step_started, finite, replicas = False, False, True, None
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = buckets
-        self.compared: dict[str, str] = {}
-        self.tensors = {tensor.name: tensor for bucket in buckets
-                        for tensor in bucket.plan.tensors}
-
-    def refuse_claim(self, *, scatters: bool) -> None:
-        """Accept any claim: there is only one optimizer."""
-
-    def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Accept any claim: there is only one optimizer."""
-
-    def bounds(self, bucket: Bucket) -> list[int]:
-        """Return bounds that give this rank the complete bucket."""
-        return [0, bucket.plan.size]
-
-    def own_slice(self, bucket: Bucket) -> slice:
-        """Return the complete bucket as a slice."""
-        return slice(0, bucket.plan.size)
-
-
-class _Slice:
-    """A rank's slice of a model, with the interface that an optimizer expects of a model."""
-
-    def __init__(self, comm: Communicator, weights: FlatModel, gradients: Any) -> None:
-        self.comm, self.gradients, self._weights = comm, gradients, weights
-
-    def vector(self, name: str) -> Array:
-        """Return this rank's elements of a tensor."""
-        return self._weights.views[name]
-
-    def wait(self) -> None:
-        """Return at once: gradients are complete."""
-
-
 class SliceStore:
-    """A rank's slice of a model: weights, and an optimizer with its state.
+    """A rank's slice of a model: weights, and the method that updates them, with its state.
 
     The weights are vectors, initially zeros.
 
@@ -72,31 +37,39 @@ class SliceStore:
     """
 
     def __init__(self, model: FlatModel, comm: Communicator,
-                 optimizer: Callable[[TrainedModel], Optimizer]) -> None:
+                 optimizer: Callable[[Any], Optimizer]) -> None:
         self._tensors, self._comm = model.tensors, comm
-        self._ranges = model.ranges(comm.rank)
-        weights, gradients = (model.slice_of(comm.rank) for _ in range(2))
-        self.weights, self._gradients = weights.flats, gradients.flats
-        self._slice = _Slice(comm, weights, _Gradients(gradients.buckets))
-        self.optimizer = _make_optimizer(optimizer, self._slice, comm.rank)
-        # The first update makes the state (a collective operation) and compiles code for seconds.
-        # This must not happen while other ranks wait for this rank. Zero weights stay zero.
+        self._method = _method_of(optimizer, BareTensors(comm, model.tensors))
+        self.weights, self._gradients = (
+            [np.zeros_like(x) for x in model.slices[comm.rank]] for _ in range(2))
+        states = [SliceState(bucket.plan, bounds[comm.rank], bounds[comm.rank + 1], None)
+                  for bucket, bounds in zip(model.buckets, model.bounds)]
+        self._buckets = [
+            parts_of(state, gradient, [weights[tensor.elements] for tensor in state.ranges])
+            for state, gradient, weights in zip(states, self._gradients, self.weights)]
+        self._parts = list(chain.from_iterable(self._buckets))
+        # The first update makes the state and compiles code for seconds. This must not happen while
+        # other ranks wait for this rank. Zero weights stay zero.
         self.update([self.weights] * min(comm.size, 2), 1.0)
-        self.optimizer.steps = 0
+        self._method.steps = 0
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
         """Update the weights once, with the mean of some gradients; see Store."""
         for mean, *sources in zip(self._gradients, *gradients):
             Reduction("mean", mean.dtype, len(sources)).combine(sources, mean)
-        self.optimizer.update(1.0, lambda index: None, rate=rate)
+        current = self._method.current
+        for settings in {id(settings): settings for settings in current.values()}.values():
+            settings["lr"] *= rate
+        self._method.update(self._buckets, current)
 
     def sliced(self) -> dict[str, Any]:
         """Return a copy of weights and state for this rank's ranges of all tensors."""
-        saved = self._state_with_weights()
+        saved = self._method.saved(self._parts)
+        weights = slices_of(
+            {name: tensor.shape for name, tensor in self._tensors.items()}, self._dtypes(),
+            ((part.name, _WEIGHTS, part.offset, part.weights.copy()) for part in self._parts))
         return {**saved, "tensors": {
-            name: {vector: Sliced(self._tensors[name].shape, {self._ranges[name]: x}, x.dtype)
-                   for vector, x in vectors.items()}
-            for name, vectors in saved["tensors"].items()}}
+            name: vectors | weights[name] for name, vectors in saved["tensors"].items()}}
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the complete model, on all ranks; collective."""
@@ -108,27 +81,20 @@ class SliceStore:
 
         All ranks raise ConfigError if the state belongs to another model or optimizer.
         """
-        loaded = self._state_with_weights()
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
-            loaded["steps"], leaves = state.checked(
-                saved, loaded["optimizer"], self._tensors, {
-                    name: {vector: x.dtype for vector, x in vectors.items()}
-                    for name, vectors in loaded["tensors"].items()})
-            loaded["tensors"] = {
-                name: {vector: leaf.read(*self._ranges[name]) for vector, leaf in vectors.items()}
-                for name, vectors in leaves.items()}
+            content = self._method.checked(saved, self._parts)
+            _, leaves = state.checked(saved, self._method.name, self._tensors, self._dtypes())
+            weights = [leaves[part.name][_WEIGHTS].read(part.offset, part.offset + part.size)
+                       for part in self._parts]
             same.update(saved)
-        self.optimizer.load_alone(loaded)
-        for name, vectors in loaded["tensors"].items():
-            self._slice.vector(name)[...] = vectors[_WEIGHTS]
+        self._method.load(content)
+        for part, x in zip(self._parts, weights):
+            part.weights[...] = x
 
-    def _state_with_weights(self) -> dict[str, Any]:
-        """Return a copy of the optimizer state, with the weights as an additional vector."""
-        saved = self.optimizer.state_dict()
-        for name, vectors in saved["tensors"].items():
-            vectors[_WEIGHTS] = self._slice.vector(name).copy()
-        return saved
+    def _dtypes(self) -> dict[str, dict[str, "np.dtype[Any]"]]:
+        """Return the dtypes of the weights among the vectors of a state, by tensor."""
+        return {name: {_WEIGHTS: tensor.dtype} for name, tensor in self._tensors.items()}
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:
@@ -137,9 +103,10 @@ def refuse_other_than_makers(optimizer: Any) -> None:
         raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
 
 
-def _make_optimizer(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
+def _method_of(optimizer: Any, tensors: BareTensors) -> Method:
+    rank = tensors.comm.rank
     try:
-        result = optimizer(model)
+        result = optimizer(tensors)
     except TypeError as exc:
         raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.200} cannot be made of a model "
                           f"alone: {exc}; pass {_EXAMPLE}") from exc
@@ -151,4 +118,4 @@ def _make_optimizer(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
             f"rank {rank}: {result!r} cannot update a slice alone: it takes norms of whole "
             f"tensors, which are cut over ranks, or shards what is one rank's already; pass SGD, "
             f"Adam or AdamW, without max_norm or sharded=True")
-    return result
+    return result.method

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from .method import UpdateRule
-from .optimizer import Optimizer, TrainedModel
+from .optimizer import Optimizer, Trained
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update
@@ -52,7 +52,7 @@ class Adam(Optimizer):
 
     _decouples = False
 
-    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
+    def __init__(self, dp: Trained, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
@@ -90,7 +90,7 @@ class AdamW(Adam):
 
     _decouples = True
 
-    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
+    def __init__(self, dp: Trained, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:

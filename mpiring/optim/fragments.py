@@ -19,6 +19,7 @@ from ..training.fused import Fusion, Placement
 from .optimizer import Optimizer
 from .settings import Scheduled, values_at
 from .sgd import SGD
+from .slices import ModelSlices
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
 
 
 class Fragment:
-    """A part of a model that is synchronized at once; the model of an outer optimizer.
+    """A part of a model that is synchronized at once, and its outer optimizer.
 
     A synchronization has four stages:
 
@@ -143,8 +144,9 @@ class Fragment:
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, order=order, autotune=False),
             Placement(weights.device, weights.mark))
-        self.optimizer = SGD(self, settings.lr, settings.momentum,
-                             nesterov=bool(settings.momentum), sharded=settings.sharded)
+        self.optimizer = SGD(
+            ModelSlices(self.gradients, comm, self.vector), settings.lr, settings.momentum,
+            nesterov=bool(settings.momentum), sharded=settings.sharded)
         self.since, self.statistics = 0, Statistics()
         self.due: int | None = None
         # Whether updated weights are in flight.
@@ -156,10 +158,6 @@ class Fragment:
         if isinstance(vector, DeviceVector) and vector.ready is not None:
             await_event(vector.ready)
         return vector
-
-    def wait(self) -> None:
-        """Return when the means have arrived. Collective, blocking."""
-        self.gradients.wait()
 
     def send(self, step: int, factor: float = 1.0) -> None:
         """Start to average the pseudo-gradients, with this rank's factor. Collective."""

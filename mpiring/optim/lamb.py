@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ..arguments import truth
 from .method import Layerwise, UpdateRule
-from .optimizer import Optimizer, TrainedModel
+from .optimizer import Optimizer, Trained
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update
@@ -58,7 +58,7 @@ class LAMB(Optimizer):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
+    def __init__(self, dp: Trained, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *,
                  no_decay: Sequence[str] = (), bias_correction: bool = True,
                  groups: Groups | None = None, max_norm: float | None = None,

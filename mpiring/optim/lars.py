@@ -7,7 +7,7 @@ Source: You, Gitman and Ginsburg, Large batch training of convolutional networks
 from collections.abc import Mapping, Sequence
 
 from .method import Layerwise, UpdateRule
-from .optimizer import Optimizer, TrainedModel
+from .optimizer import Optimizer, Trained
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
@@ -46,7 +46,7 @@ class LARS(Optimizer):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, dp: TrainedModel, lr: Scheduled = 0.1, momentum: Scheduled = 0.9,
+    def __init__(self, dp: Trained, lr: Scheduled = 0.1, momentum: Scheduled = 0.9,
                  weight_decay: float = 1e-4, trust: float = 0.001, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:

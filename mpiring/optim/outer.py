@@ -338,7 +338,7 @@ class Outer:
             whole_number("since", saved["since"], 0)
             if saved["due"] is not None:
                 whole_number("due", saved["due"], 0)
-            fragment.optimizer.refuse_state(saved["optimizer"])
+            fragment.optimizer.method.checked(saved["optimizer"], ())
         return {**state_dict, "steps": steps, "parameters": parameters}
 
     def own_state_dict(self) -> dict[str, Any]:

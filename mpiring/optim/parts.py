@@ -4,7 +4,7 @@
 Source: Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import vectors
-from ..gpu.device import DeviceVector
+from ..gpu.device import Device, DeviceVector
 from ..memory import sixteen
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.reduction import quietly
@@ -58,8 +58,8 @@ class Part:
 
     name: str
     offset: int
-    weights: Array
-    gradient: Array
+    weights: Any
+    gradient: Any
     _state: SliceState
     _elements: slice
     settings: Settings = field(default_factory=dict)
@@ -76,6 +76,11 @@ class Part:
     def dtype(self) -> "np.dtype[Any]":
         """Dtype of the arithmetic and of the state."""
         return wide_dtype(self.weights.dtype)
+
+    @property
+    def device(self) -> Device | None:
+        """GPU that holds the weights; None for host memory."""
+        return self.weights.device if isinstance(self.weights, DeviceVector) else None
 
     @property
     def is_sixteen(self) -> bool:
@@ -119,9 +124,7 @@ class Part:
         if not scratched:
             yield vectors_of
             return
-        first = next(iter(vectors_of.values()))
-        n, dtype = first.size, self.dtype
-        device = first.device if isinstance(first, DeviceVector) else None
+        n, dtype, device = next(iter(vectors_of.values())).size, self.dtype, self.device
         # One block on a GPU, since each block costs a launch.
         most = min(n, 2 * BLOCK) if device is None else n
         with ExitStack() as stack:
@@ -135,6 +138,12 @@ class Part:
                         vectors.convert(free, block["g"])
                     block[name] = free
                 yield block
+
+
+def parts_of(state: SliceState, gradient: Any, weights: Iterable[Any]) -> list[Part]:
+    """Return the parts of tensors in a slice, given its gradient and the weights of each part."""
+    return [Part(tensor.name, tensor.offset, x, gradient[tensor.elements], state, tensor.elements)
+            for tensor, x in zip(state.ranges, weights)]
 
 
 def _update_master(master: Any, weights: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..arguments import truth
 from ..errors import ConfigError
 from .method import UpdateRule
-from .optimizer import Optimizer, TrainedModel
+from .optimizer import Optimizer, Trained
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
@@ -57,7 +57,7 @@ class SGD(Optimizer):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, momentum: Scheduled = 0.0, *,
+    def __init__(self, dp: Trained, lr: Scheduled = 1e-3, momentum: Scheduled = 0.0, *,
                  nesterov: bool = False, weight_decay: float = 0.0,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:

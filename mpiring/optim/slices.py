@@ -1,82 +1,132 @@
 """The slices of all buckets that this rank updates, part by part, with the optimizer's state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..buckets.bucket import Bucket
+from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..engine.prepared import Pattern, Prepared
 from ..gpu import vectors
+from ..memory.arrays import Array
 from ..operations.agreement import Call
-from ..record.flight import Flight
+from ..record.statistics import Statistics, statistics_of
 from ..sharding.state import SliceState, ranges_in
 from ..training.averager import Averager
-from .parts import Part
+from .parts import Part, parts_of
 
 
-class ModelSlices:
+@dataclass
+class BareTensors:
+    """Tensors, by name, for which an optimizer can be made without a model; see Optimizer."""
+
+    comm: Communicator
+    tensors: Mapping[str, TensorSpec]
+
+
+class ModelSlices(BareTensors):
     """The parts of a model that this rank updates, and the state that it keeps for them.
 
-    Without `averager.scatter()`, each rank has all parts. `weights` returns the vector of a tensor,
-    given its name. `parts` are this rank's parts per bucket, in the order in which buckets are
-    sent. `costs` are the records of complete operations of `send`.
+    Attributes:
+        weights: Function that returns the vector of a tensor, given its name.
+        wait: Function that completes a step of the gradients; by default, `averager.wait`.
+        averager: Averager of the gradients. Without `averager.scatter()`, each rank has all parts.
+        buckets: This rank's parts per bucket, in the order in which buckets are sent.
+        statistics: Cost of sending weights in the last complete step.
     """
 
-    def __init__(self, averager: Averager, comm: Communicator,
-                 weights: Callable[[str], Any]) -> None:
-        self._comm, self._weights = comm, weights
-        self.costs: list[Flight] = []
-        self.cut(averager)
+    def __init__(self, averager: Averager, comm: Communicator, weights: Callable[[str], Any],
+                 wait: Callable[[], None] | None = None) -> None:
+        super().__init__(comm, averager.tensors)
+        self.averager, self.weights, self.wait = averager, weights, wait or averager.wait
+        self.statistics = Statistics()
+        # Handles of weights in flight, by the index of the bucket.
+        self._in_flight: dict[int, Handle[None]] = {}
+        self._cut()
 
-    def cut(self, averager: Averager) -> None:
-        """Cut the buckets of an averager into parts, with a new state."""
-        self._averager = averager
-        self.parts = [self._parts_of(bucket) for bucket in averager.buckets]
-        self._operations = [self._operation(bucket) for bucket in averager.buckets]
+    def _cut(self) -> None:
+        """Cut the buckets into parts, with a new state."""
+        self.device = self.averager.device
+        self.buckets: list[list[Part]] = []
+        self._operations = [self._operation(bucket) for bucket in self.averager.buckets]
+        for bucket in self.averager.buckets:
+            own = self.averager.own_slice(bucket)
+            state = SliceState(bucket.plan, own.start, own.stop, bucket.device)
+            self.buckets.append(parts_of(state, bucket.vector[own], (
+                self.weights(tensor.name)[slice(*tensor.ends)] for tensor in state.ranges)))
 
     def _operation(self, bucket: Bucket) -> Prepared:
         """Return the operation that sends the weights in each rank's parts to all ranks."""
         call, plan, device = Call("allgather", "weights", bucket.label), bucket.plan, bucket.device
-        bounds = self._averager.bounds(bucket)
+        bounds = self.averager.bounds(bucket)
         if device is None:
-            return self._comm.prepared(
+            return self.comm.prepared(
                 call, Pattern("allgather", None, plan.dtype, plan.size, bounds=bounds))
-        return self._comm.prepared(
+        return self.comm.prepared(
             call, build=lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=lambda: [device.event()])
 
-    def send(self, index: int, made_with: str) -> Handle[None]:
-        """Start to send the weights in this rank's parts of a bucket to all ranks. Collective.
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Let an optimizer update this rank's parts of the current buckets. Collective."""
+        self.averager.claim(optimizer, scatters=scatters)
+        self._cut()
+
+    @property
+    def parts(self) -> list[Part]:
+        """This rank's parts of all buckets."""
+        return [part for parts in self.buckets for part in parts]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Number of this rank among the ranks that have the same parts, and their number."""
+        return (0, 1) if self.averager.scatters else (self.comm.rank, self.comm.size)
+
+    def add(self, sums: Array) -> None:
+        """Add the sums of all ranks, in place, for norms of complete tensors. Collective."""
+        self.comm.run(Call("norms", f"of {self.averager.step_label}"),
+                      lambda collectives: collectives.allreduce(sums))
+
+    def send(self, index: int, made_with: str = "") -> None:
+        """Start to send the weights in this rank's parts of a bucket, if other ranks lack them.
 
         The weights replace the gradients in the bucket. All ranks send buckets in the same order,
-        and compare `made_with`, the description of the update.
+        and compare `made_with`, the description of the update. Collective.
         """
-        bucket = self._averager.buckets[index]
-        for part in self.parts[index]:
+        if not self.averager.scatters:
+            return
+        bucket = self.averager.buckets[index]
+        for part in self.buckets[index]:
             vectors.copy_to(part.gradient, part.weights)
-        return self._operations[index].start(
-            bucket.flat, None, Call("allgather", f"weights of {self._averager.step_label} "
-                                    f"{made_with}", bucket.label, bucket.plan.nbytes))
+        detail = f"weights of {self.averager.step_label} {made_with}".rstrip()
+        self._in_flight[index] = self._operations[index].start(
+            bucket.flat, None, Call("allgather", detail, bucket.label, bucket.plan.nbytes))
 
-    def receive(self, index: int) -> None:
-        """Write the weights that other ranks have updated, once `send` is complete.
+    def receive(self) -> None:
+        """Return when the updated weights of other ranks have arrived. Collective, blocking.
 
-        The content of the bucket is undefined afterwards; each tensor in it begins with a NaN.
+        The content of the buckets is undefined afterwards; each tensor in it begins with a NaN.
         """
-        bucket = self._averager.buckets[index]
-        local, vector = self._averager.own_slice(bucket), bucket.vector
+        flights = []
+        while self._in_flight:
+            index = next(iter(self._in_flight))
+            handle = self._in_flight.pop(index)
+            handle.wait()
+            flights.append(handle.flight)
+            self._write(index)
+        self.statistics = statistics_of(flights, self.comm.size)
+        if self.device is not None:
+            # Later CuPy calls wait for the updated weights.
+            self.device.gpu.follow(self.device.event())
+
+    def _write(self, index: int) -> None:
+        """Write the weights that other ranks have updated."""
+        bucket = self.averager.buckets[index]
+        local, vector = self.averager.own_slice(bucket), bucket.vector
         for first, last in (0, local.start), (local.stop, bucket.plan.size):
             for tensor in ranges_in(bucket.plan, first, last):
-                vectors.copy_to(self._weights(tensor.name)[slice(*tensor.ends)],
+                vectors.copy_to(self.weights(tensor.name)[slice(*tensor.ends)],
                                 vector[first:last][tensor.elements])
         if bucket.device is not None:
             bucket.device.gpu.follow(bucket.device.event())
         bucket.mark_as_junk()
-
-    def _parts_of(self, bucket: Bucket) -> list[Part]:
-        own = self._averager.own_slice(bucket)
-        state, gradient = (SliceState(bucket.plan, own.start, own.stop, bucket.device),
-                           bucket.vector[own])
-        return [Part(tensor.name, tensor.offset, self._weights(tensor.name)[slice(*tensor.ends)],
-                     gradient[tensor.elements], state, tensor.elements) for tensor in state.ranges]

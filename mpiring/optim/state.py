@@ -10,10 +10,8 @@ from ..arguments import refuse_other_state, whole_number
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..gpu import vectors
-from ..memory.arrays import Array
 from ..operations.agreement import Call
-from ..sharding.sliced import Leaves, Sliced, gather, slices_of
+from ..sharding.sliced import Leaves, Sliced, gather
 from .parts import Part, state_dtypes
 from .slices import ModelSlices
 
@@ -36,25 +34,7 @@ class StateView(Mapping[str, Mapping[str, Any]]):
         return len(self._parts())
 
     def _parts(self) -> dict[str, Part]:
-        return {part.name: part for parts in self._slices.parts for part in parts}
-
-
-def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
-           dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]], share: tuple[int, int]) -> Leaves:
-    """Return the ranges of the state that this rank saves.
-
-    `dtypes` are those of each tensor's vectors, by name. `share` is the rank and the
-    number of ranks that have the same parts; each saves its share of them.
-    """
-    def pieces() -> Iterator[tuple[str, str, int, Array]]:
-        rank, size = share
-        for part in parts:
-            start, stop = rank * part.size // size, (rank + 1) * part.size // size
-            for vector in dtypes[part.name]:
-                x = vectors.on_host(part.vector(vector)[start:stop])
-                yield part.name, vector, part.offset + start, x
-
-    return slices_of({name: tensor.shape for name, tensor in tensors.items()}, dtypes, pieces())
+        return {part.name: part for part in self._slices.parts}
 
 
 def checked(state: Any, optimizer: str, tensors: Mapping[str, TensorSpec],

@@ -9,7 +9,7 @@ from torch import nn
 from ..asynchronous import ParameterServer
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..optim.optimizer import Optimizer, TrainedModel
+from ..optim.optimizer import Optimizer
 from ..record.statistics import Statistics
 from ..world import or_world
 from .modules import Wrapper, broadcast_model
@@ -52,7 +52,7 @@ class AsyncDataParallel(Wrapper):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator | None = None, *,
-                 optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[Any], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         comm = or_world(comm)
         trained = broadcast_model(module, comm)

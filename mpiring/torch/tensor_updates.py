@@ -8,29 +8,11 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..communicator import Communicator
 from ..errors import ConfigError
 from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
-from ..training.averager import Averager
+from ..optim.slices import ModelSlices
 from .shards import ParamGroup, Shard, ShardLayout, cut, settings_of
-
-
-class _Model:
-    """A model with the interface that optimizers of mpiring.optim need."""
-
-    def __init__(self, layout: ShardLayout) -> None:
-        self.comm: Communicator = layout.comm
-        self.gradients: Averager = layout.gradients
-        self.layout = layout
-
-    def vector(self, name: str) -> Any:
-        """Return a parameter as a vector that shares its memory."""
-        return next(bucket.views[name].reshape(-1) for bucket in self.layout.weights.buckets
-                    if name in bucket.views)
-
-    def wait(self) -> None:
-        """Do nothing, because gradients have arrived before each update."""
 
 
 class TensorUpdates:
@@ -56,9 +38,10 @@ class TensorUpdates:
 
     def begin(self, layout: ShardLayout) -> None:
         """Create the optimizer; see ClassUpdates."""
-        self._model = _Model(layout)
+        self._layout = layout
+        self._slices = ModelSlices(layout.gradients, layout.comm, _vectors_of(layout))
         self._method: Any = self._class(
-            self._model, **self._defaults, sharded=True,
+            self._slices, **self._defaults, sharded=True,
             groups={name: settings for settings, names in zip(self._settings, self._groups)
                     for name in names})
         groups = [self._method.settings[names[0]] if names else settings
@@ -70,7 +53,7 @@ class TensorUpdates:
 
     def _cut(self) -> None:
         group_of = {name: i for i, names in enumerate(self._groups) for name in names}
-        groups = cut(self._model.layout, group_of, len(self._groups), lambda name: None)
+        groups = cut(self._layout, group_of, len(self._groups), lambda name: None)
         self.shards: list[Shard] = list(chain.from_iterable(groups))
         for group, shards in zip(self.optimizer.param_groups, groups):
             group["params"] = [shard.parameter for shard in shards]
@@ -80,12 +63,12 @@ class TensorUpdates:
 
         Raises ConfigError if the set of trained parameters has changed.
         """
-        if layout.gradients.tensors != self._model.gradients.tensors:
+        if layout.gradients.tensors != self._layout.gradients.tensors:
             raise ConfigError(
                 f"rank {layout.comm.rank}: parameters were frozen, thawed or replaced, which "
                 f"{type(self._method).__name__} cannot follow; make another Sharded optimizer "
                 f"afterwards (close() this one first), or use one of torch.optim")
-        self._model.layout, self._model.gradients = layout, layout.gradients
+        self._layout, self._slices.weights = layout, _vectors_of(layout)
         self._method.follow(layout.gradients)
         self._cut()
 
@@ -98,7 +81,7 @@ class TensorUpdates:
                     # Tensors of `no_decay` remain without decay.
                     if settings[ADAPTS] or key != "weight_decay":
                         settings[key] = group[key]
-        self._method.update(1.0, send, last_first=self._per_bucket)
+        self._method.update(send, last_first=self._per_bucket)
 
     # State
 
@@ -120,7 +103,7 @@ class TensorUpdates:
         groups = state_dict["param_groups"]
         if [list(group["params"]) for group in groups] != self._groups:
             raise ConfigError(
-                f"rank {self._model.comm.rank}: the state is of other groups of parameters; make "
+                f"rank {self._layout.comm.rank}: the state is of other groups of parameters; make "
                 f"those that were saved")
         return functools.partial(self._load, state_dict)
 
@@ -131,3 +114,9 @@ class TensorUpdates:
         for group, saved in zip(
                 self.optimizer.param_groups, settings_of(state_dict["param_groups"])):
             group.update(saved)
+
+
+def _vectors_of(layout: ShardLayout) -> Callable[[str], Any]:
+    """Return a function that returns a parameter as a vector that shares its memory."""
+    views = {name: view for bucket in layout.weights.buckets for name, view in bucket.views.items()}
+    return lambda name: views[name].reshape(-1)
