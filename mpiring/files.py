@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,10 +66,11 @@ def read(path: Path, max_bytes: int, *, private: bool = False, links: bool = Tru
     return content
 
 
-def parsed(text: bytes, levels: int) -> Any:
+def parsed(text: bytes, levels: int, build: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """Return the value of a JSON text in UTF-8; raise ValueError for any other text.
 
-    `levels` limits the nested lists and objects, because Python's parser is recursive.
+    `levels` limits the nested lists and objects, because Python's parser is recursive. `build`
+    returns the value of an object, given the values of its items.
     """
     # Without escaped quotes, every second quote ends a string.
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_AS_LISTS, _OTHERS)
@@ -78,7 +79,7 @@ def parsed(text: bytes, levels: int) -> Any:
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise ValueError(f"it is not JSON of at most {levels} levels")
-    return json.loads(text.decode())
+    return json.loads(text.decode(), object_hook=build)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Holds the state from which training continues and its last two commits in memory."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..errors import ConfigError, TransportError
+from ..memory.pytrees import leaves, mapped
 from ..world import or_world
 
 # Types of immutable values, which need no copy.
@@ -200,29 +200,13 @@ def copy_value(value: Any, memory: Any = None) -> Any:
     Raises:
         ConfigError: The value contains another object.
     """
+    old, paths = dict(leaves(memory)), iter([path for path, _ in leaves(value)])
+    return mapped(value, lambda leaf: _copy_leaf(leaf, old.get(next(paths, ()))), into=memory)
+
+
+def _copy_leaf(value: Any, memory: Any) -> Any:
     if isinstance(value, _VALUES):
         return value
-    if isinstance(value, dict):
-        target = memory if type(memory) is type(value) else copy.copy(value)
-        items = {key: copy_value(item, target.get(key) if target is memory else None)
-                 for key, item in value.items()}
-        target.clear()
-        target.update(items)
-        return target
-    if isinstance(value, list | tuple):
-        same_form = type(memory) is type(value) and len(memory) == len(value)
-        parts = [copy_value(item, memory[index] if same_form else None)
-                 for index, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if not same_form:
-            return parts
-        memory[:] = parts
-        return memory
-    return _copy_array(value, memory)
-
-
-def _copy_array(value: Any, memory: Any) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
         raise ConfigError(
             f"a {type(value).__name__} cannot be copied; expected numbers, texts, arrays, dicts, "

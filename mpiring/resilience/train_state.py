@@ -13,7 +13,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..errors import CheckpointError, ConfigError, MpiringError
 from ..gpu.arrays import is_on_gpu
-from ..memory.pytrees import leaves, path_text
+from ..memory.pytrees import at, leaves, path_text
 from ..operations.consistency import same_on_all
 from ..reducers.compressor import Compressor
 from ..sharding.sliced import whole
@@ -402,10 +402,7 @@ class _Arrays:
             if _is_array(present[path]):
                 present[path][...] = value
             else:
-                holder = self._tree
-                for key in path[:-1]:
-                    holder = holder[key]
-                holder[path[-1]] = value
+                at(self._tree, path[:-1])[path[-1]] = value
 
 
 def _is_array(leaf: Any) -> bool:

@@ -300,21 +300,17 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
     """
     known = {kind.name: kind for kind in kinds}
 
-    def build(node: Any) -> Any:
-        if isinstance(node, list):
-            return [build(item) for item in node]
-        if not isinstance(node, dict):
-            return node
+    def build(node: dict[str, Any]) -> Any:
         name, value = next(iter(node.items()))
         if name == "float":
             return float(value)
         if name == "tuple":
-            return tuple([build(item) for item in value])
+            return tuple(value)
         if name in _DICTS:
             items = _DICTS[name]()
-            items.update({key: build(item) for key, item in value})
+            items.update(dict(value))
             if "metadata" in node:
-                items._metadata = build(node["metadata"])  # type: ignore[attr-defined]
+                items._metadata = node["metadata"]  # type: ignore[attr-defined]
             return items
         if name in KINDS and name not in known:
             raise ConfigError(f"{value!r} is a {name}; load it with the adapter that saved it, "
@@ -322,7 +318,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         return _build_array(known[name], node, data[value])
 
     try:
-        return build(parsed(text.encode(), _MAX_JSON_LEVELS))
+        return parsed(text.encode(), _MAX_JSON_LEVELS, build)
     except ConfigError:
         raise
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StopIteration,

@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import ConfigError
 from ..files import parsed, read
 from ..launch.environment import lab_options, relevant_variables
+from ..memory.pytrees import mapped
 from .entries import OBJECT, Field, listed, problem_of, text
 from .output import Target, opened, refuse_unwritable
 from .picture import refuse_undrawable
@@ -139,7 +140,7 @@ def _scheduling() -> str | None:
 def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
     """Write rows and environment; NaN is written as null."""
     content = {"benchmark": benchmark, "environment": about,
-               "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
+               "rows": [mapped(row, _finite) for row in rows]}
     with opened(path) as file:
         file.write(json.dumps(content, indent=1) + "\n")
 
@@ -166,7 +167,7 @@ def read_json(path: str, fields: Mapping[str, Fields] | None = None,
     if fields is not None and benchmark not in fields:
         raise ConfigError(f"{path}: it has results of {benchmark!r:.80}: expected those of "
                           f"{', '.join(fields)}")
-    rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
+    rows = mapped(content["rows"], lambda x: float("nan") if x is None else x)
     about_fields, row_fields = ({}, {}) if fields is None else fields[benchmark]
     _refuse(path, "environment: ", about, about_fields)
     for number, row in enumerate(rows, 1):
@@ -205,14 +206,5 @@ def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> No
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN, which JSON lacks, with None, also in lists."""
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
+    """Replace NaN, which JSON lacks, with None."""
     return None if isinstance(value, float) and value != value else value
-
-
-def _number(value: Any) -> Any:
-    """Replace None with NaN, also in lists."""
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    return float("nan") if value is None else value

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from ..communicator import Communicator
 from ..errors import ConfigError
+from ..memory.pytrees import leaves
 from ..sharding.state import TensorRange, ranges_in
 from ..text import first_few
 from ..training.averager import Averager
@@ -99,10 +100,8 @@ def described(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_plain(x: Any) -> bool:
-    if isinstance(x, tuple | list):
-        return all(map(_is_plain, x))
-    return (x is None or isinstance(x, bool | int | float | str)
-            or isinstance(x, torch.Tensor) and x.numel() == 1)
+    return all(leaf is None or isinstance(leaf, bool | int | float | str)
+               or isinstance(leaf, torch.Tensor) and leaf.numel() == 1 for _, leaf in leaves(x))
 
 
 @dataclass(frozen=True, eq=False)

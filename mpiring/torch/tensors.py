@@ -61,15 +61,17 @@ def seen_as_tensor(x: Any) -> torch.Tensor:
 
 def tensors_in(nest: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of a pytree, including tensors in sets and in attributes of objects."""
-    for _, leaf in leaves(nest):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, set):
-            yield from tensors_in(list(leaf))
-        elif hasattr(leaf, "__dict__"):
-            for value in vars(leaf).values():
-                if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
-                    yield from tensors_in(value)
+    return (x for _, x in leaves(nest, leaf=_opened) if isinstance(x, torch.Tensor))
+
+
+def _opened(x: Any) -> Any:
+    """Return the elements of a set, or the attributes of an object; other objects unchanged."""
+    if isinstance(x, set):
+        return list(x)
+    if isinstance(x, torch.Tensor) or not hasattr(x, "__dict__"):
+        return x
+    return [value for value in vars(x).values()
+            if isinstance(value, (torch.Tensor, Mapping, list, tuple))]
 
 
 def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,7 @@
 """Compares the replicas of a model across ranks, and stops, or restores a rank that differs."""
 
 import collections
-import functools
 import logging
-import operator
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest, has_xxh3
-from ..memory.pytrees import leaves, path_text
+from ..memory.pytrees import at, leaves, path_text
 from ..operations.agreement import Call
 from ..text import first_few
 
@@ -247,7 +245,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
             if item is not None:
                 yield item
         elif path and abs(value) < 2**63:
-            holder = functools.reduce(operator.getitem, path[:-1], nest)
+            holder = at(nest, path[:-1])
             # Numbers in a tuple cannot be replaced.
             if isinstance(holder, MutableMapping | list):
                 yield _number(holder, path[-1], full_name)
