@@ -11,11 +11,10 @@ from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
 from ..operations.consistency import same_on_all
-from ..optim import state
-from ..optim.method import Method
+from ..optim.method import Method, checked
 from ..optim.optimizer import Optimizer
 from ..optim.parts import parts_of
-from ..optim.slices import BareTensors
+from ..optim.slices import BareTensors, gathered
 from ..sharding.sliced import slices_of
 from ..sharding.state import SliceState
 from .layout import FlatModel
@@ -74,7 +73,7 @@ class SliceStore:
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the complete model, on all ranks; collective."""
         state_of_slice = self.sliced()
-        return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
+        return {**state_of_slice, "tensors": gathered(self._comm, state_of_slice["tensors"])}
 
     def load(self, saved: Any) -> None:
         """Load a result of `whole`, or the results of `sliced` from all ranks; collective.
@@ -84,7 +83,7 @@ class SliceStore:
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             content = self._method.checked(saved, self._parts)
-            _, leaves = state.checked(saved, self._method.name, self._tensors, self._dtypes())
+            _, leaves = checked(saved, self._method.name, self._tensors, self._dtypes())
             weights = [leaves[part.name][_WEIGHTS].read(part.offset, part.offset + part.size)
                        for part in self._parts]
             same.update(saved)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import refuse_other_state, whole_number
 from ..buckets.bucket import TensorSpec
+from ..errors import ConfigError
 from ..gpu import vectors
 from ..memory.arrays import Array
-from ..sharding.sliced import slices_of
-from . import state
+from ..sharding.sliced import Leaves, Sliced, slices_of
 from .parts import DIRECTION, Part, add_squares, state_dtypes
 from .settings import ADAPTS, Groups, Settings, all_values_at, settings_of
 from .update import Update
@@ -198,7 +199,7 @@ class Method:
         Raises ConfigError if the state is of other tensors or of another method.
         """
         known = list(dict.fromkeys([*self.vectors, *self.rule.optional]))
-        steps, leaves = state.checked(
+        steps, leaves = checked(
             saved, self.name, self.tensors, self._dtypes(known), self.rule.optional)
         present = set().union(*leaves.values())
         names = [name for name in known if name in self.vectors or name in present]
@@ -218,3 +219,41 @@ class Method:
     def _dtypes(self, names: Sequence[str]) -> dict[str, dict[str, "np.dtype[Any]"]]:
         """Return the dtypes of each tensor's vectors with these names, and of master copies."""
         return {name: state_dtypes(names, tensor.dtype) for name, tensor in self.tensors.items()}
+
+
+def checked(state: Any, optimizer: str, tensors: Mapping[str, TensorSpec],
+            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
+            optional: Sequence[str] = ()) -> tuple[int, Leaves]:
+    """Return the number of updates and the vectors of all tensors, from complete or sharded state.
+
+    Vectors named in `optional` may be missing for all tensors, but not only for some. Raises
+    ConfigError, which names the difference, if the state is of another model or optimizer.
+    """
+    refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {optimizer}")
+    if state["optimizer"] != optimizer:
+        raise ConfigError(f"the state is of {state['optimizer']}, not of {optimizer}; build the "
+                          f"optimizer that was saved")
+    refuse_other_state(state["tensors"], tensors, f"of {optimizer}", only=True)
+    for name in dtypes:
+        refuse_other_state(state["tensors"][name], (), f"of {optimizer} for {name!r}")
+    missing = [vector for vector in optional
+               if not any(vector in state["tensors"][name] for name in dtypes)]
+    leaves: Leaves = {}
+    for name, dtypes_of in dtypes.items():
+        wanted = {vector: dtype for vector, dtype in dtypes_of.items() if vector not in missing}
+        refuse_other_state(state["tensors"][name], wanted, f"of {optimizer} for {name!r}")
+        leaves[name] = {
+            vector: leaf_of(state["tensors"][name][vector], f"{vector} of {name!r}",
+                            tensors[name].shape, dtype) for vector, dtype in wanted.items()}
+    return whole_number("steps", state["steps"], 0), leaves
+
+
+def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
+    """Return an array or Sliced as a Sliced; raise ConfigError if its shape or dtype differs."""
+    array = np.asarray(0 if isinstance(x, Sliced) else x)
+    leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
+        array.shape, {(0, array.size): array.reshape(-1)}, array.dtype)
+    if (leaf.shape, leaf.dtype) != (shape, dtype):
+        raise ConfigError(f"{label} is {leaf.dtype} {leaf.shape} in the state, but {dtype} {shape} "
+                          f"here; build the model that was saved")
+    return leaf

@@ -15,10 +15,9 @@ from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..sharding.sliced import Sliced, whole
 from ..training.averager import Averager
-from . import state
 from .method import Method, UpdateRule
 from .settings import Groups, Settings, described, summarized
-from .slices import BareTensors, ModelSlices
+from .slices import BareTensors, ModelSlices, StateView, gathered
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -204,7 +203,7 @@ class Optimizer:
         Unless the optimizer is sharded, they are equal on all ranks, and can be compared by
         `dp.watch(optimizer=optimizer.state)`.
         """
-        return state.StateView(self._slices, self.method.vectors)
+        return StateView(self._slices, self.method.vectors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the complete state by tensor, equal on all ranks.
@@ -212,7 +211,7 @@ class Optimizer:
         Collective: if sharded. Blocking: yes.
         """
         saved = self.method.saved(self._slices.parts)
-        return {**saved, "tensors": state.gathered(self._comm, saved["tensors"]) if self.sharded
+        return {**saved, "tensors": gathered(self._comm, saved["tensors"]) if self.sharded
                 else whole(saved["tensors"])}
 
     def sharded_state_dict(self) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec, reducers_of
 from ..world import or_world
-from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
+from .method import leaf_of
 from .settings import Scheduled, settings_of, values_at
 
 # Default of `alpha` with a delay.
@@ -329,7 +329,7 @@ class Outer:
         steps = whole_number("steps", state_dict["steps"], 0)
         tensors = {tensor.name: tensor for tensor in self._weights.tensors}
         refuse_other_state(state_dict["parameters"], tensors, f"of {method}")
-        parameters = {name: state.leaf_of(
+        parameters = {name: leaf_of(
             state_dict["parameters"][name], f"{name!r}", tensor.shape, tensor.dtype).whole()
             for name, tensor in tensors.items()}
         for fragment, saved in zip(self._fragments, state_dict["fragments"]):

@@ -1,6 +1,7 @@
 """The slices of all buckets that this rank updates, part by part, with the optimizer's state."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from ..gpu import vectors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..record.statistics import Statistics, statistics_of
+from ..sharding.sliced import Leaves, gather
 from ..sharding.state import SliceState, ranges_in
 from ..training.averager import Averager
-from .parts import Part, parts_of
+from .parts import Part, parts_of, state_dtypes
 
 
 @dataclass
@@ -130,3 +132,33 @@ class ModelSlices(BareTensors):
         if bucket.device is not None:
             bucket.device.gpu.follow(bucket.device.event())
         bucket.mark_as_junk()
+
+
+class StateView(Mapping[str, Mapping[str, Any]]):
+    """A view of the named state vectors by tensor and name, up to date at each access."""
+
+    def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
+        self._slices, self._names = slices, names
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        part = self._parts()[name]
+        return {vector: part.vector(vector)
+                for vector in state_dtypes(self._names, part.weights.dtype)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts())
+
+    def __len__(self) -> int:
+        return len(self._parts())
+
+    def _parts(self) -> dict[str, Part]:
+        return {part.name: part for part in self._slices.parts}
+
+
+def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
+    """Return complete tensors from the ranges of all ranks. Collective, blocking."""
+    slices = [leaf for by_vector in leaves.values() for leaf in by_vector.values()]
+    tensors = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
+                            functools.partial(gather, slices=slices)))
+    return {name: {vector: next(tensors) for vector in by_vector}
+            for name, by_vector in leaves.items()}
