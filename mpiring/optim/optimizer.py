@@ -151,8 +151,7 @@ class Optimizer:
 
     def end_step(self) -> None:
         """Return when the updated weights of other ranks have arrived. Collective, blocking."""
-        self._slices.receive()
-        self.statistics = self._slices.statistics
+        self.statistics = self._slices.receive()
 
     @property
     def steps(self) -> int:
@@ -266,7 +265,7 @@ class Optimizer:
 
     def _await_gradients(self, call: str) -> None:
         if self._gradients.step_started:
-            self._slices.wait()
+            (self._slices.wait or self._gradients.wait)()
         if self._gradients.steps == self._last_step:
             raise GradientError(
                 f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "

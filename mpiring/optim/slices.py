@@ -32,17 +32,15 @@ class ModelSlices(BareTensors):
 
     Attributes:
         weights: Function that returns the vector of a tensor, given its name.
-        wait: Function that completes a step of the gradients; by default, `averager.wait`.
+        wait: Function that completes a step of the gradients; None for the averager alone.
         averager: Averager of the gradients. Without `averager.scatter()`, each rank has all parts.
         buckets: This rank's parts per bucket, in the order in which buckets are sent.
-        statistics: Cost of sending weights in the last complete step.
     """
 
     def __init__(self, averager: Averager, comm: Communicator, weights: Callable[[str], Any],
                  wait: Callable[[], None] | None = None) -> None:
         super().__init__(comm, averager.tensors)
-        self.averager, self.weights, self.wait = averager, weights, wait or averager.wait
-        self.statistics = Statistics()
+        self.averager, self.weights, self.wait = averager, weights, wait
         # Handles of weights in flight, by the index of the bucket.
         self._in_flight: dict[int, Handle[None]] = {}
         self._cut()
@@ -89,7 +87,7 @@ class ModelSlices(BareTensors):
         self.comm.run(Call("norms", f"of {self.averager.step_label}"),
                       lambda collectives: collectives.allreduce(sums))
 
-    def send(self, index: int, made_with: str = "") -> None:
+    def send(self, index: int, made_with: str) -> None:
         """Start to send the weights in this rank's parts of a bucket, if other ranks lack them.
 
         The weights replace the gradients in the bucket. All ranks send buckets in the same order,
@@ -100,14 +98,15 @@ class ModelSlices(BareTensors):
         bucket = self.averager.buckets[index]
         for part in self.buckets[index]:
             vectors.copy_to(part.gradient, part.weights)
-        detail = f"weights of {self.averager.step_label} {made_with}".rstrip()
+        detail = f"weights of {self.averager.step_label} {made_with}"
         self._in_flight[index] = self._operations[index].start(
             bucket.flat, None, Call("allgather", detail, bucket.label, bucket.plan.nbytes))
 
-    def receive(self) -> None:
-        """Return when the updated weights of other ranks have arrived. Collective, blocking.
+    def receive(self) -> Statistics:
+        """Return the cost when the updated weights of other ranks have arrived.
 
         The content of the buckets is undefined afterwards; each tensor in it begins with a NaN.
+        Collective, blocking.
         """
         flights = []
         while self._in_flight:
@@ -116,10 +115,10 @@ class ModelSlices(BareTensors):
             handle.wait()
             flights.append(handle.flight)
             self._write(index)
-        self.statistics = statistics_of(flights, self.comm.size)
         if self.device is not None:
             # Later CuPy calls wait for the updated weights.
             self.device.gpu.follow(self.device.event())
+        return statistics_of(flights, self.comm.size)
 
     def _write(self, index: int) -> None:
         """Write the weights that other ranks have updated."""
