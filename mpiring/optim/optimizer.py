@@ -79,6 +79,7 @@ class Optimizer:
     def __init__(self, dp: Trained, rule: UpdateRule, *, groups: Groups | None,
                  no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
         _refuse_other_than_models(dp)
+        self._dp: Any = dp
         self._comm = dp.comm
         with same_on_all(self._comm, type(self).__name__,
                          remedy="give it the same arguments on every rank") as same:
@@ -87,7 +88,7 @@ class Optimizer:
                 "max_norm", max_norm, lambda x: 0 < x < math.inf,
                 "a finite number above 0, or None")
             self._slices: Any = dp if isinstance(dp, BareTensors) else ModelSlices(
-                dp.gradients, self._comm, dp.vector, dp.wait)
+                dp.gradients, self._comm, dp.vector)
             self._refuse_other_dtypes()
             self.method = Method(type(self).__name__, rule, self._slices.tensors, groups=groups,
                                  no_decay=no_decay)
@@ -265,7 +266,7 @@ class Optimizer:
 
     def _await_gradients(self, call: str) -> None:
         if self._gradients.step_started:
-            (self._slices.wait or self._gradients.wait)()
+            self._dp.wait()
         if self._gradients.steps == self._last_step:
             raise GradientError(
                 f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "

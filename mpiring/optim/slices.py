@@ -32,15 +32,14 @@ class ModelSlices(BareTensors):
 
     Attributes:
         weights: Function that returns the vector of a tensor, given its name.
-        wait: Function that completes a step of the gradients; None for the averager alone.
         averager: Averager of the gradients. Without `averager.scatter()`, each rank has all parts.
         buckets: This rank's parts per bucket, in the order in which buckets are sent.
     """
 
-    def __init__(self, averager: Averager, comm: Communicator, weights: Callable[[str], Any],
-                 wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, averager: Averager, comm: Communicator,
+                 weights: Callable[[str], Any]) -> None:
         super().__init__(comm, averager.tensors)
-        self.averager, self.weights, self.wait = averager, weights, wait
+        self.averager, self.weights = averager, weights
         # Handles of weights in flight, by the index of the bucket.
         self._in_flight: dict[int, Handle[None]] = {}
         self._cut()
@@ -71,6 +70,10 @@ class ModelSlices(BareTensors):
         """Let an optimizer update this rank's parts of the current buckets. Collective."""
         self.averager.claim(optimizer, scatters=scatters)
         self._cut()
+
+    def wait(self) -> None:
+        """Complete the current step of the gradients. Collective, blocking."""
+        self.averager.wait()
 
     @property
     def parts(self) -> list[Part]:
