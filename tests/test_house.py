@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 
-import mutants
 import pytest
 from launching import ROOT, missing, python
 
@@ -303,11 +302,6 @@ def test_import_is_light_and_starts_no_mpi():
     third_party = {"torch", "cupy", "sklearn", "scipy", "tqdm", "ml_dtypes", "matplotlib", "numba",
                    "xxhash"}
     assert not {"mpi4py.MPI", *third_party} & set(loaded) and float(seconds) < 1.0
-
-
-def test_mutants_replace_texts_that_are_there_once():
-    assert not [(mutant.file, mutant.right) for mutant in mutants.MUTANTS
-                if (PACKAGE / mutant.file).read_text().count(mutant.right) != 1]
 
 
 def test_the_tree_is_clean():
