@@ -109,6 +109,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture
+def ranks():
+    """Return `ranks(n, function)`, which calls `function(comm)` on n ranks; see jobs.call."""
+    return jobs.call
+
+
+@pytest.fixture
 def own_engines(monkeypatch):
     """Let a test find the engines that it makes, and no others of this process."""
     monkeypatch.setattr(engine, "_engines", weakref.WeakValueDictionary())

@@ -3,6 +3,7 @@
 import json
 import time
 
+import numpy as np
 import pytest
 from jobs import run
 from launching import SOON_S, installed
@@ -107,3 +108,18 @@ def test_a_rank_that_hangs_is_ended_and_so_are_those_that_wait_for_one_that_died
         run(2, "-c", f"{one}; time.sleep(600 * rank)", timeout_s=8)
     ended = run(2, "-c", f"{one}; import os; os._exit(5) if rank else MPI.COMM_WORLD.Barrier()")
     assert ended.status and ended.seconds < SOON_S and "before 0" in ended.output, ended
+
+
+def total(comm, more, wrong=None):
+    assert comm.rank != wrong, f"{more} is too much"
+    return comm.rank, comm.allreduce(np.full(2, comm.rank + more)).tolist()
+
+
+def test_a_function_returns_the_results_of_all_ranks(ranks):
+    assert ranks(3, total, 5) == [(rank, [18, 18]) for rank in range(3)]
+
+
+def test_a_function_that_raises_names_the_rank(ranks):
+    with pytest.raises(pytest.fail.Exception, match=(
+            "AssertionError: 5 is too much\nmpiring: rank 1 of 2 on .* failed")):
+        ranks(2, total, 5, 1)

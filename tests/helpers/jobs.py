@@ -6,8 +6,10 @@ job ends, and the next program gets a new job.
 """
 
 import contextlib
+import inspect
 import json
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -47,6 +49,27 @@ def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
         if not kept:
             _jobs.pop(ranks).end()
     return ended
+
+
+def call(ranks, function, *arguments, **variables):
+    """Return what `function(comm, *arguments)` returns on each rank, in rank order.
+
+    If a rank raises, the test fails with that rank's number and traceback.
+
+    Args:
+        ranks: Number of ranks.
+        function: Function of a test module. It may not be nested, because the ranks import it.
+        arguments: Arguments that can be pickled, as must the results.
+        variables: Environment variables.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpiring-tests-") as folder:
+        Path(folder, "call").write_bytes(pickle.dumps((function, arguments)))
+        ended = run(ranks, PROGRAMS / "called.py", function.__module__,
+                    inspect.getfile(function), folder, **variables)
+        if ended.status:
+            pytest.fail(f"{function.__name__} failed on {ranks} ranks:\n{ended.output}")
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes())
+                for rank in range(ranks)]
 
 
 def end_all():
