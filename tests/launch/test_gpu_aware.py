@@ -6,14 +6,15 @@ import sys
 import time
 
 import pytest
-from jobs import run
 from launching import PROGRAMS, SOON_S, environment, mpiexec
 
 from mpiring import Config
 from mpiring.gpu import cuda
 from mpiring.launch import gpu_aware
+from mpiring.launch.start import find_mpiexec
 
 LIBRARY = "some MPI 1.0"
+TRIAL = sys.executable, str(PROGRAMS / "gpu_trial.py")
 
 
 @pytest.mark.launch
@@ -23,27 +24,22 @@ LIBRARY = "some MPI 1.0"
     ("hang", "a trial ")])
 def test_a_trial_tells_what_went_wrong(how, problem, monkeypatch):
     monkeypatch.setattr(gpu_aware, "variables_for_another_job", environment)
-    began, command = time.monotonic(), [sys.executable, str(PROGRAMS / "gpu_trial.py"), how]
+    began = time.monotonic()
     found = gpu_aware.trial_problem(
-        [mpiexec(), "-n", "2", *command], 1.0 if how == "hang" else 60.0)
+        [mpiexec(), "-n", "2", *TRIAL, how], 1.0 if how == "hang" else 60.0)
     assert problem in found and bool(problem) == bool(found), found
     assert how != "hang" or time.monotonic() - began < SOON_S
 
 
+def trial(comm):
+    if comm.rank == 0:
+        return gpu_aware.trial_problem([find_mpiexec(), "-n", "2", *TRIAL, "well"])
+
+
 @pytest.mark.launch
-def test_a_trial_can_be_made_inside_a_job():
+def test_a_trial_can_be_made_inside_a_job(ranks):
     """Its ranks are no ranks of that job: the launcher's variables are not handed on."""
-    ended = run(2, "-c", f"""
-import sys
-from mpi4py import MPI
-from mpiring.launch import gpu_aware
-from mpiring.launch.start import find_mpiexec
-if MPI.COMM_WORLD.rank == 0:
-    command = [find_mpiexec(), "-n", "2", sys.executable, {str(PROGRAMS / "gpu_trial.py")!r}]
-    print("problem", repr(gpu_aware.trial_problem([*command, "well"])))
-MPI.COMM_WORLD.Barrier()
-""")
-    assert ended.status == 0 and "problem ''" in ended.output, ended.output
+    assert ranks(2, trial) == ["", None]
 
 
 def test_without_a_launcher_nothing_is_proved(monkeypatch, caplog):

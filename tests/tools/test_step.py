@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import run
-from launching import PROGRAMS, needed
+from launching import needed
 from traces import metadata, piece, written
 
 from mpiring.__main__ import main
@@ -288,11 +287,24 @@ def test_predictions_stand_beside_other_traces(tmp_path, capsys):
     assert each["ratio"] == pytest.approx(each["step_ms"] / 100) and each["step_ms"] > 140
 
 
+def train(comm):
+    import torch
+
+    from mpiring.torch import DataParallel
+    torch.manual_seed(0)
+    model = DataParallel(torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.ReLU(),
+                                             torch.nn.Linear(300, 100)), comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(8, 200)).square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.launch
-def test_the_trace_of_a_real_job_tells_enough(tmp_path, capsys):
+def test_the_trace_of_a_real_job_tells_enough(tmp_path, capsys, ranks):
     needed("torch")
-    ended = run(2, PROGRAMS / "traced_torch.py", MPIRING_TRACE=str(tmp_path))
-    assert ended.status == 0, ended.output
+    ranks(2, train, MPIRING_TRACE=tmp_path)
     profile = read_profile(str(tmp_path), None)
     assert [tensor.name for tensor in profile.tensors] == [
         "0.weight", "0.bias", "2.weight", "2.bias"]
