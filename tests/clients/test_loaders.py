@@ -4,8 +4,8 @@ import warnings
 
 import numpy as np
 import pytest
+from drawn_batches import LENGTHS, counts, drawn, on_ranks
 from launching import needed
-from ranks import LENGTHS, counts, drawn, on_ranks
 
 from mpiring.data import prefetch
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+import threads
+from drawn_batches import LENGTHS, Comm, counts, drawn, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import threads
-from ranks import LENGTHS, Comm, counts, drawn, on_ranks
 
 from mpiring import ConfigError
 from mpiring.data import TokenBatches
