@@ -53,7 +53,7 @@ def loaded(checkpoints):
     """Load, and read the part that this rank needs."""
     saved = checkpoints.load()
     for name, tensor in (saved.sharded or {}).items():
-        for start, stop in mine[name].pieces:
+        for start, stop in own_slices[name].pieces:
             tensor.read(start, stop)
 
 
@@ -83,16 +83,16 @@ copies = {name: np.zeros_like(x) for name, x in state.items()}
 flat = np.concatenate(list(state.values())).view(np.uint8)
 matrix, short, times = np.ones((360, 360)), comm.empty(1000), {}
 short[...] = 0
-mine = {name: slice_of(name, x) for name, x in state.items()}
-with Checkpoints(f"{folder}/whole", comm, keep=1) as whole, \
+own_slices = {name: slice_of(name, x) for name, x in state.items()}
+with Checkpoints(f"{folder}/whole", comm, keep=1) as in_full, \
         Checkpoints(f"{folder}/slices", comm, keep=1) as slices:
     for number in range(rounds):
         timed("copy", copy)
         timed("plain write", plain)
-        saved_and_complete("whole", whole, number, replicated=state, own={"rank": comm.rank})
-        saved_and_complete("slices", slices, number, sharded=mine, own={"rank": comm.rank})
+        saved_and_complete("whole", in_full, number, replicated=state, own={"rank": comm.rank})
+        saved_and_complete("slices", slices, number, sharded=own_slices, own={"rank": comm.rank})
     for _ in range(2):
-        timed("load whole", lambda: loaded(whole))
+        timed("load whole", lambda: loaded(in_full))
         timed("load slices", lambda: loaded(slices))
     if comm.rank == 0:
         for kind in ("whole", "slices"):
@@ -105,6 +105,6 @@ with Stopping(comm) as asked:
         timed("step", step)
         timed("step that asks", lambda: step(asked))
 if comm.rank == 0:
-    for name, found in times.items():
-        print(f"{name:16} first {found[0]:7.1f} ms, then {statistics.median(found[1:]):7.2f} ms")
+    for name, ms in times.items():
+        print(f"{name:16} first {ms[0]:7.1f} ms, then {statistics.median(ms[1:]):7.2f} ms")
 comm.close()

@@ -20,8 +20,8 @@ def state(step, rank=None):
 def parts(step, comm):
     """Return what a rank saves, including slices of 100 elements."""
     ends = 100 * comm.rank // comm.size, 100 * (comm.rank + 1) // comm.size
-    mine = Sliced((100,), {ends: state(step)["x"][slice(*ends)]}, np.float64)
-    return {"replicated": state(step), "own": state(step, comm.rank), "sharded": {"m": mine}}
+    own_slice = Sliced((100,), {ends: state(step)["x"][slice(*ends)]}, np.float64)
+    return {"replicated": state(step), "own": state(step, comm.rank), "sharded": {"m": own_slice}}
 
 
 def save(folder, *steps, size=2, **options):

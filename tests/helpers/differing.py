@@ -64,13 +64,13 @@ def in_turn(name, make, use, told="of model 2"):
 
 def cases(rows):
     """Return the parameters of a test of rows: a row, the arguments of the odd rank, a pattern."""
-    found = []
+    pairs = []
     for row in rows:
         for kind, (odd, told) in row.odd.items():
-            found.append((f"{row.name}, {kind}", row, odd, told))
+            pairs.append((f"{row.name}, {kind}", row, odd, told))
         if row.label is not None:
-            found.append((f"{row.name}, not called", row, SKIPPED, row.label))
-    return found
+            pairs.append((f"{row.name}, not called", row, SKIPPED, row.label))
+    return pairs
 
 
 def errors_of(comm, row, odd):

@@ -15,31 +15,31 @@ class Comm:
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
 
-    def allgather_object(self, mine, *, label=None):
-        return [mine] * self.size
+    def allgather_object(self, obj, *, label=None):
+        return [obj] * self.size
 
 
 def on_ranks(size, lengths=LENGTHS, state=None, **options):
     """Return the batches of every rank."""
     ranks = [TokenBatches(lengths, Comm(rank, size), **{"tokens": 6000, **options})
              for rank in range(size)]
-    for one in ranks:
+    for batches in ranks:
         if state is not None:
-            one.load_state_dict(json.loads(json.dumps(state)))
+            batches.load_state_dict(json.loads(json.dumps(state)))
     return ranks
 
 
 def drawn(ranks, batches=None):
     """Return the batches over all ranks, as sets; at most a number of them."""
-    found = []
+    batches_drawn = []
     for shares in zip(*ranks, strict=True):
         together = [sample for share in shares for sample in share]
         assert all(type(sample) is int for sample in together)
         assert len(set(together)) == len(together)
-        found.append(frozenset(together))
-        if len(found) == batches:
+        batches_drawn.append(frozenset(together))
+        if len(batches_drawn) == batches:
             break
-    return found
+    return batches_drawn
 
 
 def counts(batches, n=len(LENGTHS)):

@@ -44,7 +44,7 @@ def wait_until_all_go_on(folder, size, job, since=0.0):
     """Wait until so many ranks have made a step together; return False if the job ends earlier."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and job.poll() is None:
-        steps = [what for when, _, what, among in events(folder) if among == size and when > since]
+        steps = [event for at, _, event, among in events(folder) if among == size and at > since]
         if steps.count("goes on") >= size:
             return True
         time.sleep(0.005)
@@ -110,8 +110,8 @@ def one_job(place, private, pattern, rng, grow):
         killed, recovery_s = deaths[-1][1] if deaths else 0, []
         for when, gone in deaths:
             size = RANKS if grow else RANKS - gone
-            steps = sorted(at for at, _, what, among in events(folder)
-                           if what == "goes on" and among == size and at > when)
+            steps = sorted(at for at, _, event, among in events(folder)
+                           if event == "goes on" and among == size and at > when)
             recovery_s += [steps[size - 1] - when] if len(steps) >= size else []
     left, right = RANKS if grow else RANKS - killed, output.count("right ")
     if "WRONG" in output:

@@ -80,12 +80,12 @@ def tested(name, python, version, commands):
         ended = subprocess.run(["timeout", "-k", "10", str(HANG_S), *map(str, command)], cwd=ROOT,
                                env=variables, text=True, errors="replace", stdin=subprocess.DEVNULL,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        found = {outcome: int(number) for number, outcome in re.findall(
+        outcomes = {outcome: int(number) for number, outcome in re.findall(
             r"(\d+) (passed|failed|error|skipped)", ended.stdout.rpartition("\n=")[2])}
-        counts.update(found)
+        counts.update(outcomes)
         if ended.returncode:
             # A rank that ends its job does not count.
-            counts["failed"] += found.get("error", not found.get("failed"))
+            counts["failed"] += outcomes.get("error", not outcomes.get("failed"))
             print(f"{name}: {' '.join(map(str, command))} ended with status {ended.returncode}\n"
                   f"{ended.stdout[-20000:]}", flush=True)
     row = (name, " ".join(said.split())[:34], counts["passed"], counts["failed"], counts["skipped"],

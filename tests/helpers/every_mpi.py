@@ -45,10 +45,10 @@ def make(name, folder):
     package, links = DEBIAN[name]
     python = environments.make(folder)
     for link, file in links.items():
-        found = next(Path("/usr").glob(file), None)
-        if found is None:
+        library = next(Path("/usr").glob(file), None)
+        if library is None:
             raise FileNotFoundError(f"no /usr/{file}: apt-get install {package}")
-        (folder / link).symlink_to(found)
+        (folder / link).symlink_to(library)
     return python
 
 

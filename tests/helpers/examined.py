@@ -36,20 +36,20 @@ def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
             for rank in range(count)]
 
 
-def job(some, **facts):
-    return JobFacts(**{"ranks": some, "size": len(some), "wanted": len(some), **facts})
+def job(members, **facts):
+    return JobFacts(**{"ranks": members, "size": len(members), "wanted": len(members), **facts})
 
 
-def found(what):
+def findings_of(facts):
     """Return lists of findings by name."""
     names = {}
-    for finding in judge(what):
+    for finding in judge(facts):
         names.setdefault(finding.name, []).append(finding)
     return names
 
 
-def one(what, name, verdict):
-    (finding,) = found(what)[name]
+def text_of(facts, name, verdict):
+    (finding,) = findings_of(facts)[name]
     assert finding.verdict == verdict, finding
     assert finding.remedy or verdict == "ok", finding
     return f"{finding.value} -> {finding.remedy}"

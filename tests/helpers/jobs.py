@@ -100,7 +100,7 @@ class _Job:
             self._process = start(ranks, PROGRAMS / "served_rank.py", address, stdout=output)
             while len(self._sockets) < ranks:
                 self._sockets.append(listener.accept()[0])
-        self._unread = {one: b"" for one in self._sockets}
+        self._unread = {connection: b"" for connection in self._sockets}
         spent["rank_s"] += ranks * (time.monotonic() - began)
 
     def run(self, command, timeout_s, cwd, variables):
@@ -112,8 +112,8 @@ class _Job:
         began = time.monotonic()
         with contextlib.suppress(OSError):
             # If a rank has died meanwhile, this is noticed below.
-            for one in self._sockets:
-                one.sendall(json.dumps(task).encode() + b"\n")
+            for connection in self._sockets:
+                connection.sendall(json.dumps(task).encode() + b"\n")
         replies, died = self._replies(began + timeout_s)
         seconds = time.monotonic() - began
         text = output.read_text(errors="replace")
@@ -137,27 +137,27 @@ class _Job:
         """Return what the ranks report, and whether one of them has died."""
         replies, died, waiting = [], False, list(self._sockets)
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for one in select.select(waiting, [], [], left)[0]:
+            for connection in select.select(waiting, [], [], left)[0]:
                 try:
-                    received = one.recv(1 << 16)
+                    received = connection.recv(1 << 16)
                 except OSError:
                     received = b""
-                self._unread[one] += received
-                if not received or self._unread[one].endswith(b"\n"):
-                    waiting.remove(one)
+                self._unread[connection] += received
+                if not received or self._unread[connection].endswith(b"\n"):
+                    waiting.remove(connection)
                 if not received:
                     if not died:
                         deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
                     died = True
-                elif self._unread[one].endswith(b"\n"):
-                    replies.append(json.loads(self._unread[one]))
-                    self._unread[one] = b""
+                elif self._unread[connection].endswith(b"\n"):
+                    replies.append(json.loads(self._unread[connection]))
+                    self._unread[connection] = b""
         return replies, died
 
     def end(self):
         """End the ranks, which end by themselves if this process has ended."""
-        for one in self._sockets:
-            one.close()
+        for connection in self._sockets:
+            connection.close()
         self._ended(_LAST_WORDS_S if self.serves else 0)
         shutil.rmtree(self._folder)
 

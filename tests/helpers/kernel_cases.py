@@ -25,7 +25,7 @@ CASES = [(op, np.dtype(dtype).name) for op, dtypes in contract.OPS_OF.items()
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
 
-CONVERSIONS = [(one, "float32") for one in FLOATING if one in DTYPES] + [
+CONVERSIONS = [(dtype, "float32") for dtype in FLOATING if dtype in DTYPES] + [
     ("float32", other) for other in ("float16", "bfloat16", "float64")]
 
 CODECS = [EightBit(512), EightBit(2048), EightBit(7), Sign(32), Sign(1024), SixteenBit("float16"),
@@ -56,14 +56,14 @@ def divisors(op):
 
 def kernels_of(op, name=None):
     """Return the kernels that `check_combine` needs for an op, and for one dtype if given."""
-    found = {}
+    by_name = {}
     for dtype in [DTYPES[of] for other, of in CASES if other == op and name in (None, of)]:
         several = [*counts(op), (1, 1)] if op == "mean" else counts(op)
         for (p, q), divisor in itertools.product(several, divisors(op)):
             divides, _ = kernels.division(dtype, divisor)
             kernel = kernels.combine("sum" if op == "mean" else op, dtype, p, q, divides)
-            found[kernel.name] = kernel
-    return list(found.values())
+            by_name[kernel.name] = kernel
+    return list(by_name.values())
 
 
 def numbers(dtype, n, seed, plain=False):

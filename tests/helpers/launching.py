@@ -64,9 +64,9 @@ def mpiexec():
 def installed(module):
     """Skip, or fail in CI, if an optional module is not installed."""
     package = module.partition(".")[0]
-    found = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package)
     # A folder with the name of the package, such as pip's `build`, is a module without a file.
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         missing(f"no {package}: pip install {package}")
 
 

@@ -20,10 +20,10 @@ def bits(arrays):
 
 
 def same_on_all_ranks(comm, arrays):
-    mine = bits(arrays)
-    return comm.broadcast_object(mine, root=0) == mine
+    own_bits = bits(arrays)
+    return comm.broadcast_object(own_bits, root=0) == own_bits
 
 
-def close(one, other, tolerance=1e-5):
-    for name, x in one.items():
-        np.testing.assert_allclose(x.astype("f4"), other[name].astype("f4"), tolerance, tolerance)
+def close(first, second, tolerance=1e-5):
+    for name, x in first.items():
+        np.testing.assert_allclose(x.astype("f4"), second[name].astype("f4"), tolerance, tolerance)

@@ -17,11 +17,11 @@ def plan_of(kind, n, rank, p):
 def check(kind, x, before, rank):
     """Fail unless a collective has the right result for `before`, the ranks' vectors."""
     n, p, total = x.size, len(before), np.sum(before, axis=0)
-    mine = slice(rank * n // p, (rank + 1) * n // p)
+    chunk = slice(rank * n // p, (rank + 1) * n // p)
     if kind == "allreduce":
         assert np.array_equal(x, total)
     elif kind == "reduce_scatter":
-        assert np.array_equal(x[mine], total[mine])
+        assert np.array_equal(x[chunk], total[chunk])
     elif kind == "allgather":
         parts = [before[r][r * n // p:(r + 1) * n // p] for r in range(p)]
         assert np.array_equal(x, np.concatenate(parts))

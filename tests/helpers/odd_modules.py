@@ -61,5 +61,5 @@ def bits(tensors):
 
 
 def equal_on_all(tensors, comm):
-    mine = bits(tensors)
-    return all(theirs == mine for theirs in comm.allgather_object(mine))
+    own_bits = bits(tensors)
+    return all(other_bits == own_bits for other_bits in comm.allgather_object(own_bits))

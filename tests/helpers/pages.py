@@ -72,7 +72,7 @@ class Example:
 
 def examples(page):
     """Return the examples of a page, in order."""
-    found = []
+    blocks = []
     for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
         comment, language, text = match.groups()
         place = f"{page.relative_to(ROOT)}:{number}"
@@ -84,22 +84,22 @@ def examples(page):
         if language == "diff":
             text = "".join(line[1:] for line in text.splitlines(True) if not line.startswith("-"))
         before, _, after = f"\n{code}\n".partition("\n---\n")
-        whole = f"{before}\n{_of_cell(text)}{after}\n"
+        program_text = f"{before}\n{_of_cell(text)}{after}\n"
         if "more" in options:
-            program = next((each for each in found[::-1]
+            program = next((each for each in blocks[::-1]
                             if {"ranks", "notebook"} & each.options.keys()), None)
             assert program, f"{place} continues no program"
-            program.text += whole
+            program.text += program_text
             program.shown += text
         else:
-            found.append(Example(place, language, options, whole, text))
-    return found
+            blocks.append(Example(place, language, options, program_text, text))
+    return blocks
 
 
 def example(page, words):
     """Return the only example of a page that contains certain words."""
-    found, = (each for each in examples(ROOT / page) if words in each.shown)
-    return found
+    block, = (each for each in examples(ROOT / page) if words in each.shown)
+    return block
 
 
 def parameters(pages):

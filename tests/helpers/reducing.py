@@ -42,7 +42,7 @@ class Model:
     def use(self, groups):
         """Move to new buckets, one for each group of tensors."""
         plans = [plan(tensors, 1 << 30)[0] if tensors else None for tensors in groups]
-        self.buckets = [[self.bucket(rank, i, one) for i, one in enumerate(plans)]
+        self.buckets = [[self.bucket(rank, i, bucket_plan) for i, bucket_plan in enumerate(plans)]
                         for rank in range(len(self.node_of))]
         order = [tensor.name for tensors in groups for tensor in tensors]
 
@@ -93,8 +93,8 @@ class Model:
         """Return the schedule that only gathers the slices of all ranks."""
         bucket = self.buckets[collectives.rank][index]
         bounds = bucket.bounds(collectives.size)
-        mine = slice(*bounds[collectives.rank:collectives.rank + 2])
-        others = np.delete(np.arange(bucket.flat.size), mine)
+        own_slice = slice(*bounds[collectives.rank:collectives.rank + 2])
+        others = np.delete(np.arange(bucket.flat.size), own_slice)
         bucket.flat[others], bucket.finite = np.nan, None
         return collectives.allgather(bucket.vector, bounds=bounds)
 

@@ -26,8 +26,8 @@ def by_members(net, x, op):
     net = Members(net, [*range(0, net.size, 2), *range(1, net.size, 2)])
     chunks = chunks_of(x, net.size)
     inbox = np.empty(ring.inbox_size(x.size, net.size, x.itemsize, 24), x.dtype)
-    mine = yield from ring.reduce_scatter(net, chunks, inbox, Reduction(op, x.dtype, net.size), 24)
-    assert mine is chunks[net.rank]
+    chunk = yield from ring.reduce_scatter(net, chunks, inbox, Reduction(op, x.dtype, net.size), 24)
+    assert chunk is chunks[net.rank]
     yield from ring.allgather(net, chunks, 24)
 
 
@@ -36,9 +36,9 @@ def by_direct_pieces(net, x, op):
     limits = 8, 40
     chunks = chunks_of(x, net.size)
     inbox = np.empty(direct.inbox_size(x.size, net.size, x.itemsize, limits), x.dtype)
-    mine = yield from direct.reduce_scatter(
+    chunk = yield from direct.reduce_scatter(
         net, chunks, inbox, Reduction(op, x.dtype, net.size), limits)
-    assert mine is chunks[net.rank]
+    assert chunk is chunks[net.rank]
     yield from ring.allgather(net, chunks)
 
 

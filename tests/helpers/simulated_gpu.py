@@ -344,7 +344,7 @@ class Array(NDArrayOperatorsMixin):
         return float(self.get())
 
     def __getitem__(self, part):
-        if any(isinstance(one, Array) for one in (part if isinstance(part, tuple) else (part,))):
+        if any(isinstance(i, Array) for i in (part if isinstance(part, tuple) else (part,))):
             return self.gpu.put(self.get()[_on_host(part)])
         return self._like(self.inside[part])
 

@@ -122,13 +122,13 @@ class Slurm:
 
     def environment(self, **variables):
         """Return the variables of a user: those of this process, without variables of Slurm."""
-        mine = {name: value for name, value in environment().items()
-                if not name.startswith(("SLURM", "SBATCH"))}
+        inherited = {name: value for name, value in environment().items()
+                     if not name.startswith(("SLURM", "SBATCH"))}
         # UCX detects that all nodes share one memory, and Open MPI then waits forever. srun does
         # not report that ranks outnumber the cores, so Open MPI would spin.
         openmpi = {"UCX_TLS": "tcp,self", "OMPI_MCA_mpi_yield_when_idle": "1"}
         ours = {"SLURM_CONF": str(self.folder / "slurm.conf")}
-        return {**openmpi, **mine, **ours, **variables}
+        return {**openmpi, **inherited, **ours, **variables}
 
     def run(self, *words, timeout_s=HANG_S, **variables):
         """Run a command on the login node to its end; its stderr joins its stdout."""
@@ -213,27 +213,27 @@ class Job:
         self.until(lambda: re.search(pattern, self.output, re.MULTILINE), f"it prints {pattern!r}",
                    timeout_s)
 
-    def until(self, condition, what, timeout_s):
+    def until(self, condition, goal, timeout_s):
         """Wait for a condition and return its value; if late, fail with the job's output."""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             if time.monotonic() > deadline:
-                pytest.fail(f"job {self.number}: {timeout_s} s, and not yet that {what}:\n"
+                pytest.fail(f"job {self.number}: {timeout_s} s, and not yet that {goal}:\n"
                             f"{self.show()}\n{self.output[-5000:]}")
             time.sleep(0.2)
         return value
 
     def processes(self, program=""):
         """Return the processes of the job whose command line contains a string."""
-        mine = f"SLURM_CONF={self.slurm.folder}/slurm.conf", f"SLURM_JOB_ID={self.number}"
-        found = []
+        of_job = f"SLURM_CONF={self.slurm.folder}/slurm.conf", f"SLURM_JOB_ID={self.number}"
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = (process / "environ").read_text(errors="replace").split("\0")
                 command = (process / "cmdline").read_text(errors="replace")
-                if program in command and set(mine) <= set(variables):
-                    found.append(int(process.name))
-        return sorted(found)
+                if program in command and set(of_job) <= set(variables):
+                    pids.append(int(process.name))
+        return sorted(pids)
 
     def cancel(self, *options):
         """Cancel the job, or call scancel with other options."""

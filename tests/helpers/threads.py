@@ -35,7 +35,7 @@ class Meeting:
             if len(desk) < self.size:
                 raise Gone
             self._desks.pop(number - 2, None)
-            return [copy.deepcopy(desk[one]) for one in range(self.size)]
+            return [copy.deepcopy(desk[sender]) for sender in range(self.size)]
 
     def leave(self):
         """Release all ranks that wait for this rank, which has failed."""
@@ -155,15 +155,15 @@ class _Collectives:
         yield
 
     def reduce_scatter(self, x, op, bounds):
-        here, whole = slice(*bounds[self.rank:self.rank + 2]), vectors.on_host(x)
-        yield from self.allreduce(whole, op)
+        here, total = slice(*bounds[self.rank:self.rank + 2]), vectors.on_host(x)
+        yield from self.allreduce(total, op)
         # The slices of other ranks contain junk.
-        whole[:here.start] = whole[here.stop:] = 99
-        _write(x, whole)
+        total[:here.start] = total[here.stop:] = 99
+        _write(x, total)
 
-    def allgather_bytes(self, mine):
+    def allgather_bytes(self, data):
         yield
-        return self._comm.allgather_object(mine)
+        return self._comm.allgather_object(data)
 
     def allgather(self, x, bounds):
         for rank, row in enumerate(self._comm.allgather_object(vectors.on_host(x))):
@@ -193,6 +193,6 @@ def on_ranks(size, function, kind=ThreadComm):
     for thread in threads:
         thread.join()
     errors = [results[rank] for rank in range(size) if isinstance(results[rank], BaseException)]
-    for error in sorted(errors, key=lambda one: isinstance(one, Gone)):
+    for error in sorted(errors, key=lambda raised: isinstance(raised, Gone)):
         raise error
     return [results[rank] for rank in range(size)]

@@ -164,20 +164,20 @@ def main():
     for name in arguments.names or names_of(tests):
         outcome = over_gloo(tests, name)
         if outcome != "passed":
-            what = "skipped by Gloo" if outcome == "skipped" else "failed by Gloo"
-            counts[what] += 1
-            print(f"{what}  {name}", flush=True)
+            verdict = "skipped by Gloo" if outcome == "skipped" else "failed by Gloo"
+            counts[verdict] += 1
+            print(f"{verdict}  {name}", flush=True)
             continue
         began = time.monotonic()
         outcome = over_mpiring(name)
         if outcome != "passed":
             failures[name] = outcome
-        what = "FAILED" if name in failures else "passed"
-        counts[what] += 1
-        print(f"{what}  {time.monotonic() - began:6.1f} s  {name}", flush=True)
+        verdict = "FAILED" if name in failures else "passed"
+        counts[verdict] += 1
+        print(f"{verdict}  {time.monotonic() - began:6.1f} s  {name}", flush=True)
     for name, text in failures.items():
         print(f"\n{name}:\n{text[-5000:]}")
-    print(*(f"{count} {what}" for what, count in counts.items()), sep=", ")
+    print(*(f"{count} {verdict}" for verdict, count in counts.items()), sep=", ")
     return 1 if failures else 0
 
 

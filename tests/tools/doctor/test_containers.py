@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from examined import CRAY, HYDRA, MPICH, OPEN, PRTE, STEP, found, job, one, ranks
+from examined import CRAY, HYDRA, MPICH, OPEN, PRTE, STEP, findings_of, job, ranks, text_of
 
 from mpiring.tools.doctor.facts import STARTING, Container, Failure, Gpus, Memory, Rank
 from mpiring.tools.doctor.gather import container
@@ -96,13 +96,13 @@ TWO = "launcher's and container's MPI"
     (MPICH, STEP, None, ""),
 ])
 def test_the_hosts_mpi_and_the_containers(library, variables, verdict, words):
-    some = ranks(2, library=library, variables=variables, container=inside("Apptainer"))
+    facts = ranks(2, library=library, variables=variables, container=inside("Apptainer"))
     if verdict is None:
-        assert TWO not in found(job(some))
+        assert TWO not in findings_of(job(facts))
     else:
-        assert words in one(job(some), TWO, verdict)
-    outside = job([replace(rank, container=Container()) for rank in some])
-    assert TWO not in found(outside)
+        assert words in text_of(job(facts), TWO, verdict)
+    outside = job([replace(rank, container=Container()) for rank in facts])
+    assert TWO not in findings_of(outside)
 
 
 PMIX = {**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "PMIX_VERSION": "4.2.2"}
@@ -118,24 +118,24 @@ PMIX = {**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "PMIX_VERS
     ("enroot", replace(MPICH, pmix=True), "", False, "ok", "PMIx 4.2.2, and PMIx inside"),
 ])
 def test_pmix_inside(kind, library, missing, torn, verdict, words):
-    some = ranks(1 if torn else 2, library=library, variables=PMIX,
-                 container=inside(kind, missing_folder=missing))
-    whole = job(some, wanted=2, wanted_by="SLURM_STEP_NUM_TASKS=2 (srun)")
-    assert words in one(whole, "PMIx", verdict)
+    facts = ranks(1 if torn else 2, library=library, variables=PMIX,
+                  container=inside(kind, missing_folder=missing))
+    contained = job(facts, wanted=2, wanted_by="SLURM_STEP_NUM_TASKS=2 (srun)")
+    assert words in text_of(contained, "PMIx", verdict)
 
 
 def test_ranks_on_one_machine_with_several_shared_memories_are_told():
-    some = [replace(rank, container=inside("Apptainer", shm=f"0:{rank.rank} /",
-                                           processes=f"{rank.rank}"))
-            for rank in ranks(4, 1)]
-    some[3] = replace(some[3], container=inside("Apptainer", machine="another"))
-    text = one(job(some), "one /dev/shm", "warning")
+    facts = [replace(rank, container=inside("Apptainer", shm=f"0:{rank.rank} /",
+                                            processes=f"{rank.rank}"))
+             for rank in ranks(4, 1)]
+    facts[3] = replace(facts[3], container=inside("Apptainer", machine="another"))
+    text = text_of(job(facts), "one /dev/shm", "warning")
     assert "3 ranks on one machine have 3 different ones" in text
     assert "-> start it without --contain, --containall" in text
     assert text.endswith("or export MPIR_CVAR_NOLOCAL=1, and they use the network")
-    (finding,) = found(job(some))["one /dev/shm"]
+    (finding,) = findings_of(job(facts))["one /dev/shm"]
     assert finding.ranks == (0, 1, 2)
-    assert "each other's memory" not in found(job(some)), "one cause is enough"
+    assert "each other's memory" not in findings_of(job(facts)), "one cause is enough"
 
 
 @pytest.mark.parametrize(("kind", "namespace", "words"), [
@@ -143,10 +143,11 @@ def test_ranks_on_one_machine_with_several_shared_memories_are_told():
     ("Apptainer", "users", "-> apptainer exec --sharens (since 1.3)"),
     ("lxc", "users", "-> start the ranks of a node in one container")])
 def test_ranks_that_do_not_see_each_others_memory_are_told(kind, namespace, words):
-    some = [replace(rank, container=inside(kind, **{namespace: f"{rank.rank}"}))
-            for rank in ranks(2, library=OPEN, variables=PRTE)]
-    assert one(job(some), "one /dev/shm", "ok").startswith("all ranks of a machine have the same")
-    text = one(job(some), "each other's memory", "warning")
+    facts = [replace(rank, container=inside(kind, **{namespace: f"{rank.rank}"}))
+             for rank in ranks(2, library=OPEN, variables=PRTE)]
+    text = text_of(job(facts), "one /dev/shm", "ok")
+    assert text.startswith("all ranks of a machine have the same")
+    text = text_of(job(facts), "each other's memory", "warning")
     assert f"several namespaces of {namespace}: they cannot map" in text and words in text
 
 
@@ -155,13 +156,13 @@ def test_mpich_reads_the_others_memory_unless_told():
         return [replace(rank, container=inside("Apptainer", users=f"{rank.rank}"))
                 for rank in ranks(2, variables={**HYDRA, **variables})]
 
-    text = one(job(two()), "each other's memory", "problem")
+    text = text_of(job(two()), "each other's memory", "problem")
     assert text.endswith("setuid; or export MPIR_CVAR_CH4_CMA_ENABLE=0")
-    one(job(two(MPIR_CVAR_CH4_CMA_ENABLE="no")), "each other's memory", "warning")
+    text_of(job(two(MPIR_CVAR_CH4_CMA_ENABLE="no")), "each other's memory", "warning")
 
 
 def test_nothing_is_said_outside_of_containers():
-    assert not {"container", "one /dev/shm", TWO, "PMIx"} & found(job(ranks(2))).keys()
+    assert not {"container", "one /dev/shm", TWO, "PMIx"} & findings_of(job(ranks(2))).keys()
 
 
 @pytest.mark.parametrize(("facts", "words"), [
@@ -172,27 +173,27 @@ def test_nothing_is_said_outside_of_containers():
 def test_an_mpi_that_did_not_start_for_want_of_one_shared_memory(facts, words):
     late = Failure(stage=STARTING, reason="no end within 30 s", timed_out=True)
     torn = job(ranks(1, container=inside("Docker", **facts)), size=0, wanted=4, failure=late)
-    assert words in one(torn, "one /dev/shm", "problem")
-    assert "-> give the ranks of a node one /dev/shm, as explained below" in one(
+    assert words in text_of(torn, "one /dev/shm", "problem")
+    assert "-> give the ranks of a node one /dev/shm, as explained below" in text_of(
         torn, "MPI_Init", "problem")
     well = job(ranks(1, container=inside("Docker")), size=0, wanted=4, failure=late)
-    assert "one /dev/shm" not in found(well)
+    assert "one /dev/shm" not in findings_of(well)
 
 
 def test_what_a_small_shared_memory_wants_in_containers():
     small = Memory(shm_bytes=64 << 20, shm_free_bytes=64 << 20)
-    text = one(job(ranks(2, memory=small, container=inside("Docker"))), "/dev/shm", "note")
+    text = text_of(job(ranks(2, memory=small, container=inside("Docker"))), "/dev/shm", "note")
     assert "docker run --shm-size=2g; in a pod: an emptyDir" in text
 
 
 @pytest.mark.parametrize(("kind", "library"), [
     ("NVIDIA", "libmpi_gtl_cuda.so"), ("AMD", "libmpi_gtl_hsa.so")])
 def test_crays_library_for_gpus(kind, library):
-    some = ranks(1, library=CRAY, gpus=Gpus(kind=kind, count=1), container=inside("Apptainer"),
-                 variables={"PALS_RANKID": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"})
-    text = one(job(some), "GPU-aware MPI", "warning")
+    facts = ranks(1, library=CRAY, gpus=Gpus(kind=kind, count=1), container=inside("Apptainer"),
+                  variables={"PALS_RANKID": "0", "MPICH_GPU_SUPPORT_ENABLED": "1"})
+    text = text_of(job(facts), "GPU-aware MPI", "warning")
     assert f"-> LD_PRELOAD={library}, or " in text and "bind /opt/cray/pe/mpich" in text
-    loaded = [replace(some[0], gpus=replace(some[0].gpus, gtl=True))]
-    assert found(job(loaded))["GPU-aware MPI"][0].verdict == "ok"
-    unseen = [Rank(library=CRAY, variables=some[0].variables)]
-    assert "apptainer exec --nv (AMD: --rocm)" in one(job(unseen), "GPUs", "warning")
+    loaded = [replace(facts[0], gpus=replace(facts[0].gpus, gtl=True))]
+    assert findings_of(job(loaded))["GPU-aware MPI"][0].verdict == "ok"
+    unseen = [Rank(library=CRAY, variables=facts[0].variables)]
+    assert "apptainer exec --nv (AMD: --rocm)" in text_of(job(unseen), "GPUs", "warning")

@@ -53,20 +53,20 @@ def beside_no_other_job(tmp_path_factory):
 def test_all_ranks_make_one_report():
     ended = launch(2, *DOCTOR, *PATIENCE, "--json")
     assert ended.status == 0, ended.output
-    report, found = parsed(ended.output)
+    report, by_name = parsed(ended.output)
     assert (report["ranks"], len(report["nodes"])) == (2, 1)
-    assert found["MPI library"]["value"].startswith(vendor())
-    assert found["mpirun"]["verdict"] == "ok" and "own installation" in found["mpirun"]["value"]
-    assert found["launcher"]["value"] == f"{vendor()}'s mpirun"
-    assert found["ranks"]["value"] == "2 ranks on 1 node, 2 on each"
-    assert found["thread level"]["value"] == "multiple"
-    assert found["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
-    assert " us, " in found["within a node"]["value"] and "between nodes" not in found
+    assert by_name["MPI library"]["value"].startswith(vendor())
+    assert by_name["mpirun"]["verdict"] == "ok" and "own installation" in by_name["mpirun"]["value"]
+    assert by_name["launcher"]["value"] == f"{vendor()}'s mpirun"
+    assert by_name["ranks"]["value"] == "2 ranks on 1 node, 2 on each"
+    assert by_name["thread level"]["value"] == "multiple"
+    assert by_name["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
+    assert " us, " in by_name["within a node"]["value"] and "between nodes" not in by_name
     enough = len(os.sched_getaffinity(0)) >= 2
-    assert ("oversubscribed" in found["processors"]["value"]) != enough
-    dead = found["survival"]
+    assert ("oversubscribed" in by_name["processors"]["value"]) != enough
+    dead = by_name["survival"]
     assert dead["verdict"] == "note" and "checkpoints" in dead["remedy"]
-    is_new = found["MPI library"]["value"].startswith("Open MPI 5")
+    is_new = by_name["MPI library"]["value"].startswith("Open MPI 5")
     assert ("--with-ft ulfm" in dead["remedy"]) == is_new
     assert all(finding["remedy"] or finding["verdict"] == "ok" for finding in report["findings"])
 
@@ -137,10 +137,10 @@ def test_ranks_with_a_shared_memory_each():
         env=environment(MPIR_CVAR_NOLOCAL="1"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True))
     assert ended.status == 0, ended.output
-    _, found = parsed(ended.output)
-    assert found["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
-    assert found["one /dev/shm"]["verdict"] == "warning"
-    assert "2 ranks on one machine have 2 different ones" in found["one /dev/shm"]["value"]
+    _, by_name = parsed(ended.output)
+    assert by_name["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
+    assert by_name["one /dev/shm"]["verdict"] == "warning"
+    assert "2 ranks on one machine have 2 different ones" in by_name["one /dev/shm"]["value"]
 
 
 def test_ranks_with_a_namespace_of_users_each():
@@ -150,8 +150,8 @@ def test_ranks_with_a_namespace_of_users_each():
     possible("-U", "-r", "true")
     ended = launch(2, "-c", "import os, sys; os.execvp('unshare', ['unshare', '-U', '-r', "
                    "sys.executable, '-m', 'mpiring', 'doctor', '--deadline', '60', '--json'])")
-    report, found = parsed(ended.output)
-    finding = found["each other's memory"]
+    report, by_name = parsed(ended.output)
+    finding = by_name["each other's memory"]
     assert "in several namespaces of users" in finding["value"]
     if vendor() == "MPICH":
         assert (ended.status, finding["verdict"]) == (1, "problem")
@@ -195,13 +195,13 @@ def test_a_real_slurm(slurm):
     assert "srun offers no PMI" in report
     assert re.search(r"in a batch script: \S*mpirun -n 2 python -m mpiring doctor", report)
     # UCX's addresses, longer by what MPICH leaves of its memory in them, can be too long for PMI.
-    whole = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=HANG_S,
+    ended = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=HANG_S,
                       MPIR_CVAR_CH4_NETMOD="ofi")
-    report, found = parsed(whole.stdout)
-    assert whole.returncode == 0, whole.stdout
+    report, by_name = parsed(ended.stdout)
+    assert ended.returncode == 0, ended.stdout
     assert len(report["nodes"]) == 2 and set(report["nodes"]) < {"n1", "n2", "n3", "n4"}
-    assert found["launcher"]["value"].startswith("srun, with PMI by --mpi=pmi2: it starts small")
-    assert found["ranks"]["value"].startswith("2 ranks on 2 nodes")
-    assert "pmi2" in found["srun --mpi"]["value"]
-    assert found["srun --kill-on-bad-exit"]["remedy"] == "srun --kill-on-bad-exit=1"
-    assert "Gbit/s" in found["between nodes"]["value"]
+    assert by_name["launcher"]["value"].startswith("srun, with PMI by --mpi=pmi2: it starts small")
+    assert by_name["ranks"]["value"].startswith("2 ranks on 2 nodes")
+    assert "pmi2" in by_name["srun --mpi"]["value"]
+    assert by_name["srun --kill-on-bad-exit"]["remedy"] == "srun --kill-on-bad-exit=1"
+    assert "Gbit/s" in by_name["between nodes"]["value"]

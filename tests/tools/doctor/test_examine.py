@@ -12,9 +12,9 @@ NODE = Gpus(kind="NVIDIA", count=1, driver="570.1")
 
 def test_what_cupy_sees_is_found(monkeypatch):
     gpu = simulated_gpu.installed(monkeypatch)
-    found = with_cupy(NODE, 3)
-    assert found.visible == ("0000:0",) and found.address == "0000:0" and found.driver == "570.1"
-    assert found.sharing_error == "simulated GPUs share nothing here" and not found.problem
+    gpus = with_cupy(NODE, 3)
+    assert gpus.visible == ("0000:0",) and gpus.address == "0000:0" and gpus.driver == "570.1"
+    assert gpus.sharing_error == "simulated GPUs share nothing here" and not gpus.problem
     gpu.gpu.shared = []
     assert with_cupy(NODE, 0).sharing_error == ""
 
@@ -24,6 +24,6 @@ def test_what_is_missing_is_told(monkeypatch):
         raise MissingDependencyError("a GPU's memory needs\n CuPy")
 
     monkeypatch.setattr(cuda, "cupy", missing)
-    found = with_cupy(NODE, 0)
-    assert (found.problem, found.address) == ("a GPU's memory needs CuPy", "")
+    gpus = with_cupy(NODE, 0)
+    assert (gpus.problem, gpus.address) == ("a GPU's memory needs CuPy", "")
     assert with_cupy(other := Gpus(kind="AMD", count=1), 0) is other

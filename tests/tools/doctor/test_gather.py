@@ -40,9 +40,9 @@ def test_of_two_libraries_in_one_folder_the_launcher_is_told_by_its_version(
         (tmp_path / "bin" / file).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
     text = {"MPICH": "MPICH Version: 5.0.2", "Open MPI": "Open MPI v5.0.11"}[vendor]
-    found = gather.mpirun(Library(text=text, path=str(tmp_path / "lib" / "libmpi.so")))
-    assert found.path == str(tmp_path / "bin" / "mpirun") and found.text == launchers["mpirun"]
-    assert found.of_library == (str(tmp_path / "bin" / name) if name else "")
+    mpirun = gather.mpirun(Library(text=text, path=str(tmp_path / "lib" / "libmpi.so")))
+    assert mpirun.path == str(tmp_path / "bin" / "mpirun") and mpirun.text == launchers["mpirun"]
+    assert mpirun.of_library == (str(tmp_path / "bin" / name) if name else "")
 
 
 @pytest.mark.parametrize(("files", "quota"), [
@@ -96,8 +96,8 @@ def test_what_dead_jobs_have_left(tmp_path, monkeypatch):
     for path in (tmp_path / "dev/shm").glob("*"):
         if path.name != "mpich_shm_3_0":
             os.utime(path, (0, 0))
-    found = gather.memory(tmp_path)
-    assert (found.leftover_files, found.leftover_bytes) == (2, 8)
+    memory = gather.memory(tmp_path)
+    assert (memory.leftover_files, memory.leftover_bytes) == (2, 8)
     (tmp_path / "proc/9").mkdir()
     (tmp_path / "proc/9/maps").write_text(MAPS.format("mpich_shm_1_0"))
     assert gather.memory(tmp_path).leftover_bytes == 3
@@ -130,19 +130,19 @@ def test_gpus(tmp_path):
         "proc__driver__nvidia__version": "NVRM version: NVIDIA UNIX x86_64  570.86.10",
         "dev__nvidia0": "", "dev__nvidia1": "", "dev__nvidiactl": "",
         "sys__module__nvidia_peermem__refcnt": "0"})
-    found = gather.gpus(tmp_path)
-    assert (found.kind, found.count, found.driver) == ("NVIDIA", 2, "570.86.10")
-    assert found.modules == ("nvidia_peermem",)
+    gpus = gather.gpus(tmp_path)
+    assert (gpus.kind, gpus.count, gpus.driver) == ("NVIDIA", 2, "570.86.10")
+    assert gpus.modules == ("nvidia_peermem",)
     nodes, amd = "sys__class__kfd__kfd__topology__nodes__", tmp_path / "another"
     machine(amd, **{f"{nodes}0__gpu_id": "0", f"{nodes}1__gpu_id": "51110"})
     assert (gather.gpus(amd).kind, gather.gpus(amd).count) == ("AMD", 1)
 
 
 def test_this_process(monkeypatch):
-    found = gather.rank(3, Library())
-    assert 1 <= found.processors.cores <= len(os.sched_getaffinity(0))
-    assert found.memory.shm_bytes >= found.memory.shm_free_bytes
-    assert {"numpy", "mpi4py"} <= found.versions.keys()
+    facts = gather.rank(3, Library())
+    assert 1 <= facts.processors.cores <= len(os.sched_getaffinity(0))
+    assert facts.memory.shm_bytes >= facts.memory.shm_free_bytes
+    assert {"numpy", "mpi4py"} <= facts.versions.keys()
     monkeypatch.setenv("MPIRING_STALL_TIMEOUT", "9")
     assert "did you mean MPIRING_STALL_TIMEOUT_S?" in gather.rank(0, Library()).settings_error
     monkeypatch.delenv("MPIRING_STALL_TIMEOUT")

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 from examined import (
-    CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, found, job,
-    one, ranks)
+    CRAY, ETHERNET, HYDRA, INFINIBAND, INTEL, MPICH, MVAPICH, OPEN, PLENTY, PRTE, STEP, findings_of,
+    job, ranks, text_of)
 from launching import needed
 
 from mpiring import __version__
@@ -40,15 +40,15 @@ def test_vendors_are_told_by_what_they_say(text, vendor, version):
 def test_a_healthy_job_is_told_so():
     pairs = [Pair(ranks=(0, 1), latency_s=1e-6, bytes_per_s=1e10),
              Pair(ranks=(0, 2), latency_s=2e-6, bytes_per_s=2.3e10)]
-    whole = job(ranks(4, 2, devices=(INFINIBAND, ETHERNET), variables={
+    healthy = job(ranks(4, 2, devices=(INFINIBAND, ETHERNET), variables={
         **HYDRA, "RDMAV_FORK_SAFE": "1"}), pairs=pairs, allreduce_s=1e-3, mpirun=Mpirun(
             path="/m/bin/mpirun", text="HYDRA Version: 5.0.2", of_library="/m/bin/mpirun"))
-    verdicts = {name: findings[0].verdict for name, findings in found(whole).items()}
+    verdicts = {name: findings[0].verdict for name, findings in findings_of(healthy).items()}
     assert {name for name, verdict in verdicts.items() if verdict != "ok"} == {
         "survival", "torch", "numba", "xxhash", "ml_dtypes", "matplotlib"}
     assert all(len(findings) == 1 and findings[0].ranks == ()
-               for findings in found(whole).values()), "what is the same is told once"
-    assert "2.0 us, 184.00 Gbit/s, over mlx5_0" in one(whole, "between nodes", "ok")
+               for findings in findings_of(healthy).values()), "what is the same is told once"
+    assert "2.0 us, 184.00 Gbit/s, over mlx5_0" in text_of(healthy, "between nodes", "ok")
 
 
 @pytest.mark.parametrize(("library", "text", "installed", "verdict", "words"), [
@@ -67,18 +67,18 @@ def test_a_healthy_job_is_told_so():
 def test_an_mpirun_must_belong_to_the_library(library, text, installed, verdict, words):
     alone = job(ranks(1, library=library, variables={}),
                 mpirun=Mpirun(path="/usr/bin/mpirun", text=text, of_library=installed))
-    assert words in one(alone, "mpirun", verdict)
-    assert "none: one rank, so nothing is measured" in one(alone, "launcher", "note")
+    assert words in text_of(alone, "mpirun", verdict)
+    assert "none: one rank, so nothing is measured" in text_of(alone, "launcher", "note")
 
 
 def test_no_library_and_no_mpirun():
     none = job(ranks(1, library=Library(error="cannot load MPI library\nlibmpi.so"),
                      variables={}), size=0)
-    assert one(none, "MPI library", "problem").endswith(f" -> {get_mpi()}")
-    assert "there is none" in one(none, "mpirun", "warning")
+    assert text_of(none, "MPI library", "problem").endswith(f" -> {get_mpi()}")
+    assert "there is none" in text_of(none, "mpirun", "warning")
     nothing = job(ranks(1, library=Library(), variables={}, versions={}), size=0)
-    assert "pip install mpi4py" in one(nothing, "mpi4py", "problem")
-    assert "MPI library" not in found(nothing)
+    assert "pip install mpi4py" in text_of(nothing, "mpi4py", "problem")
+    assert "MPI library" not in findings_of(nothing)
 
 
 @pytest.mark.parametrize(("library", "variables", "types", "words"), [
@@ -97,9 +97,9 @@ def test_no_library_and_no_mpirun():
 def test_worlds_of_one_rank_each_have_a_cause(library, variables, types, words):
     torn = job(ranks(1, library=library, variables=variables), wanted=2,
                wanted_by="SLURM_NTASKS=2", slurm=Slurm(installed=True, mpi_types=types))
-    text = one(torn, "ranks", "problem")
+    text = text_of(torn, "ranks", "problem")
     assert "alone in its MPI world" in text and words in text
-    assert found(replace(torn, wanted=1))["ranks"][0].verdict == "ok"
+    assert findings_of(replace(torn, wanted=1))["ranks"][0].verdict == "ok"
 
 
 @pytest.mark.parametrize(("library", "per_node", "is_safe"), [
@@ -109,7 +109,7 @@ def test_slurms_pmi_starts_only_small_programs_of_pips_mpich_between_nodes(
     step = {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2", "SLURM_JOB_NUM_NODES": "2"}
     works = job(ranks(4, per_node, library=library, variables=step), allreduce_s=1e-3,
                 mpirun=Mpirun(path="/m/bin/mpirun", of_library="/m/bin/mpirun"))
-    text = one(works, "launcher", "ok" if is_safe else "warning")
+    text = text_of(works, "launcher", "ok" if is_safe else "warning")
     assert "srun, with PMI by --mpi=pmi2" in text
     assert is_safe or "such as PyTorch" in text and "/m/bin/mpirun -n 4 python" in text
 
@@ -118,15 +118,15 @@ def test_a_shell_within_an_allocation_is_no_launch():
     shell = job(ranks(1, variables={"SLURM_JOB_ID": "7"}), wanted=4, wanted_by="SLURM_NTASKS=4",
                 slurm=Slurm(installed=True, mpi_types=("none", "pmi2"), mpi_default="none",
                             kills=False))
-    assert "speaks of 4 ranks -> srun --mpi=pmi2 -n 4 p" in one(shell, "launcher", "warning")
-    assert "export SLURM_MPI_TYPE=pmi2" in one(shell, "srun --mpi", "note")
-    assert "srun --kill-on-bad-exit=1" in one(shell, "srun --kill-on-bad-exit", "note")
+    assert "speaks of 4 ranks -> srun --mpi=pmi2 -n 4 p" in text_of(shell, "launcher", "warning")
+    assert "export SLURM_MPI_TYPE=pmi2" in text_of(shell, "srun --mpi", "note")
+    assert "srun --kill-on-bad-exit=1" in text_of(shell, "srun --kill-on-bad-exit", "note")
 
 
 def test_ranks_that_an_allocation_does_not_know():
     ranks_of_torch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "WORLD_SIZE": "4", "RANK": "0"}
     torn = job(ranks(1, variables=ranks_of_torch), wanted=4, wanted_by="SLURM_NTASKS=4")
-    assert "processes that MPI does not know" in one(torn, "launcher", "problem")
+    assert "processes that MPI does not know" in text_of(torn, "launcher", "problem")
 
 
 @pytest.mark.parametrize(("library", "variables", "memory", "failure", "words"), [
@@ -147,17 +147,17 @@ def test_a_death_in_mpi_init_has_a_remedy(library, variables, memory, failure, w
     dead = job(ranks(1, library=library, variables=variables, memory=memory, thread_level=""),
                size=0, wanted=2, failure=Failure(
         stage=STARTING, **dict(zip(("reason", "timed_out", "printed"), failure))))
-    text = one(dead, "MPI_Init", "problem")
+    text = text_of(dead, "MPI_Init", "problem")
     assert failure[0] in text and words in text
-    assert "ranks" not in found(dead)
+    assert "ranks" not in findings_of(dead)
 
 
 def test_later_failures():
     late = Failure(stage=EXCHANGING, reason="no end within 30 s", timed_out=True)
     hung = job(ranks(1), wanted=2, size=2, failure=late)
-    assert "name the network between them" in one(hung, EXCHANGING, "problem")
+    assert "name the network between them" in text_of(hung, EXCHANGING, "problem")
     ended = job(ranks(2), failure=replace(late, stage=ENDING))
-    assert one(ended, ENDING, "warning")
+    assert text_of(ended, ENDING, "warning")
 
 
 @pytest.mark.parametrize(("allowed", "online", "quota", "verdict", "binding"), [
@@ -170,13 +170,13 @@ def test_later_failures():
     ([{0, 1}, {2, 3}], 8, 1.5, "warning", ("ok", "each rank has 2 of its own")),
 ])
 def test_processors_and_binding(allowed, online, quota, verdict, binding):
-    some = [replace(rank, processors=Processors(
-                allowed=frozenset(mine), online=online, quota=quota or math.inf))
-            for rank, mine in zip(ranks(len(allowed)), allowed)]
-    text = one(job(some), "processors", verdict)
+    facts = [replace(rank, processors=Processors(
+                allowed=frozenset(numbers), online=online, quota=quota or math.inf))
+             for rank, numbers in zip(ranks(len(allowed)), allowed)]
+    text = text_of(job(facts), "processors", verdict)
     assert ("oversubscribed" in text) == (verdict == "warning")
     assert quota is None or "a cgroup grants 1.5:" in text and "at most 1 rank " in text
-    assert binding[1] in one(job(some), "binding", binding[0])
+    assert binding[1] in text_of(job(facts), "binding", binding[0])
 
 
 def cores(count):
@@ -255,15 +255,15 @@ CRAYS = {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}
     ("fork", "ok", "", {"devices": (ETHERNET,)}),
 ])
 def test_what_is_the_same_on_four_ranks(name, verdict, words, facts):
-    assert words in one(job(ranks(4, **facts)), name, verdict)
+    assert words in text_of(job(ranks(4, **facts)), name, verdict)
 
 
 def test_limits_and_forks_beside_a_fast_network():
-    some = job(ranks(2, devices=(INFINIBAND,), memory=replace(
+    limited = job(ranks(2, devices=(INFINIBAND,), memory=replace(
         PLENTY, locked_bytes=65536, open_files=256)))
-    assert "only 64 KiB may be locked" in one(some, "ulimit -l", "warning")
-    assert "ulimit -n 1024" in one(some, "ulimit -n", "note")
-    assert "with mlx5_0" in one(some, "fork", "warning")
+    assert "only 64 KiB may be locked" in text_of(limited, "ulimit -l", "warning")
+    assert "ulimit -n 1024" in text_of(limited, "ulimit -n", "note")
+    assert "with mlx5_0" in text_of(limited, "fork", "warning")
 
 
 @pytest.mark.parametrize(("mode", "packages", "variables", "noted"), [
@@ -271,12 +271,12 @@ def test_limits_and_forks_beside_a_fast_network():
     ("madvise", {"torch": "2.13.0"}, {"THP_MEM_ALLOC_ENABLE": "1"}, False),
     ("madvise", {}, {}, False), ("always", {"torch": "2.13.0"}, {}, False)])
 def test_huge_pages_of_tensors(mode, packages, variables, noted):
-    some = ranks(2, memory=replace(PLENTY, huge_pages=mode), versions={"mpi4py": "4.1", **packages},
-                 variables={**HYDRA, **variables})
+    facts = ranks(2, memory=replace(PLENTY, huge_pages=mode),
+                  versions={"mpi4py": "4.1", **packages}, variables={**HYDRA, **variables})
     if noted:
-        assert "export THP_MEM_ALLOC_ENABLE=1" in one(job(some), "huge pages", "note")
+        assert "export THP_MEM_ALLOC_ENABLE=1" in text_of(job(facts), "huge pages", "note")
     else:
-        assert "huge pages" not in found(job(some))
+        assert "huge pages" not in findings_of(job(facts))
 
 
 @pytest.mark.parametrize(("devices", "us", "gbit", "verdict", "words"), [
@@ -288,37 +288,37 @@ def test_huge_pages_of_tensors(mode, packages, variables, noted):
     ((ETHERNET, replace(INFINIBAND, active=False)), 25, 23, "ok", "over eth0"),
 ])
 def test_between_nodes(devices, us, gbit, verdict, words):
-    some = ranks(2, 1, devices=devices)
+    facts = ranks(2, 1, devices=devices)
     pair = Pair(ranks=(0, 1), latency_s=us * 1e-6, bytes_per_s=gbit / 8 * 1e9)
-    assert words in one(job(some, pairs=[pair]), "between nodes", verdict)
+    assert words in text_of(job(facts, pairs=[pair]), "between nodes", verdict)
 
 
 def test_a_slow_link_is_named():
     pairs = [Pair(ranks=(i, i + 1), latency_s=1e-5, bytes_per_s=1e9 if i == 2 else 3e9)
              for i in range(4)]
-    text = one(job(ranks(5, 1, devices=(ETHERNET,)), pairs=pairs), "slow link", "warning")
+    text = text_of(job(ranks(5, 1, devices=(ETHERNET,)), pairs=pairs), "slow link", "warning")
     assert text.startswith("rank 2 on n3, rank 3 on n4: 8.00 Gbit/s, where the median is 24.00")
 
 
 def test_within_a_node():
     slow = [Pair(ranks=(0, 1), latency_s=1e-3, bytes_per_s=1e8)]
     quiet = job(ranks(2), pairs=slow)
-    assert "does not use shared memory" in one(quiet, "within a node", "warning")
+    assert "does not use shared memory" in text_of(quiet, "within a node", "warning")
     busy = ranks(2, processors=Processors(allowed=frozenset((0,)), online=1))
-    assert "the processors are busy" in one(job(busy, pairs=slow), "within a node", "note")
+    assert "the processors are busy" in text_of(job(busy, pairs=slow), "within a node", "note")
 
 
 def test_gpus_and_what_lies_beside_them():
     gpus = Gpus(kind="NVIDIA", count=1, modules=("gdrdrv",), transports=())
-    some = job(ranks(2, devices=(INFINIBAND,), gpus=gpus))
-    assert "for 2 ranks -> start 1 rank" in one(some, "GPUs", "warning")
-    assert "modprobe nvidia_peermem" in one(some, "GPUDirect RDMA", "note")
-    assert "gdrdrv is loaded" in one(some, "GDRCopy", "ok")
-    assert "no modules for GPUs" in one(some, "UCX transports", "note")
+    crowded = job(ranks(2, devices=(INFINIBAND,), gpus=gpus))
+    assert "for 2 ranks -> start 1 rank" in text_of(crowded, "GPUs", "warning")
+    assert "modprobe nvidia_peermem" in text_of(crowded, "GPUDirect RDMA", "note")
+    assert "gdrdrv is loaded" in text_of(crowded, "GDRCopy", "ok")
+    assert "no modules for GPUs" in text_of(crowded, "UCX transports", "note")
     chosen = job(ranks(2, gpus=gpus, variables={**HYDRA, "UCX_TLS": "rc,sm"}))
-    assert "or add cuda" in one(chosen, "UCX transports", "warning")
+    assert "or add cuda" in text_of(chosen, "UCX transports", "warning")
     none = job(ranks(1, variables={"MPICH_GPU_SUPPORT_ENABLED": "1"}))
-    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in one(none, "GPUs", "warning")
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in text_of(none, "GPUs", "warning")
 
 
 A_GPU, OTHER = "0000:01:00.0", "0000:41:00.0"
@@ -326,32 +326,32 @@ A_GPU, OTHER = "0000:01:00.0", "0000:41:00.0"
 
 def with_gpus(addresses, per_node=None, variables=HYDRA, **facts):
     """Return a job whose ranks have these GPUs."""
-    some = ranks(len(addresses), per_node, variables=variables)
+    without = ranks(len(addresses), per_node, variables=variables)
     return job([replace(rank, gpus=Gpus(kind="NVIDIA", count=2, visible=(A_GPU, OTHER),
                                         address=address, **facts))
-                for rank, address in zip(some, addresses)])
+                for rank, address in zip(without, addresses)])
 
 
 def test_what_mpiring_does_with_gpus():
     own, shared = "mpiring's GPU", "GPU memory within a node"
-    assert A_GPU in one(with_gpus([A_GPU]), own, "ok")
-    assert shared not in found(with_gpus([A_GPU]))
-    assert [finding.verdict for finding in found(with_gpus([A_GPU, OTHER]))[own]] == ["ok"] * 2
-    assert "0000:01:00.0, one of 2, for 2 ranks -> " in one(
+    assert A_GPU in text_of(with_gpus([A_GPU]), own, "ok")
+    assert shared not in findings_of(with_gpus([A_GPU]))
+    assert [f.verdict for f in findings_of(with_gpus([A_GPU, OTHER]))[own]] == ["ok"] * 2
+    assert "0000:01:00.0, one of 2, for 2 ranks -> " in text_of(
         with_gpus([A_GPU, A_GPU]), own, "note")
     # Nodes have GPUs at equal places.
-    assert "one of 2 ->" in one(with_gpus([A_GPU, A_GPU], per_node=1), own, "ok")
-    assert "summed in place" in one(with_gpus([A_GPU, OTHER]), shared, "ok")
+    assert "one of 2 ->" in text_of(with_gpus([A_GPU, A_GPU], per_node=1), own, "ok")
+    assert "summed in place" in text_of(with_gpus([A_GPU, OTHER]), shared, "ok")
     refused = with_gpus([A_GPU, OTHER], sharing_error="invalid device context")
-    assert "(invalid device context): data goes through pinned" in one(refused, shared, "note")
+    assert "(invalid device context): data goes through pinned" in text_of(refused, shared, "note")
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: install it")))
-    assert "none by CuPy: no CuPy: install it -> do so for CuPy models" in one(
+    assert "none by CuPy: no CuPy: install it -> do so for CuPy models" in text_of(
         missing, own, "note")
     for setting, words in (("yes", "gets its pointers without a test"),
                            ("auto", "where a trial at the "),
                            ("no", "MPIRING_GPU_AWARE=no: staged")):
-        some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": setting})
-        assert words in one(some, "GPU memory between nodes", "ok")
+        between_nodes = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": setting})
+        assert words in text_of(between_nodes, "GPU memory between nodes", "ok")
 
 
 def test_settings():
@@ -361,15 +361,15 @@ def test_settings():
     assert "problem  MPIRING_* variables: MPIRING_X is no setting; known: …  [rank 1 on n1]" in text
     differing = ranks(4, 2)
     differing[3] = replace(differing[3], variables={**HYDRA, "MPIRING_TUNING": "0"})
-    values = {(f.value, f.ranks) for f in found(job(differing))["MPIRING_* variables"]}
+    values = {(f.value, f.ranks) for f in findings_of(job(differing))["MPIRING_* variables"]}
     assert values == {("none", (0, 1, 2)), ("MPIRING_TUNING=0", (3,))}
 
 
 def long_report():
     """Return a report with a long remedy and a command of several lines."""
-    some = ranks(1)
-    some[0] = replace(some[0], memory=replace(PLENTY, shm_bytes=1 << 20, leftover_files=3))
-    return as_text(judge(job(some)), job(some))
+    facts = ranks(1)
+    facts[0] = replace(facts[0], memory=replace(PLENTY, shm_bytes=1 << 20, leftover_files=3))
+    return as_text(judge(job(facts)), job(facts))
 
 
 def test_the_report_fits_the_terminal_and_its_commands_stay_whole(monkeypatch):
@@ -406,16 +406,17 @@ def test_the_report_in_a_terminal(monkeypatch):
 
 
 def test_findings_of_all_ranks_are_told_once_and_others_where():
-    some = ranks(8, 4)
+    facts = ranks(8, 4)
     for rank in range(4, 8):
-        some[rank] = replace(some[rank], python="3.12.1", memory=replace(PLENTY, shm_bytes=1 << 26))
-    what = job(some)
-    shown = as_text(judge(what), what)
+        facts[rank] = replace(
+            facts[rank], python="3.12.1", memory=replace(PLENTY, shm_bytes=1 << 26))
+    examined_job = job(facts)
+    shown = as_text(judge(examined_job), examined_job)
     assert "  warning  Python: 3.12.1  [ranks 4-7 on n2]\n" in shown
     assert shown.startswith(f"mpiring {__version__} doctor: 8 ranks on n1, n2\n")
-    report = json.loads(as_json(judge(what), what))
-    (shm,) = [one for one in report["findings"] if one["where"] and one["name"] == "/dev/shm"
-              and one["verdict"] != "ok"]
+    report = json.loads(as_json(judge(examined_job), examined_job))
+    (shm,) = [f for f in report["findings"] if f["where"] and f["name"] == "/dev/shm"
+              and f["verdict"] != "ok"]
     assert (shm["ranks"], shm["where"]) == ([4, 5, 6, 7], "ranks 4-7 on n2")
     assert (report["verdict"], report["ranks"], report["nodes"]) == ("warning", 8, ["n1", "n2"])
 
