@@ -26,9 +26,9 @@ class Counts:
     def update(self, gradients, rate):
         self.rates.append(rate)
         self.together.append([int(np.argmax(x)) for x, _ in gradients])
-        for x, one in gradients:
+        for x, count in gradients:
             self.weights[0] += x
-            self.weights[1] += one
+            self.weights[1] += count
 
 
 class Pause:

@@ -35,17 +35,17 @@ def test_the_mean_is_conserved_however_many_rounds_each_rank_trains(size):
         def program(net):
             rank = net.rank
             exchanges = Exchanges(rank, size)
-            mine, theirs = np.empty(1), np.empty(1)
+            copied, received = np.empty(1), np.empty(1)
 
             def partner_of(number):
                 return partner(seed, number, rank, size)
 
             def snapshot():
-                mine[:] = x[rank]
-                return [mine]
+                copied[:] = x[rank]
+                return [copied]
 
             def take():
-                x[rank] += (theirs - mine) / 2
+                x[rank] += (received - copied) / 2
 
             for number in range(steps[rank]):
                 other = partner_of(number)
@@ -54,10 +54,10 @@ def test_the_mean_is_conserved_however_many_rounds_each_rank_trains(size):
                     # Whatever is learnt while snapshots travel.
                     x[rank] += number
                     learnt[0] += number
-                    yield from exchanges.exchange(net, other, sent, [theirs])
+                    yield from exchanges.exchange(net, other, sent, [received])
                     take()
             end = yield from exchanges.answer(
-                net, steps[rank], partner_of, snapshot, [theirs], take)
+                net, steps[rank], partner_of, snapshot, [received], take)
             ends[rank] = end
             # All is clean for more.
             assert exchanges.training == {*range(size)} - {rank}

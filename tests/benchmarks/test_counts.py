@@ -16,13 +16,13 @@ ROW = re.compile(
 def test_the_table_of_many_ranks_is_what_is_counted():
     ranks = [int(cell) for cell in re.search(r"^\| operation \| quantity \|(.*)\|$", PAGE,
                                              re.MULTILINE)[1].split("|")]
-    rows = [(name, what, [int(cell.replace(",", "")) for cell in cells.split("|")])
-            for name, what, cells in ROW.findall(PAGE)]
+    rows = [(name, column, [int(cell.replace(",", "")) for cell in cells.split("|")])
+            for name, column, cells in ROW.findall(PAGE)]
     assert {name for name, *_ in rows} == counts.OPERATIONS.keys() and ranks[-1] == 4096
     few = [p for p in ranks if p <= 64]
-    found = {(name, p): counts.count(name, p) for name in counts.OPERATIONS for p in few}
-    for name, what, cells in rows:
-        assert cells[:len(few)] == [getattr(found[name, p], what) for p in few], name
+    counted = {(name, p): counts.count(name, p) for name in counts.OPERATIONS for p in few}
+    for name, column, cells in rows:
+        assert cells[:len(few)] == [getattr(counted[name, p], column) for p in few], name
 
 
 @pytest.mark.parametrize("operation", [name for name in counts.OPERATIONS if "short" in name])

@@ -65,24 +65,25 @@ def check_prefetching(rows, loaders):
 
 
 def check_batches(rows):
-    found = {row["contender"]: row for row in rows}
-    assert list(found) == ["equal lengths", "DistributedSampler", "buckets of a rank",
-                           "buckets of all ranks", "TokenBatches"]
-    equal, padded, *_, ours = found.values()
+    by_contender = {row["contender"]: row for row in rows}
+    assert list(by_contender) == ["equal lengths", "DistributedSampler", "buckets of a rank",
+                                  "buckets of all ranks", "TokenBatches"]
+    equal, padded, *_, ours = by_contender.values()
     assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
     assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
     for name in "buckets of a rank", "buckets of all ranks", "TokenBatches":
-        assert found[name]["padding_percent"] < padded["padding_percent"]
+        assert by_contender[name]["padding_percent"] < padded["padding_percent"]
     for row in rows:
         assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
         assert row["samples_per_step"] == 8 or row is ours
 
 
 def check_local(rows):
-    found = {row["method"]: row for row in rows}
-    assert list(found) == list(local.NAMES)
-    assert found.pop("alone")["bits_per_byte"] is None and found["dense"]["bits_over_dense"] == 0
-    for name, row in found.items():
+    by_method = {row["method"]: row for row in rows}
+    assert list(by_method) == list(local.NAMES)
+    assert by_method.pop("alone")["bits_per_byte"] is None
+    assert by_method["dense"]["bits_over_dense"] == 0
+    for name, row in by_method.items():
         assert row["steps"] == 4 and row["seeds"] == 2 and row["samples_per_s"] > 0
         assert row["grid_rates"] == [1e-3, 3e-3, row["learning_rate"]], "the others at the best one"
         assert min(row["grid_bits"][:2]) == row["grid_bits"][row["learning_rate"] == 3e-3]
@@ -90,7 +91,7 @@ def check_local(rows):
         assert 0 < row["curve_bytes"][0] < row["curve_bytes"][1] and row["bits_per_byte"] < 8.6
         assert row["exposed_ms"] > 0 and row["straggler"] == [0.001, 0.5]
     # Every other step; as eight bits instead of 32.
-    assert 7 < found["diloco"]["fewer_bytes"] < 9 < 2 + found["localsgd"]["fewer_bytes"]
+    assert 7 < by_method["diloco"]["fewer_bytes"] < 9 < 2 + by_method["localsgd"]["fewer_bytes"]
 
 
 def check_reducers(rows):
@@ -127,7 +128,7 @@ def test_codecs(capsys, tmp_path):
     rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
              for row in rows}
     assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
-    assert all(rate > 0 for found in rates.values() for rate in found)
+    assert all(rate > 0 for each in rates.values() for rate in each)
     assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
 
 

@@ -74,8 +74,8 @@ def test_the_first_and_the_last_buckets_are_short():
 
 
 def test_buckets_are_usually_short_between_a_few_nodes():
-    found = [usual_bytes(nodes) >> 20 for nodes in (1, 2, 32, 64, 128, 200, 1000)]
-    assert found == [25, 4, 4, 8, 16, 25, 25]
+    mib = [usual_bytes(nodes) >> 20 for nodes in (1, 2, 32, 64, 128, 200, 1000)]
+    assert mib == [25, 4, 4, 8, 16, 25, 25]
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])

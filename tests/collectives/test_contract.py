@@ -155,25 +155,25 @@ def test_out_of_place(p, place):
     cases = [(op, dtype) for op in contract.OPS for dtype in contract.OPS_OF[op][::4]]
     # On many ranks few of them, to save time.
     for seed, (op, dtype) in enumerate(cases if p <= 4 else cases[p % 8::8]):
-        whole = [contract.contribution(rank, p * n, dtype) for rank in range(p)]
+        inputs = [contract.contribution(rank, p * n, dtype) for rank in range(p)]
 
         def program(collectives):
-            r, mine = collectives.rank, whole[collectives.rank].copy()
-            chunks = [mine[k * n:][:n] for k in range(p)]
+            r, x = collectives.rank, inputs[collectives.rank].copy()
+            chunks = [x[k * n:][:n] for k in range(p)]
             chunks[r] = chunks[r].copy()
             yield from collectives.reduce_scatter_chunks(chunks, op=op)
-            assert np.array_equal(mine, whole[r]), "an input was changed"
+            assert np.array_equal(x, inputs[r]), "an input was changed"
             gathered = [np.zeros(n, dtype) for _ in range(p)]
             gathered[r][...] = chunks[r]
             yield from collectives.allgather_chunks(gathered)
-            yield from collectives.reduce(mine, root, op=op)
-            assert r == root or np.array_equal(mine, whole[r]), "an input was changed"
-            return np.concatenate(gathered), mine
+            yield from collectives.reduce(x, root, op=op)
+            assert r == root or np.array_equal(x, inputs[r]), "an input was changed"
+            return np.concatenate(gathered), x
 
-        found = run(node_of, program, seed=seed, slot_bytes=2048)[0]
-        for gathered, _ in found:
+        outputs = run(node_of, program, seed=seed, slot_bytes=2048)[0]
+        for gathered, _ in outputs:
             contract.check(gathered, p, op)
-        contract.check(found[root][1], p, op)
+        contract.check(outputs[root][1], p, op)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
@@ -211,15 +211,15 @@ def test_another_length_is_named(kind, finder):
     """Rank 1 sends, or expects, a byte more than agreed with rank 0, or 2."""
     def program(collectives):
         r = collectives.rank
-        mine = [np.zeros(5 + (r == 1), np.uint8) for _ in range(3)]
+        odd = [np.zeros(5 + (r == 1), np.uint8) for _ in range(3)]
         plain = [np.zeros(5, np.uint8) for _ in range(3)]
         if kind == "gather":
-            yield from collectives.gather(mine[0], plain if r == 0 else (), 0)
+            yield from collectives.gather(odd[0], plain if r == 0 else (), 0)
         elif kind == "scatter":
-            yield from collectives.scatter(plain if r == 0 else (), mine[0], 0)
+            yield from collectives.scatter(plain if r == 0 else (), odd[0], 0)
         else:
-            mine[:2] = plain[:2]
-            yield from collectives.all_to_all(mine, plain)
+            odd[:2] = plain[:2]
+            yield from collectives.all_to_all(odd, plain)
 
     errors, _ = run([0] * 3, program, return_errors=True)
     assert isinstance(errors[finder], BufferMismatchError)
@@ -234,9 +234,9 @@ def test_objects(p, place):
 
     def program(collectives):
         for root in {0, p // 2, p - 1}:
-            found = yield from collectives.broadcast_bytes(texts[collectives.rank], root)
-            assert np.array_equal(found, texts[root])
-        found = yield from collectives.allgather_bytes(texts[collectives.rank])
-        assert all(map(np.array_equal, found, texts))
+            received = yield from collectives.broadcast_bytes(texts[collectives.rank], root)
+            assert np.array_equal(received, texts[root])
+        received = yield from collectives.allgather_bytes(texts[collectives.rank])
+        assert all(map(np.array_equal, received, texts))
 
     run(node_of, program, seed=p)

@@ -36,9 +36,9 @@ def test_16_bits_are_combined_in_rank_order_and_rounded_once(p, n, seed, op, dty
     want = contract.rounded_once(rows, op) if p > 1 else rows[0]
     assert contract.same_bits(allreduced(rows, op, seed, "direct"), want)
     xs = list(rows.copy())
-    mine, _ = run(range(p), lambda collectives: collectives.reduce_scatter(
+    chunks, _ = run(range(p), lambda collectives: collectives.reduce_scatter(
         xs[collectives.rank], op=op), seed=seed, algorithm="direct")
-    assert contract.same_bits(np.concatenate(mine), want)
+    assert contract.same_bits(np.concatenate(chunks), want)
 
 
 @pytest.mark.parametrize(("p", "itemsize"), [(2, 4), (3, 2), (8, 4), (16, 2)])

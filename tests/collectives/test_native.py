@@ -86,9 +86,9 @@ def test_many_nodes_take_a_logarithm_of_messages_for_few_bytes():
 
 def test_what_cannot_be_halved_gives_way():
     def halves(ranks, nodes, requested, op="sum", dtype="float32", nbytes=8):
-        found = choose_halves(Case(nbytes, np.dtype(dtype), op, ranks, nodes, Tuning()), requested)
-        return "eager" if found is EAGER_HALVES else next(
-            row.name for row in TABLE if row.halves is found)
+        chosen = choose_halves(Case(nbytes, np.dtype(dtype), op, ranks, nodes, Tuning()), requested)
+        return "eager" if chosen is EAGER_HALVES else next(
+            row.name for row in TABLE if row.halves is chosen)
 
     for requested in ("auto", "native"):
         assert halves(4, 4, requested) == "ring"

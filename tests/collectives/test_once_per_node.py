@@ -88,7 +88,7 @@ def trained(node_of, bounds, seed, *, meets=True):
     def program(collectives):
         rank = collectives.rank
         weights = yield from collectives.node_array(N, "float32")
-        mine = weights[bounds[rank]:bounds[rank + 1]]
+        own_slice = weights[bounds[rank]:bounds[rank + 1]]
         for step in range(STEPS):
             # Forward and backward.
             for _ in range(3):
@@ -97,7 +97,7 @@ def trained(node_of, bounds, seed, *, meets=True):
                 yield (Late(network, rank),)
             if meets:
                 yield from collectives.allreduce(np.zeros(1, bool), op="max", algorithm="ring")
-            for half in np.array_split(mine, 2):
+            for half in np.array_split(own_slice, 2):
                 half[...] = step + 1
                 yield (Late(network, rank),)
             yield from collectives.allgather_once(weights, bounds=bounds)

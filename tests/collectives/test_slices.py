@@ -34,18 +34,18 @@ def halves(node_of, rows, op, bounds, memory="none", **options):
         y = yield from collectives.empty(x.shape, x.dtype)
         if IN_WINDOWS[memory](rank):
             y[...], x = x, y
-        mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
-        assert np.shares_memory(mine, x) or not mine.size
-        mine = mine.copy()
+        own_slice = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
+        assert np.shares_memory(own_slice, x) or not own_slice.size
+        own_slice = own_slice.copy()
         # What the other slices hold must not matter.
         where = bounds or bounds_of(x.size, len(node_of))
         kept = x[where[rank]:where[rank + 1]].copy()
-        assert kept.tobytes() == mine.tobytes()
+        assert kept.tobytes() == own_slice.tobytes()
         yield from collectives.barrier()
         x[:where[rank]] = 77
         x[where[rank + 1]:] = 77
         yield from collectives.allgather(x, bounds=bounds)
-        return mine, x.copy()
+        return own_slice, x.copy()
 
     return run(node_of, program, slot_bytes=2048, tuning=SMALL, **options)
 
@@ -57,12 +57,12 @@ def test_contract(nodes):
         n = length(p)
         bounds = cut(n, p)
         rows = [contract.contribution(rank, n, dtype) for rank in range(p)]
-        found, _ = halves(NODES[nodes](p), rows, op, bounds, memory, seed=seed)
+        results, _ = halves(NODES[nodes](p), rows, op, bounds, memory, seed=seed)
         where = bounds or bounds_of(n, p)
-        for rank, (mine, x) in enumerate(found):
-            assert x.tobytes() == found[0][1].tobytes(), "bits differ"
-            assert mine.tobytes() == x[where[rank]:where[rank + 1]].tobytes()
-        contract.check(found[0][1], p, op)
+        for rank, (own_slice, x) in enumerate(results):
+            assert x.tobytes() == results[0][1].tobytes(), "bits differ"
+            assert own_slice.tobytes() == x[where[rank]:where[rank + 1]].tobytes()
+        contract.check(results[0][1], p, op)
 
 
 @pytest.mark.parametrize("node_of", [[0] * 4, [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 2, 1, 0]])
@@ -74,8 +74,8 @@ def test_sixteen_bits_are_rounded_as_allreduce_rounds_them(node_of, dtype):
         run(node_of, lambda collectives: collectives.allreduce(xs[collectives.rank], op=op),
             tuning=SMALL)
         for bounds in BOUNDS.values():
-            found, _ = halves(node_of, rows, op, bounds(200, len(node_of)), "all")
-            assert all(x.tobytes() == xs[0].tobytes() for _, x in found)
+            results, _ = halves(node_of, rows, op, bounds(200, len(node_of)), "all")
+            assert all(x.tobytes() == xs[0].tobytes() for _, x in results)
 
 
 @pytest.mark.parametrize("node_of", [
@@ -110,8 +110,8 @@ def test_scratch_memory_suffices_where_the_shorter_slices_are_cut_into_fewer_pie
     def program(collectives):
         return (yield from collectives.reduce_scatter(rows[collectives.rank].copy()))
 
-    found, _ = run([0, 0, 0, 1, 1, 1], program, slot_bytes=1 << 19)
-    contract.check(np.concatenate(found), p, "sum")
+    slices, _ = run([0, 0, 0, 1, 1, 1], program, slot_bytes=1 << 19)
+    contract.check(np.concatenate(slices), p, "sum")
 
 
 def test_no_rank_reads_a_window_after_its_owner_has_gone_on():
@@ -119,8 +119,8 @@ def test_no_rank_reads_a_window_after_its_owner_has_gone_on():
         x = yield from collectives.empty((60,), "float32")
         for step in range(4):
             x[...] = step + collectives.rank
-            mine = yield from collectives.reduce_scatter(x)
-            assert (mine == 3 * step + 3).all()
+            own_slice = yield from collectives.reduce_scatter(x)
+            assert (own_slice == 3 * step + 3).all()
             x[...] = -1
             x[20 * collectives.rank:][:20] = 10 * step + collectives.rank
             yield from collectives.allgather(x)

@@ -62,25 +62,25 @@ def test_a_batch_has_a_number_of_samples_that_ranks_can_share():
 
 def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default_rng(0)):
     lengths = np.minimum(random.exponential(200, 30_000).astype(np.int64) + 1, 1000)
-    found = plan(lengths, np.arange(30_000), TokenBudget(8000, None, 64), np.random.RandomState(1))
-    padding, imbalance = found.waste(4)
+    packed = plan(lengths, np.arange(30_000), TokenBudget(8000, None, 64), np.random.RandomState(1))
+    padding, imbalance = packed.waste(4)
     assert padding < 0.03 and imbalance < 0.03
-    means = [np.mean(found.batch(index)[1]) for index in range(len(found))]
-    assert abs(np.corrcoef(means, range(len(found)))[0, 1]) < 0.1
-    assert lengths.sum() / len(found) > 0.9 * 8000
+    means = [np.mean(packed.batch(index)[1]) for index in range(len(packed))]
+    assert abs(np.corrcoef(means, range(len(packed)))[0, 1]) < 0.1
+    assert lengths.sum() / len(packed) > 0.9 * 8000
 
 
 @pytest.mark.parametrize("n", [0, 1, 4095, 8191, 8192])
 def test_windows_of_any_size(n):
-    found = plan(np.full(n, 7), np.arange(n), TokenBudget(70, None, 1), np.random.RandomState(0))
-    assert sorted(found.order) == list(range(n))
-    assert np.all(np.diff(found.bounds) <= 10) and np.diff(found.bounds).sum() == n
+    packed = plan(np.full(n, 7), np.arange(n), TokenBudget(70, None, 1), np.random.RandomState(0))
+    assert sorted(packed.order) == list(range(n))
+    assert np.all(np.diff(packed.bounds) <= 10) and np.diff(packed.bounds).sum() == n
 
 
 def test_an_order_is_the_same_for_ever():
     """States that were saved count on it."""
     lengths = np.random.RandomState(0).geometric(0.01, 20_000)
-    found = plan(lengths, np.arange(20_000, dtype=np.int32), TokenBudget(4000, 500, 8),
-                 np.random.RandomState(np.random.MT19937(np.random.SeedSequence([1, 2, 0]))))
-    order = found.order.astype("<i4"), found.bounds.astype("<i8")
+    packed = plan(lengths, np.arange(20_000, dtype=np.int32), TokenBudget(4000, 500, 8),
+                  np.random.RandomState(np.random.MT19937(np.random.SeedSequence([1, 2, 0]))))
+    order = packed.order.astype("<i4"), packed.bounds.astype("<i8")
     assert digest(order) == 11552057022355953732

@@ -55,12 +55,12 @@ def fetchers():
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_batches_come_whole_and_in_order(device, depth):
     wanted = list(batches(30))
-    found = 0
+    batches_seen = 0
     for (images, labels), right in zip(prefetch(wanted, device, depth=depth), wanted, strict=True):
         assert np.array_equal(host(images), right[0]) and images.dtype == np.float32
         assert np.array_equal(host(labels), right[1]) and labels.shape == (40,)
-        found += 1
-    assert found == 30 and not fetchers()
+        batches_seen += 1
+    assert batches_seen == 30 and not fetchers()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -100,17 +100,17 @@ def test_any_nest_goes_and_all_else_passes(gpu):
     words = np.array(["a", "bc"])
     batch = {"pair": Pair(images.T, [np.float32(2), None]), "words": words,
              "more": collections.OrderedDict(x=(np.array(5), np.empty((0, 2)), "text", 3))}
-    (found,) = prefetch([batch], "cuda")
-    assert list(found) == list(batch) and found["words"] is words
-    assert type(found["pair"]) is Pair and found["pair"].labels == [np.float32(2), None]
-    assert np.array_equal(found["pair"].images.get(), images.T)
-    number, nothing, text, three = found["more"]["x"]
-    assert type(found["more"]) is collections.OrderedDict and (text, three) == ("text", 3)
+    (moved,) = prefetch([batch], "cuda")
+    assert list(moved) == list(batch) and moved["words"] is words
+    assert type(moved["pair"]) is Pair and moved["pair"].labels == [np.float32(2), None]
+    assert np.array_equal(moved["pair"].images.get(), images.T)
+    number, nothing, text, three = moved["more"]["x"]
+    assert type(moved["more"]) is collections.OrderedDict and (text, three) == ("text", 3)
     assert number.get() == 5 and number.shape == () and nothing.shape == (0, 2)
     assert isinstance(batch["pair"].images, np.ndarray), "what was given is as it was"
     assert list(prefetch(["no", "arrays"], "cuda")) == ["no", "arrays"]
-    (found,) = prefetch([collections.UserDict(x=np.ones(3).view(np.memmap))], "cuda")
-    assert type(found) is collections.UserDict and (found["x"].get() == 1).all()
+    (moved,) = prefetch([collections.UserDict(x=np.ones(3).view(np.memmap))], "cuda")
+    assert type(moved) is collections.UserDict and (moved["x"].get() == 1).all()
     hidden = np.ma.masked_array([1.0], [True])
     assert next(iter(prefetch([hidden], "cuda"))) is hidden, "no mask is lost"
     assert list(prefetch([], "cuda")) == []
@@ -139,11 +139,11 @@ def test_an_error_comes_at_its_place(device):
         yield from batches(2)
         raise OSError("the disk is gone")
 
-    found = []
+    arrived = []
     with pytest.raises(OSError, match="the disk is gone"):
         for batch in prefetch(loader(), device, depth=4):
-            found.append(batch)
-    assert len(found) == 2 and not fetchers()
+            arrived.append(batch)
+    assert len(arrived) == 2 and not fetchers()
 
 
 def test_it_can_be_left_early_and_begun_again(device):
@@ -154,8 +154,8 @@ def test_it_can_be_left_early_and_begun_again(device):
                 break
         assert not fetchers()
         assert np.array_equal(host(images), list(batches(5))[4][0])
-    one, other = iter(fetched), iter(fetched)
-    for (left, _), (right, _) in zip(one, other, strict=True):
+    first, second = iter(fetched), iter(fetched)
+    for (left, _), (right, _) in zip(first, second, strict=True):
         assert np.array_equal(host(left), host(right))
     assert not fetchers()
 

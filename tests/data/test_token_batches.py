@@ -18,12 +18,12 @@ def test_each_sample_once_per_epoch_in_the_same_batches_on_any_ranks(
         lengths, size, tokens, seed, shuffle):
     options = {"lengths": lengths, "tokens": tokens, "longest": 40, "seed": seed,
                "shuffle": shuffle, "window": 3}
-    one, several = on_ranks(1, **options), on_ranks(size, **options)
+    alone, several = on_ranks(1, **options), on_ranks(size, **options)
     for epoch in range(2):
-        assert one[0].epoch == several[-1].epoch == epoch
+        assert alone[0].epoch == several[-1].epoch == epoch
         expected = len(several[-1])
         batches = drawn(several)
-        assert batches == drawn(one) and len(batches) == expected
+        assert batches == drawn(alone) and len(batches) == expected
         assert np.all(counts(batches, len(lengths)) == 1)
         assert all(sum(min(lengths[i], 40) for i in batch) <= tokens for batch in batches)
 
@@ -43,7 +43,7 @@ def test_an_epoch_goes_on_anywhere_with_other_settings(data):
         # What was drawn ahead was not trained on.
         trained = min(stop, len(batches))
         seen += batches[:trained]
-        states = [one.state_dict(seen=trained) for one in ranks]
+        states = [batches.state_dict(seen=trained) for batches in ranks]
         assert states[1:] == states[:-1]
         state = states[0]
     rest = on_ranks(2, lengths, state, seed=5)
@@ -55,14 +55,14 @@ def test_an_epoch_goes_on_anywhere_with_other_settings(data):
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_resumed_with_the_same_settings_the_same_batches_come(size):
-    whole = drawn(on_ranks(1))
-    for done in (0, 1, 50, len(whole) - 1, len(whole)):
+    epoch = drawn(on_ranks(1))
+    for done in (0, 1, 50, len(epoch) - 1, len(epoch)):
         ranks = on_ranks(2)
         first = drawn(ranks, done) if done else []
         state = ranks[0].state_dict(seen=done)
         resumed = on_ranks(size, state=state)
-        assert len(resumed[0]) == len(whole) - done
-        assert first + drawn(resumed) == whole
+        assert len(resumed[0]) == len(epoch) - done
+        assert first + drawn(resumed) == epoch
 
 
 def test_epochs_differ_and_move_on_by_themselves():
@@ -82,28 +82,28 @@ def test_epochs_differ_and_move_on_by_themselves():
 
 def test_an_iteration_that_is_broken_off_begins_again():
     (batches,) = on_ranks(1)
-    whole = drawn(on_ranks(1))
-    assert drawn([batches], 5) == drawn([batches], 5) == whole[:5]
-    assert batches.epoch == 0 and len(batches) == len(whole)
+    epoch = drawn(on_ranks(1))
+    assert drawn([batches], 5) == drawn([batches], 5) == epoch[:5]
+    assert batches.epoch == 0 and len(batches) == len(epoch)
     # Unless it is said to go on.
     state = batches.state_dict()
-    assert state["history"][-1][-1] == sum(map(len, whole[:5]))
+    assert state["history"][-1][-1] == sum(map(len, epoch[:5]))
     batches.load_state_dict(state)
-    assert len(batches) == len(whole) - 5
-    assert drawn([batches], 3) == whole[5:8]
+    assert len(batches) == len(epoch) - 5
+    assert drawn([batches], 3) == epoch[5:8]
     # It begins where the resumed one had begun.
-    assert drawn([batches]) == whole[5:]
+    assert drawn([batches]) == epoch[5:]
     assert batches.epoch == 1
 
 
 def test_a_framework_may_say_the_epoch_that_was_resumed():
     (batches,) = on_ranks(1)
     batches.set_epoch(4)
-    whole = drawn(on_ranks(1, state={**batches.state_dict(), "epoch": 4}))
+    epoch = drawn(on_ranks(1, state={**batches.state_dict(), "epoch": 4}))
     drawn([batches], 7)
     (resumed,) = on_ranks(1, state=batches.state_dict())
     resumed.set_epoch(4)
-    assert drawn([resumed]) == whole[7:] and resumed.epoch == 5
+    assert drawn([resumed]) == epoch[7:] and resumed.epoch == 5
 
 
 def test_the_end_of_an_epoch_is_the_end_of_one_iteration():
@@ -218,14 +218,14 @@ def test_wrong_settings_are_named(options, message):
 
 
 def test_lengths_may_be_of_any_kind_of_whole_numbers():
-    whole = drawn(on_ranks(1, [*range(1, 90)]))
+    epoch = drawn(on_ranks(1, [*range(1, 90)]))
     for lengths in (range(1, 90), np.arange(1, 90, dtype=np.uint64), tuple(np.arange(1, 90)),
                     np.arange(178)[1::2] // 2 + 1):
-        assert drawn(on_ranks(1, lengths)) == whole
+        assert drawn(on_ranks(1, lengths)) == epoch
     lengths = np.arange(1, 90)
     (batches,) = on_ranks(1, lengths)
     lengths[:] = 1
-    assert drawn([batches]) == whole
+    assert drawn([batches]) == epoch
     with pytest.raises(ConfigError, match="comm is a int"):
         TokenBatches(lengths, 3, tokens=9)
 

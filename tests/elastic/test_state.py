@@ -74,8 +74,8 @@ class Ranks:
     def __init__(self, *others):
         self._others = others
 
-    def allgather_object(self, mine, *, label=None):
-        return [mine, *self._others]
+    def allgather_object(self, obj, *, label=None):
+        return [obj, *self._others]
 
 
 def test_the_last_two_commits_are_kept():

@@ -59,8 +59,8 @@ def test_copies_and_zeros(device, memory):
 
 
 def test_tensors_of_any_shape_are_vectors(device, memory):
-    whole = torch.arange(24.0).requires_grad_()
-    part = whole.view(2, 3, 4)[1]
+    cube = torch.arange(24.0).requires_grad_()
+    part = cube.view(2, 3, 4)[1]
     vector = arrays.vector_of(part)
     assert (vector.device, vector.size, vector.dtype) == (device, 12, np.float32)
     assert np.array_equal(memory.get(vector[2:5]), [14, 15, 16])
@@ -160,16 +160,16 @@ def test_pages_are_locked_by_cuda_for_as_long_as_they_are_mapped(accelerator, mo
         raise RuntimeError("CUDA's last error")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    whole = np.empty(3 * PAGE_BYTES, np.uint8)
-    start = -whole.ctypes.data % PAGE_BYTES
+    pages = np.empty(3 * PAGE_BYTES, np.uint8)
+    start = -pages.ctypes.data % PAGE_BYTES
     for _ in range(2):
-        device.gpu.pin(whole[start:start + PAGE_BYTES])
-    device.gpu.pin(whole[start + 1:])
+        device.gpu.pin(pages[start:start + PAGE_BYTES])
+    device.gpu.pin(pages[start + 1:])
     assert len(cudart.locked) == 1
     # Some other library has locked the next page.
-    cudart.locked.append(whole.ctypes.data + start + PAGE_BYTES)
-    device.gpu.pin(whole[start + PAGE_BYTES:][:PAGE_BYTES])
-    del whole
+    cudart.locked.append(pages.ctypes.data + start + PAGE_BYTES)
+    device.gpu.pin(pages[start + PAGE_BYTES:][:PAGE_BYTES])
+    del pages
     assert len(cudart.locked) == 1 and not caplog.text and set(asked) == {3}
 
 
@@ -177,31 +177,31 @@ def test_pages_are_locked_by_cuda_for_as_long_as_they_are_mapped(accelerator, mo
 def test_cupy_is_taken_where_it_is_and_the_gpu_is_nvidias(accelerator, monkeypatch, hip):
     asked, of_cupy = [], object()
 
-    def found(index):
+    def cupy_device(index):
         asked.append(index)
         if index == 1:
             raise MissingDependencyError("no compiler")
         return of_cupy
 
-    monkeypatch.setattr(cuda, "device", found)
+    monkeypatch.setattr(cuda, "device", cupy_device)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "H200")
-    zero, one = (arrays.device_of(torch.device("cuda", index)) for index in (0, 1))
-    assert one is arrays.device_of(torch.device("cuda", 1)) and repr(one) == "GPU cuda:1 (H200)"
+    gpu_0, gpu_1 = (arrays.device_of(torch.device("cuda", index)) for index in (0, 1))
+    assert gpu_1 is arrays.device_of(torch.device("cuda", 1)) and repr(gpu_1) == "GPU cuda:1 (H200)"
     assert asked == ([] if hip else [0, 1])
-    assert (zero is of_cupy) == (hip is None)
+    assert (gpu_0 is of_cupy) == (hip is None)
     with pytest.raises(OSError, match="on NVIDIA's GPUs, only" if hip else "no compiler"):
-        one.gpu.export(None)
+        gpu_1.gpu.export(None)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda where: "Max 1550")
     assert repr(arrays.device_of(torch.device("xpu", 2))) == "GPU xpu:2 (Max 1550)"
 
 
 def test_a_pytorch_without_a_gpu_says_so(accelerator, monkeypatch):
-    for found, wish, text in [
+    for available, wish, text in [
             (None, "", "finds no GPU: install"), (torch.device("mps"), "", "finds no GPU: install"),
             (torch.device("xpu"), "cuda", "finds no GPU of kind cuda: install")]:
         monkeypatch.setattr(torch.accelerator, "current_accelerator",
-                            lambda check_available: found)
+                            lambda check_available: available)
         with pytest.raises(MissingDependencyError, match=text):
             accelerator.available(wish)
     monkeypatch.setattr(torch.accelerator, "current_accelerator",

@@ -138,20 +138,20 @@ def test_tensors_are_seen_without_cupy_arrays(device):
 
 def test_any_thread_may_call(device):
     """Each has CUDA's context for itself."""
-    found = []
+    results = []
 
     def work():
         memory = GpuMemory(device)
         x = memory.put(np.arange(1000.0))
         device.combine("sum", [x, x], 1, [x])
-        found.append(memory.get(x))
+        results.append(memory.get(x))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 4 and all((x == 2 * np.arange(1000.0)).all() for x in found)
+    assert len(results) == 4 and all((x == 2 * np.arange(1000.0)).all() for x in results)
 
 
 def test_locked_pages_are_copied_beside_the_host(asynchronous, device):

@@ -25,9 +25,9 @@ def test_a_vector_is_cut_as_numpys_are(device):
     assert (len(on_gpu), on_gpu.nbytes, on_gpu.shape) == (37, 148, (37,))
     for cut in (lambda v: chunks_of(v, 5), lambda v: pieces_of(v, 16),
                 lambda v: [v[3:], v[:0], v[40:], v[-7:-2], v[5:3], v.view(np.uint8)[4:12]]):
-        for mine, theirs in zip(cut(on_gpu), cut(x), strict=True):
-            assert mine.dtype == theirs.dtype and np.array_equal(content(mine), theirs)
-            assert mine.base is on_gpu.base
+        for vector, array in zip(cut(on_gpu), cut(x), strict=True):
+            assert vector.dtype == array.dtype and np.array_equal(content(vector), array)
+            assert vector.base is on_gpu.base
 
 
 def test_mpi_is_told_where_bytes_are(device):

@@ -29,9 +29,9 @@ def test_every_benchmark_knows_its_options(steps):
     assert len(commands) >= 5
     for command in commands.values():
         # argparse names all options that it does not know.
-        found = python(*command, "--last")
-        assert found.returncode == 2
-        assert found.stderr.strip().endswith("error: unrecognized arguments: --last"), found.stderr
+        ended = python(*command, "--last")
+        assert ended.returncode == 2
+        assert ended.stderr.strip().endswith("error: unrecognized arguments: --last"), ended.stderr
 
 
 @pytest.mark.launch

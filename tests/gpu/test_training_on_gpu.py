@@ -35,7 +35,7 @@ def test_cupy_learns_what_numpy_does(tmp_path, ranks):
 def test_16_bits_and_a_checkpoint(tmp_path, dtype):
     options = "--dtype", dtype, "--checkpoint", tmp_path / "checkpoint"
     digits("train_cupy.py", 2, tmp_path / "first", *options, "--epochs", "1")
-    one, other = digits("train_cupy.py", 2, tmp_path / "second", *options, "--epochs", "12")
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    first, second = digits("train_cupy.py", 2, tmp_path / "second", *options, "--epochs", "12")
+    assert all(np.array_equal(first[name], second[name]) for name in first)
     ended = launch(1, EXAMPLES / "train_cupy.py", *options, "--epochs", "13")
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output

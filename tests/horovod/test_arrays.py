@@ -62,8 +62,8 @@ def test_arrays_that_are_refused(x, text):
 
 def test_overlap_is_found():
     x = np.zeros((4, 6, 2))
-    for one in (x, x.T, x[::-1, ::2], x[:, :1], x[1:1], x[..., ::-1], np.zeros(()),
-                x.transpose(1, 2, 0)[:, ::-1]):
-        assert not may_overlap(one.shape, one.strides, one.itemsize)
+    for view in (x, x.T, x[::-1, ::2], x[:, :1], x[1:1], x[..., ::-1], np.zeros(()),
+                 x.transpose(1, 2, 0)[:, ::-1]):
+        assert not may_overlap(view.shape, view.strides, view.itemsize)
     for shape, strides in (((3, 2), (8, 8)), ((2,), (0,)), ((2, 2), (8, 12)), ((5,), (-4,))):
         assert may_overlap(shape, strides, 8)

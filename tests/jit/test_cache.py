@@ -25,12 +25,12 @@ def renewed(monkeypatch, folder):
 def made(tmp_path, monkeypatch):
     """Save code in a folder of the test's own; return what has been compiled."""
     needed("numba")
-    what = []
+    names = []
     by_numba = cache._compile_and_save
     monkeypatch.setattr(cache, "_compile_and_save",
-                        lambda *arguments: (what.append(arguments[0]), by_numba(*arguments))[1])
+                        lambda *arguments: (names.append(arguments[0]), by_numba(*arguments))[1])
     renewed(monkeypatch, tmp_path)
-    return what
+    return names
 
 
 def tripled(x, n):

@@ -31,9 +31,9 @@ def test_ranks_of_a_launcher_on_this_node_are_counted(processes, name, others, c
     for pid, other in enumerate(others, 102):
         processes(pid, 100, other)
     processes(101, 100, "sudo", [110])
-    found = launched_by_ancestors(processes(110, 101, "python"), 110)
-    assert found[0] == count
-    assert found == ALONE or found[1] == (
+    counted = launched_by_ancestors(processes(110, 101, "python"), 110)
+    assert counted[0] == count
+    assert counted == ALONE or counted[1] == (
         f"{name} (process 100) has started {count} processes on this node,")
 
 

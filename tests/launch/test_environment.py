@@ -92,8 +92,8 @@ def test_every_launcher_is_tried():
     ({"PMIX_RANK": "0"}, 1),
 ])
 def test_the_innermost_launcher_is_believed(environ, size):
-    found, source = launched_size(environ)
-    assert found == size
+    launched, source = launched_size(environ)
+    assert launched == size
     assert (source == "") == (not environ or "many" in environ.values())
 
 

@@ -25,9 +25,9 @@ TRIAL = sys.executable, str(PROGRAMS / "gpu_trial.py")
 def test_a_trial_tells_what_went_wrong(how, problem, monkeypatch):
     monkeypatch.setattr(gpu_aware, "variables_for_another_job", environment)
     began = time.monotonic()
-    found = gpu_aware.trial_problem(
+    told = gpu_aware.trial_problem(
         [mpiexec(), "-n", "2", *TRIAL, how], 1.0 if how == "hang" else 60.0)
-    assert problem in found and bool(problem) == bool(found), found
+    assert problem in told and bool(problem) == bool(told), told
     assert how != "hang" or time.monotonic() - began < SOON_S
 
 

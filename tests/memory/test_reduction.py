@@ -148,9 +148,9 @@ def test_long_sums_of_what_is_not_finite(monkeypatch):
     monkeypatch.setattr(reduction, "_LONG_BYTES", 0)
     rows = np.array([[np.nan, np.inf, 3e38, -0.0, 1e-45], [1, -np.inf, 3e38, -0.0, -1e-45],
                      [1, 1, 1, -0.0, 1e-45]], "float32")
-    found = combined_at_once("sum", list(rows), np.empty(5, "float32"))
-    assert np.isnan(found[:2]).all() and np.isinf(found[2])
-    assert found[3] == 0 and np.signbit(found[3]) and found[4] == np.float32(1e-45)
+    sums = combined_at_once("sum", list(rows), np.empty(5, "float32"))
+    assert np.isnan(sums[:2]).all() and np.isinf(sums[2])
+    assert sums[3] == 0 and np.signbit(sums[3]) and sums[4] == np.float32(1e-45)
 
 
 @pytest.mark.usefixtures("by")
@@ -168,10 +168,10 @@ def test_copies_to_any_addresses_change_nothing_else(n, past_caches):
 
 
 def test_combine_goes_in_the_order_given():
-    big, one = np.array([1e8], "float32"), np.array([1.0], "float32")
+    big, small = np.array([1e8], "float32"), np.array([1.0], "float32")
     out = np.empty(1, "float32")
-    assert combined_at_once("sum", [big, -big, one], out)[0] == 1
-    assert combined_at_once("sum", [big, one, -big], out)[0] == 0
+    assert combined_at_once("sum", [big, -big, small], out)[0] == 1
+    assert combined_at_once("sum", [big, small, -big], out)[0] == 0
 
 
 # A block of 16-bit numbers, and a part of one.

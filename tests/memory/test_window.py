@@ -25,13 +25,13 @@ def test_segments_are_shared_and_zero():
 def test_one_array_is_the_same_in_all_processes(nbytes):
     first = window.create()
     second = window.attach(os.getpid(), first, window.identity(first))
-    one, other = (window.one_array(descriptor, rank, 2, nbytes)
-                  for rank, descriptor in enumerate((first, second)))
+    x, y = (window.one_array(descriptor, rank, 2, nbytes)
+            for rank, descriptor in enumerate((first, second)))
     os.close(first)
     os.close(second)
-    assert one.size == other.size == nbytes and not one.any()
-    one[...] = np.arange(nbytes) % 251
-    assert (other == one).all() and one.ctypes.data != other.ctypes.data
+    assert x.size == y.size == nbytes and not x.any()
+    x[...] = np.arange(nbytes) % 251
+    assert (y == x).all() and x.ctypes.data != y.ctypes.data
 
 
 def test_memory_holds_one_descriptor_and_goes_with_its_last_view():

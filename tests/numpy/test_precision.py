@@ -22,8 +22,8 @@ class OneRank:
 
     rank = 0
 
-    def allgather_object(self, mine, *, label=None):
-        return [mine]
+    def allgather_object(self, obj, *, label=None):
+        return [obj]
 
 
 class Model:
@@ -79,10 +79,10 @@ def test_gradients_are_unscaled_by_the_scale_of_their_step(dtype):
         dp.step(2.0**-20 * scaler.scale)
         assert scaler.step()
         for name, grad in dp.grads.items():
-            got = scaler.unscaled(name)
-            assert (got == 2.0**-20).all() and got.shape == grad.shape
-            assert got.dtype == np.promote_types(dtype, np.float32)
-            assert got is not grad and (grad == 2.0**-20 * scale).all()
+            unscaled = scaler.unscaled(name)
+            assert (unscaled == 2.0**-20).all() and unscaled.shape == grad.shape
+            assert unscaled.dtype == np.promote_types(dtype, np.float32)
+            assert unscaled is not grad and (grad == 2.0**-20 * scale).all()
 
 
 def test_steps_are_asked_for_once_and_gradients_only_of_accepted_ones():
@@ -139,14 +139,14 @@ def test_a_scaler_goes_on_exactly(save):
             dp.step(value)
             yield scaler.step(), scaler.scale
 
-    whole = list(go_on(*new(), values))
-    assert len({scale for _, scale in whole}) > 3
+    uninterrupted = list(go_on(*new(), values))
+    assert len({scale for _, scale in uninterrupted}) > 3
     for stop in (1, 7, 50, 199):
         (dp, scaler), (again, other) = new(), new()
         first = list(go_on(dp, scaler, values[:stop]))
         other.load_state_dict(save(scaler.state_dict()))
         assert other.state_dict() == scaler.state_dict()
-        assert first + list(go_on(again, other, values[stop:])) == whole
+        assert first + list(go_on(again, other, values[stop:])) == uninterrupted
 
 
 def test_settings_and_states_that_cannot_work_are_refused():
@@ -223,7 +223,7 @@ def test_masters_go_on_exactly(tmp_path):
         return Model(w=np.full(7, value, np.float16), b=np.full(3, value, np.float32))
 
     dp = new(1)
-    whole = train(dp, MasterWeights(dp), range(20))
+    uninterrupted = train(dp, MasterWeights(dp), range(20))
     dp = new(1)
     masters = MasterWeights(dp)
     train(dp, masters, range(9))
@@ -236,7 +236,7 @@ def test_masters_go_on_exactly(tmp_path):
     with np.load(tmp_path / "masters.npz") as saved:
         masters.load_state_dict(saved)
     assert same_bits(dp.params["w"], masters["w"].astype(np.float16))
-    assert train(dp, masters, range(9, 20)) == whole
+    assert train(dp, masters, range(9, 20)) == uninterrupted
 
 
 def outcomes(call):
