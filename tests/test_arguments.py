@@ -15,8 +15,8 @@ from mpiring.reducers import Int8, OneBit, PowerSGD, TopK
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), np.array(3)])
 def test_whole_numbers(value):
-    found = whole_number("n", value, 0, 3)
-    assert found == 3 and type(found) is int
+    checked = whole_number("n", value, 0, 3)
+    assert checked == 3 and type(checked) is int
 
 
 @pytest.mark.parametrize("value", [
@@ -36,8 +36,8 @@ def test_limits_are_told():
 
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5), np.longdouble(0.5)])
 def test_numbers(value):
-    found = number("x", value, lambda x: 0 < x <= 1, "a share")
-    assert found == 0.5 and type(found) is float
+    checked = number("x", value, lambda x: 0 < x <= 1, "a share")
+    assert checked == 0.5 and type(checked) is float
 
 
 @pytest.mark.parametrize("value", [

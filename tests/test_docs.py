@@ -171,14 +171,14 @@ def test_the_reference_has_every_command(capsys):
             parse([*words, "--help"])
         return capsys.readouterr().out
 
-    text, found = (REFERENCE / "commands.md").read_text(), 0
+    text, count = (REFERENCE / "commands.md").read_text(), 0
     for command in re.findall(r"^ {4}(\w+)", help_of(), re.MULTILINE):
         further = re.search(r"^usage: \S+ -m mpiring \w+\s+\[-h\]\s+\{([\w,]+)\}", help_of(command))
         for words in [command, *(f"{command} {name}" for name in
                                  (further[1].split(",") if further else []))]:
             assert f" python -m mpiring {words} --help" in text, words
-            found += 1
-    assert found > 15
+            count += 1
+    assert count > 15
     for study in (ROOT / "benchmarks").glob("*.py"):
         if "\ndef declare(" in study.read_text():
             assert f" python -m benchmarks.{study.stem} --help" in text, study

@@ -125,11 +125,11 @@ def test_of_unequal_lengths_any_number_of_ranks_learns_the_same(tmp_path, framew
         return scores(output_of(ranks, EXAMPLES / "train_lengths.py", "--steps", steps, *small,
                                 *options), "held out")
 
-    whole = train(ranks[0], 12)
-    assert len(whole) == 3 and whole[-1] + 0.3 < whole[0] < 8
+    losses = train(ranks[0], 12)
+    assert len(losses) == 3 and losses[-1] + 0.3 < losses[0] < 8
     checkpoint = "--checkpoint", tmp_path / "run"
-    assert train(ranks[1], 8, *checkpoint) == pytest.approx(whole[:2], abs=0.002)
-    assert train(ranks[2], 12, *checkpoint) == pytest.approx(whole[2:], abs=0.002)
+    assert train(ranks[1], 8, *checkpoint) == pytest.approx(losses[:2], abs=0.002)
+    assert train(ranks[2], 12, *checkpoint) == pytest.approx(losses[2:], abs=0.002)
 
 
 def test_optimizers_are_compared_alike_on_any_number_of_ranks(tmp_path):

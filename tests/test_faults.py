@@ -82,7 +82,7 @@ def test_a_missing_call():
     ("stopped", "rank 2 is behind: it has pushed 3 times, and staleness=0 wants 4")])
 def test_a_rank_that_breaks_where_nobody_takes_steps_in_common(tmp_path, fault, of_server):
     output = broken(3, PROGRAMS / "loose_fault.py", fault, tmp_path)
-    found = re.findall(r"^(\w+), rank ([01]), after ([\d.]+) s: (.*)$", output, re.M)
+    lines = re.findall(r"^(\w+), rank ([01]), after ([\d.]+) s: (.*)$", output, re.M)
     for way, text, whoever in [
             ("server", of_server, all), ("server", "rank 2 does not answer", all),
             # Of two that wait for each other, one waits for the last rank.
@@ -90,9 +90,9 @@ def test_a_rank_that_breaks_where_nobody_takes_steps_in_common(tmp_path, fault, 
             ("pairs", "rank 2 does not answer", any),
             ("diloco", "in inner step 4 (every=4, fragment 0, ", all),
             ("diloco", "rank 2 does not answer", all)]:
-        errors = [error for its, _, _, error in found if its == way]
+        errors = [error for its, _, _, error in lines if its == way]
         assert errors and whoever(text in error for error in errors), output
-    assert all(float(took_s) < 3 + SOON_S for _, _, took_s, _ in found)
+    assert all(float(took_s) < 3 + SOON_S for _, _, took_s, _ in lines)
 
 
 # Without machine code Python takes the same steps; how MPI ends a job, it does not know.

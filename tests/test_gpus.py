@@ -19,7 +19,7 @@ def test_ranks_take_turns(caplog, visible, chosen, sharing):
                   for rank, (names, index) in enumerate(zip(visible, chosen))]
     for rank, names in enumerate(visible):
         comm = SimpleNamespace(rank=rank, local_rank=rank % 2, node_rank=rank // 2,
-                               allgather_object=lambda mine: everybodys)
+                               allgather_object=lambda obj: everybodys)
         assert assign_gpu(comm, len(names), names.__getitem__) == chosen[rank]
     assert caplog.text.count("ranks share GPU") == (sharing > 0)
     assert (f"{sharing} ranks share GPU" in caplog.text) == (sharing > 0)

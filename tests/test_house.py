@@ -77,7 +77,7 @@ def tree_of(path):
 @functools.cache
 def imports_of(path, types=False):
     """Return the files of the package that a file imports; on request, also what types need."""
-    found = set()
+    files = set()
     inside = path.relative_to(PACKAGE).parts
     for node in (node for top in tree_of(path).body
                  if types or not isinstance(top, ast.If) or "TYPE_CHECKING" not in ast.dump(top)
@@ -88,8 +88,8 @@ def imports_of(path, types=False):
             for alias in node.names:
                 candidates = (base / f"{alias.name}.py", base / alias.name / "__init__.py",
                               base.with_suffix(".py"), base / "__init__.py")
-                found.add(next(file for file in candidates if file.exists()))
-    return found
+                files.add(next(file for file in candidates if file.exists()))
+    return files
 
 
 def tool_of(path):
@@ -147,8 +147,8 @@ def classes():
 
 
 def test_a_class_name_means_one_thing():
-    assert {name for name, found in classes().items()
-            if len(found) > 1 and not name.startswith("_")} == OF_EACH_ADAPTER
+    assert {name for name, definitions in classes().items()
+            if len(definitions) > 1 and not name.startswith("_")} == OF_EACH_ADAPTER
 
 
 def test_constructors_have_few_arguments():
@@ -204,9 +204,9 @@ def bases_of(scope, path):
     for base in scope.bases:
         names = re.sub(r"\[.*", "", ast.unparse(base)).split(".")
         is_here = names[0] in here and names[-1] != scope.name
-        for found in classes()[names[-1]] if is_here else ():
-            yield found[0]
-            yield from bases_of(*found)
+        for base_class in classes()[names[-1]] if is_here else ():
+            yield base_class[0]
+            yield from bases_of(*base_class)
 
 
 def is_told(node, scope, path):

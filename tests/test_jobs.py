@@ -103,10 +103,10 @@ def test_what_a_program_leaves_behind_is_named():
 
 
 def test_a_rank_that_hangs_is_ended_and_so_are_those_that_wait_for_one_that_died():
-    one = "import time; from mpi4py import MPI; rank = MPI.COMM_WORLD.rank; print('before', rank)"
+    begin = "import time; from mpi4py import MPI; rank = MPI.COMM_WORLD.rank; print('before', rank)"
     with pytest.raises(pytest.fail.Exception, match="hung for 8 s on 2 ranks, of which 1 have"):
-        run(2, "-c", f"{one}; time.sleep(600 * rank)", timeout_s=8)
-    ended = run(2, "-c", f"{one}; import os; os._exit(5) if rank else MPI.COMM_WORLD.Barrier()")
+        run(2, "-c", f"{begin}; time.sleep(600 * rank)", timeout_s=8)
+    ended = run(2, "-c", f"{begin}; import os; os._exit(5) if rank else MPI.COMM_WORLD.Barrier()")
     assert ended.status and ended.seconds < SOON_S and "before 0" in ended.output, ended
 
 

@@ -82,9 +82,9 @@ def test_metrics_are_lines_of_json_that_are_there_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Progress("training", 10, metrics=path) as progress:
         progress.record(1, loss=np.float32(0.5), count=np.int64(3), bad=float("nan"), name="a")
-        found = json.loads(path.read_text())
-    assert found.pop("time") > 0
-    assert found == {"step": 1, "loss": 0.5, "count": 3, "bad": None, "name": "a"}
+        metrics = json.loads(path.read_text())
+    assert metrics.pop("time") > 0
+    assert metrics == {"step": 1, "loss": 0.5, "count": 3, "bad": None, "name": "a"}
     with Progress("training", 10, shown=False, metrics=tmp_path / "none") as progress:
         progress.record(1)
     assert not (tmp_path / "none").exists()

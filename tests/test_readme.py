@@ -46,18 +46,18 @@ def test_a_program_runs_as_rendered(package, tmp_path):
     (tmp_path / "train.py").write_text(program)
     ended = launch(3, "train.py", cwd=tmp_path)
     assert ended.status == 0, ended.output
-    found = re.findall(r"(\d+), rank (\d): ([\d.]+), weights \[+(.*?)\]+$", ended.output, re.M)
-    assert len(found) == len(ended.output.splitlines()), ended.output
-    last = max(int(step) for step, *_ in found)
-    weights = {text for step, _, _, text in found if int(step) == last}
-    assert len(weights) == 1 and {rank for _, rank, *_ in found} == {"0", "1", "2"}
+    lines = re.findall(r"(\d+), rank (\d): ([\d.]+), weights \[+(.*?)\]+$", ended.output, re.M)
+    assert len(lines) == len(ended.output.splitlines()), ended.output
+    last = max(int(step) for step, *_ in lines)
+    weights = {text for step, _, _, text in lines if int(step) == last}
+    assert len(weights) == 1 and {rank for _, rank, *_ in lines} == {"0", "1", "2"}
     assert [float(number) for number in weights.pop().split(", ")] == pytest.approx(
         [1, 2], abs=0.05)
     for each in "012":
-        losses = [float(loss) for _, rank, loss, _ in found if rank == each]
+        losses = [float(loss) for _, rank, loss, _ in lines if rank == each]
         assert losses[-1] < losses[0] / 10
     # Each rank reads its own share.
-    assert len({loss for step, _, loss, _ in found if step == "0"}) == 3
+    assert len({loss for step, _, loss, _ in lines if step == "0"}) == 3
 
 
 @pytest.mark.launch
@@ -81,11 +81,11 @@ def form_of(line):
 
 def test_the_second_command_finds_all_tests_without_pytorch():
     """Files that need PyTorch are skipped as a whole; anything else they import must be found."""
-    found = python("-c", 'import sys; sys.modules["torch"] = None; import pytest\n'
+    ended = python("-c", 'import sys; sys.modules["torch"] = None; import pytest\n'
                    'sys.exit(pytest.main(["--collect-only", "-q", "tests"]))',
                    CI="", PYTEST_ADDOPTS="")
-    assert found.returncode == 0 and " tests collected" in found.stdout, found.stdout[-5000:]
-    assert "tests/test_real_mpi.py::" in found.stdout
+    assert ended.returncode == 0 and " tests collected" in ended.stdout, ended.stdout[-5000:]
+    assert "tests/test_real_mpi.py::" in ended.stdout
 
 
 def test_ci_cuts_its_commands_out_of_the_page():

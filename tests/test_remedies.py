@@ -45,9 +45,9 @@ def shown():
 @pytest.mark.parametrize(("commands", "least"), [(printed, 9), (shown, 30)])
 def test_commands_name_what_exists(commands, least):
     requirement = needed("packaging.requirements").Requirement
-    found = commands()
-    assert len(found) >= least
-    for command in found:
+    named = commands()
+    assert len(named) >= least
+    for command in named:
         words = shlex.split(command.removeprefix("pip install "), comments=True)
         for before, word in zip(["", *words], words):
             if checkout := CHECKOUT.fullmatch(word):

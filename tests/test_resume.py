@@ -128,9 +128,9 @@ def test_pytorch_trainings_resume_bit_by_bit_on_fewer_ranks_and_without_slices(t
 def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
     options = [NUMPY, "--epochs", 6, "--reducer", "topk", "--metrics"]
-    whole = run(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
-                **EACH_RANK_A_NODE)
-    assert whole.status == 0, whole.output
+    uninterrupted = run(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
+                        **EACH_RANK_A_NODE)
+    assert uninterrupted.status == 0, uninterrupted.output
     stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
                 "--save", tmp_path / "stopped"]
     # It would last for half a minute.
@@ -167,9 +167,9 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
         assert ended.status == 0, ended.output
         assert ("stopped at step" in ended.output) == bool(limit), ended.output
         assert (tmp_path / "stopped.pt").exists() != bool(limit)
-    whole, stopped = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "stopped"))
-    assert list(whole) == list(stopped)
-    assert all(torch.equal(x, stopped[name]) for name, x in whole.items())
+    uninterrupted, stopped = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "stopped"))
+    assert list(uninterrupted) == list(stopped)
+    assert all(torch.equal(x, stopped[name]) for name, x in uninterrupted.items())
 
 
 def test_killed_at_any_moment_other_ranks_train_on_each_sample_once(tmp_path):

@@ -33,10 +33,10 @@ def run(*words, cwd, python=sys.executable, **variables):
 
 @pytest.fixture(scope="module")
 def tracked():
-    found = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
-    if found.returncode:
-        missing(f"not a git checkout: {found.stderr}")
-    return {name for name in found.stdout.splitlines() if (ROOT / name).exists()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if listed.returncode:
+        missing(f"not a git checkout: {listed.stderr}")
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
 @pytest.fixture(scope="module")

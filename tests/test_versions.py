@@ -25,13 +25,13 @@ def row(name):
 
 def test_pages_name_the_least_versions_of_setup_cfg():
     """And the groups for developers, which name some of them once more."""
-    found = [(path.name, name, version) for path in PAGES for name, version in re.findall(
+    versions = [(path.name, name, version) for path in PAGES for name, version in re.findall(
         r"\b(Python|PyTorch|NumPy|mpi4py|numba|xxhash)(?: \|)? (\d[\d.]*\d) or newer",
         path.read_text())]
-    found += [("pyproject.toml", *pair) for pair in re.findall(
+    versions += [("pyproject.toml", *pair) for pair in re.findall(
         r'"(\w+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text()) if pair[0] in LEAST]
-    assert len(found) > 12
-    assert not [each for each in found if each[2] != LEAST[TITLES.get(each[1], each[1])]]
+    assert len(versions) > 12
+    assert not [each for each in versions if each[2] != LEAST[TITLES.get(each[1], each[1])]]
 
 
 def test_the_page_install_has_the_extras_of_setup_cfg():

@@ -15,15 +15,15 @@ MEMORY, RANKS = (32 << 20, [1, 2, 4]) if cupy_or_host.REAL else (2 << 20, [2])
 def test_freed_memory_is_available_again(device):
     runtime = device.gpu.runtime
 
-    def one():
+    def allocate_and_copy():
         x = device.allocate(MEMORY)
         wait(device.to_host(x, host))
 
     host = device.gpu.pinned(MEMORY)
-    one()
+    allocate_and_copy()
     free, _ = runtime.memGetInfo()
     for _ in range(100):
-        one()
+        allocate_and_copy()
     assert free - runtime.memGetInfo()[0] < 64 << 20
 
 

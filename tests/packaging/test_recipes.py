@@ -54,17 +54,17 @@ def test_spacks_package_asks_for_what_setup_cfg_does():
     assert f'pypi = "mpiring/mpiring-{mpiring.__version__}.tar.gz"' in SPACK.read_text()
     calls = list(directives(package.body))
     assert [args[0] for name, args, _ in calls if name == "version"] == [mpiring.__version__]
-    found = {extra: {} for extra in ["", *(args[0] for name, args, _ in calls
-                                           if name == "variant")]}
+    minimums = {extra: {} for extra in ["", *(args[0] for name, args, _ in calls
+                                              if name == "variant")]}
     for name, args, options in calls:
         if name == "depends_on":
             package, _, least = args[0].removeprefix("py-").partition("@")
             extra = options.get("when", "+").removeprefix("+")
             assert options["type"] == ("build" if package == "setuptools" else ("build", "run"))
-            found[extra][package.replace("ml-dtypes", "ml_dtypes")] = least.removesuffix(":")
-    assert f">={found[''].pop('python')}" == setup_cfg()["options"]["python_requires"]
-    assert found[""].pop("setuptools") == build_setuptools()
-    assert found == {extra: table()[extra] for extra in found}
+            minimums[extra][package.replace("ml-dtypes", "ml_dtypes")] = least.removesuffix(":")
+    assert f">={minimums[''].pop('python')}" == setup_cfg()["options"]["python_requires"]
+    assert minimums[""].pop("setuptools") == build_setuptools()
+    assert minimums == {extra: table()[extra] for extra in minimums}
 
 
 def test_condas_recipe_asks_for_what_setup_cfg_does():
@@ -160,8 +160,8 @@ def test_commands_name_the_image_of_this_version():
 
 def test_the_commands_that_files_name_exist():
     """Those of mpiring, wherever they stand: also in comments, and as lists of words."""
-    found = [command for path in FOLDER.rglob("*") if path.is_file()
-             for command in re.findall(r'-m"?,? "?mpiring"?,? "?(\w+)', path.read_text())]
-    for command in found:
+    commands = [command for path in FOLDER.rglob("*") if path.is_file()
+                for command in re.findall(r'-m"?,? "?mpiring"?,? "?(\w+)', path.read_text())]
+    for command in commands:
         parse([command])
-    assert len(found) >= 5
+    assert len(commands) >= 5

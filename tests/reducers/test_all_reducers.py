@@ -50,7 +50,7 @@ def test_ranks_have_the_same_bits_and_what_is_not_sent_is_kept(name, cluster):
     """The means and the residual are, over all steps, the mean of the inputs."""
     node_of = CLUSTERS[cluster]
     model = Model(ALL[name], node_of, seed=1)
-    wanted, got = np.zeros(count()), np.zeros(count())
+    wanted, received = np.zeros(count()), np.zeros(count())
     for step in range(4):
         rows = gradients(step, len(node_of), count())
         results = model.step(rows)
@@ -60,9 +60,9 @@ def test_ranks_have_the_same_bits_and_what_is_not_sent_is_kept(name, cluster):
             # Within a node nothing is compressed.
             np.testing.assert_allclose(results[0], rows.mean(axis=0), rtol=1e-5, atol=1e-6)
         wanted += rows.mean(axis=0, dtype="float64")
-        got += results[0]
+        received += results[0]
         if name in FEEDING_BACK:
-            np.testing.assert_allclose(got + model.residual(), wanted, rtol=1e-4, atol=2e-5)
+            np.testing.assert_allclose(received + model.residual(), wanted, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("make", [

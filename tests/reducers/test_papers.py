@@ -37,8 +37,8 @@ def test_powersgd_is_the_papers(p):
     for step in range(4):
         rows = rows_of(step, p)
         m = rows.reshape(p, *SHAPE) + errors
-        left = orthonormal(np.mean([one @ q for one in m], axis=0))
-        q = np.mean([one.T @ left for one in m], axis=0)
+        left = orthonormal(np.mean([matrix @ q for matrix in m], axis=0))
+        q = np.mean([matrix.T @ left for matrix in m], axis=0)
         mean = left @ q.T
         errors = m - mean
         np.testing.assert_allclose(model.step(rows)[0], mean.reshape(-1), rtol=1e-3, atol=1e-4)
@@ -63,9 +63,9 @@ def test_powersgd_finds_its_directions_again():
 
 def test_rows_that_depend_on_others_become_zeros():
     row = np.arange(1.0, 9).astype("float32")
-    found = orthogonal(np.array([row, 2 * row, np.zeros(8, "float32")]))
-    np.testing.assert_allclose(found[0], row / np.linalg.norm(row), rtol=1e-6)
-    assert not found[1:].any()
+    basis = orthogonal(np.array([row, 2 * row, np.zeros(8, "float32")]))
+    np.testing.assert_allclose(basis[0], row / np.linalg.norm(row), rtol=1e-6)
+    assert not basis[1:].any()
 
 
 @pytest.mark.parametrize(("momentum", "clip_norm", "p"), [
@@ -110,7 +110,7 @@ def test_on_one_node_momentum_is_that_of_sgd():
 
 def signs(x, block):
     parts = [x[start:start + block] for start in range(0, x.size, block)]
-    return np.concatenate([np.where(np.signbit(one), -1, 1) * np.abs(one).mean() for one in parts])
+    return np.concatenate([np.where(np.signbit(s), -1, 1) * np.abs(s).mean() for s in parts])
 
 
 def test_onebit_compresses_twice_and_feeds_both_errors_back():
@@ -120,7 +120,7 @@ def test_onebit_compresses_twice_and_feeds_both_errors_back():
     for step in range(4):
         rows = rows_of(step, p, n)
         x = rows + errors
-        sent = np.array([signs(one, block) for one in x])
+        sent = np.array([signs(row, block) for row in x])
         errors = x - sent
         # What a rank contributes to its own half is added as it is.
         for r, own in enumerate((slice(0, 64), slice(64, 128))):
@@ -136,9 +136,9 @@ def test_int8_can_be_repeated():
     rows = rows_of(0, 3, 300)
     first, other, model = (Model(lambda: Int8(64, seed=seed), [0, 1, 2], {"w": (300,)})
                            for seed in (5, 6, 5))
-    found = first.step(rows)[0].tobytes()
-    assert other.step(rows)[0].tobytes() != found == model.step(rows)[0].tobytes()
-    assert model.step(rows)[0].tobytes() != found, "the same chance in each step"
+    result = first.step(rows)[0].tobytes()
+    assert other.step(rows)[0].tobytes() != result == model.step(rows)[0].tobytes()
+    assert model.step(rows)[0].tobytes() != result, "the same chance in each step"
 
 
 SIDE = 512

@@ -65,11 +65,11 @@ def test_what_is_refused_does_not_count_among_those_that_are_kept(tmp_path):
             for step in (10, 15):
                 checkpoints.save(step, **parts(step, comm))
                 checkpoints.wait()
-                found.append(names(tmp_path))
-    found = []
+                listings.append(names(tmp_path))
+    listings = []
     on_ranks(1, run)
-    assert found == [["000001-step-5", "000002-step-10", "000003-step-10", "latest", "lock"],
-                     ["000003-step-10", "000004-step-15", "latest", "lock"]]
+    assert listings == [["000001-step-5", "000002-step-10", "000003-step-10", "latest", "lock"],
+                        ["000003-step-10", "000004-step-15", "latest", "lock"]]
 
 
 def test_what_is_newer_than_the_pointer_was_not_finished(tmp_path):
@@ -232,11 +232,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
 
     def run(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
-            mine = parts(1, comm)
-            checkpoints.save(1, **mine)
+            state = parts(1, comm)
+            checkpoints.save(1, **state)
             assert checkpoints.save_s == 0 and not list(tmp_path.glob("*-step-*"))
-            for x in (mine["replicated"]["x"], mine["own"]["x"],
-                      *mine["sharded"]["m"].pieces.values()):
+            for x in (state["replicated"]["x"], state["own"]["x"],
+                      *state["sharded"]["m"].pieces.values()):
                 x[...] = -1
             met.wait(SOON_S)
             changed.set()

@@ -102,11 +102,11 @@ def test_what_is_loaded_is_read_where_it_is_taken_and_can_be_saved(tmp_path):
 def test_without_such_state_there_is_none(tmp_path):
     def run(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
-            found = []
+            loaded = []
             for parts in ({"replicated": 1}, {"sharded": {}}, {"sharded": {"step": 3}}):
                 checkpoints.save(1, **parts)
-                found.append(checkpoints.load().sharded)
-            return found
+                loaded.append(checkpoints.load().sharded)
+            return loaded
     assert on_ranks(2, run) == [[None, {}, {"step": 3}]] * 2
 
 
@@ -114,7 +114,7 @@ def piece(start, stop, dtype="f4", shape=(4,)):
     return Sliced(shape, {(start, stop): np.ones(stop - start, dtype)}, dtype)
 
 
-@pytest.mark.parametrize("mine, told", [
+@pytest.mark.parametrize("sharded_of, told", [
     (lambda rank: {"m": piece(0, 3) if rank else piece(2, 4)},
      "elements 2 to 2 of m in sharded are saved by rank 1 and by rank 0; let each rank"),
     (lambda rank: [piece(rank, rank + 1)], "elements 2 to 3 of 0 in .* saved by no rank"),
@@ -130,11 +130,11 @@ def piece(start, stop, dtype="f4", shape=(4,)):
     (lambda rank: None if rank else {}, "rank 0 saves sharded state, but rank 1 does not"),
     (lambda rank: {"m": {1} if rank else 1}, r"rank 1 on .*: sharded\['m'\] is a builtins.set"),
 ])
-def test_slices_that_do_not_fit_are_told_on_all_ranks(tmp_path, mine, told):
+def test_slices_that_do_not_fit_are_told_on_all_ranks(tmp_path, sharded_of, told):
     def run(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
             with pytest.raises(ConfigError, match=told) as error:
-                checkpoints.save(1, sharded=mine(comm.rank))
+                checkpoints.save(1, sharded=sharded_of(comm.rank))
             checkpoints.save(2, replicated=1)
             return str(error.value)
     assert len(set(on_ranks(2, run))) == 1

@@ -154,9 +154,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr("mpiring.resilience.stopping.time", found)
-    return found
+    fake = Clock()
+    monkeypatch.setattr("mpiring.resilience.stopping.time", fake)
+    return fake
 
 
 class Saves:

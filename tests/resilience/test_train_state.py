@@ -176,10 +176,10 @@ def test_slices_fit_a_part_that_wants_them_whole(tmp_path):
     def run(comm):
         with TrainState(comm, halves=Halves(comm, 3)) as state:
             state.save(tmp_path, 1)
-        whole = Counter()
-        with TrainState(comm, halves=whole) as state:
+        counter = Counter()
+        with TrainState(comm, halves=counter) as state:
             state.restore(tmp_path)
-        assert whole.value.tolist() == [3] * 6
+        assert counter.value.tolist() == [3] * 6
     on_ranks(2, run)
 
 

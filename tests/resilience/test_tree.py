@@ -155,7 +155,7 @@ def test_states_of_pytorch_come_back(tmp_path):
         scaler.update()
     wide = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            "schedulers": [one.state_dict() for one in schedulers], "scaler": scaler.state_dict(),
+            "schedulers": [s.state_dict() for s in schedulers], "scaler": scaler.state_dict(),
             "random": torch_state(),
             "tensors": [wide.t(), wide[:, 1], wide[:0], torch.tensor(3), wide.bfloat16(),
                         wide.to(torch.float8_e4m3fn), wide.to(torch.complex64).conj(),
@@ -168,8 +168,8 @@ def test_states_of_pytorch_come_back(tmp_path):
     set_torch_state(back["random"])
     assert torch.equal(torch.rand(3), after)
     optimizer.load_state_dict(back["optimizer"])
-    for one, state in zip(schedulers, back["schedulers"]):
-        one.load_state_dict(state)
+    for s, state in zip(schedulers, back["schedulers"]):
+        s.load_state_dict(state)
     assert list(schedulers[0].milestones.elements()) == [3, 3, 5]
 
 
@@ -190,6 +190,6 @@ def test_tensors_that_cannot_be_saved_are_named():
 
 def test_arrays_on_a_gpu_need_their_adapter(monkeypatch):
     gpu = simulated_gpu.installed(monkeypatch)
-    found = outline({"x": gpu.put(np.ones(2))}, (Arrays(), DeviceArrays()), "tree")
+    outlined = outline({"x": gpu.put(np.ones(2))}, (Arrays(), DeviceArrays()), "tree")
     with pytest.raises(ConfigError, match="is a gpu_array; load it with the adapter that saved it"):
-        rebuild(found.text, {}, (Arrays(),))
+        rebuild(outlined.text, {}, (Arrays(),))

@@ -21,17 +21,17 @@ def test_every_range_of_every_cut_is_read(dtype):
         assert np.array_equal(here.whole(), x)
         for start in range(13):
             for stop in range(start, 13):
-                found = here.read(start, stop)
-                assert found.dtype == x.dtype and np.array_equal(found, x.ravel()[start:stop])
+                elements = here.read(start, stop)
+                assert elements.dtype == x.dtype and np.array_equal(elements, x.ravel()[start:stop])
 
 
 def test_what_is_read_is_a_copy_and_what_is_not_is_not_touched(tmp_path):
     np.arange(8.0).tofile(tmp_path / "x")
     x = np.memmap(tmp_path / "x", np.float64, "r")
     here = Sliced((2, 4), {(0, 8): x})
-    found = here.whole()
-    assert here.pieces[0, 8] is x and type(found) is np.ndarray
-    found[...] = 0
+    copied = here.whole()
+    assert here.pieces[0, 8] is x and type(copied) is np.ndarray
+    copied[...] = 0
     assert x[7] == 7
 
 
@@ -84,6 +84,6 @@ def test_a_nest_becomes_whole():
     x = np.arange(6.0).reshape(2, 3)
     step = np.array(3)
     nest = {"state": {0: {"m": sliced(x, (0, 2), (2, 6)), "step": step}}, "groups": [{"lr": 1.0}]}
-    found = whole(nest)
-    assert np.array_equal(found["state"][0]["m"], x) and found["state"][0]["step"] is step
-    assert found["groups"] == nest["groups"] and isinstance(nest["state"][0]["m"], Sliced)
+    joined = whole(nest)
+    assert np.array_equal(joined["state"][0]["m"], x) and joined["state"][0]["step"] is step
+    assert joined["groups"] == nest["groups"] and isinstance(nest["state"][0]["m"], Sliced)

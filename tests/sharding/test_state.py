@@ -36,7 +36,7 @@ class Optimizer:
         self.rank, self.states, self.buckets = rank, BucketStates(), []
 
     def rebuild(self, collectives, tensors, bucket_bytes):
-        self.buckets = [Bucket(i, one, np.empty) for i, one in
+        self.buckets = [Bucket(i, bucket_plan, np.empty) for i, bucket_plan in
                         enumerate(plan(tensors, bucket_bytes))]
         p = collectives.size
         return self.states.rebuild(
@@ -49,13 +49,13 @@ class Optimizer:
             for tensor in bucket.plan.tensors:
                 bucket.views[tensor.name].reshape(-1)[:] = gradient(number, tensor)
             state = self.states.of(bucket)
-            (j, mine), = state.slices.items()
+            (j, pieces), = state.slices.items()
             g = bucket.flat[state.bounds[j]:state.bounds[j + 1]]
-            np.add(np.float32(0.5) * mine.vector("m"), g, out=mine.next("m"))
-            np.add(0.5 * mine.vector("v", "float64"), g**2, out=mine.next("v"))
-            for name in {part.name for part in mine.ranges}:
-                calls = mine.array("calls", name, lambda: np.zeros(1))
-                mine.next("calls", name)[:] = calls + 1
+            np.add(np.float32(0.5) * pieces.vector("m"), g, out=pieces.next("m"))
+            np.add(0.5 * pieces.vector("v", "float64"), g**2, out=pieces.next("v"))
+            for name in {part.name for part in pieces.ranges}:
+                calls = pieces.array("calls", name, lambda: np.zeros(1))
+                pieces.next("calls", name)[:] = calls + 1
         self.states.commit_step(counts)
 
 
@@ -66,7 +66,7 @@ def on_ranks(optimizers, method, *arguments):
 
 def joined(optimizers):
     """Put the pieces that all ranks have saved together."""
-    states = [one.states.state_dict() for one in optimizers]
+    states = [optimizer.states.state_dict() for optimizer in optimizers]
     return {tensor.name: {
         "steps": states[0][tensor.name]["steps"],
         "arrays": {name: x for state in states
@@ -81,9 +81,9 @@ def assert_equal(state, steps):
             assert state[tensor.name]["steps"] == steps
             pieces = sorted(state[tensor.name]["pieces"], key=lambda piece: piece["start"])
             # Some have padding only.
-            found = [piece["vectors"][name] for piece in pieces if piece["start"] < tensor.size]
-            found = np.concatenate([np.empty(0), *found])[:tensor.size]
-            assert found.tolist() == wanted[tensor.name].tolist()
+            momentum = [piece["vectors"][name] for piece in pieces if piece["start"] < tensor.size]
+            momentum = np.concatenate([np.empty(0), *momentum])[:tensor.size]
+            assert momentum.tolist() == wanted[tensor.name].tolist()
 
 
 @pytest.mark.parametrize("p", [1, 2, 5])

@@ -100,11 +100,11 @@ def test_a_schedule_that_uses_a_buffer_too_early_is_caught(early):
     def program(net):
         x = np.full(3, 5.0 * (net.rank == 0))
         request = net.irecv(x, 0) if net.rank else net.isend(x, 1)
-        found = x.copy()
+        early_copy = x.copy()
         if net.rank == early == 0:
             x[...] = 0
         yield (request,)
-        return found if net.rank == early else x
+        return early_copy if net.rank == early else x
 
     assert any((SimulatedNetwork(2, seed=seed).run(program)[1] != 5).any() for seed in range(20))
 

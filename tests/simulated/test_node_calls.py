@@ -73,17 +73,17 @@ def test_results_are_right_whatever_is_seen_late(size, seed):
 
     def program(net):
         call_of, rank, begun = calls_of(memory, net.rank, size), net.rank, deque()
-        mine = random.Random(seed + 7 * rank)
+        dice = random.Random(seed + 7 * rank)
         for step, (kind, n) in enumerate(steps):
             # Nobody has more of them open than there are areas.
-            while begun and (begun[0][0][CALL_SEQUENCE] == step - AREAS or mine.random() < 0.3):
+            while begun and (begun[0][0][CALL_SEQUENCE] == step - AREAS or dice.random() < 0.3):
                 yield from ended(*begun.popleft(), rank)
             before = [np.arange(n, dtype=np.float32) + 10 * step + r for r in range(size)]
             x, open_calls = before[rank].copy(), [call for call, *_ in begun]
             call = next(call for copy in range(AREAS + 1)
                         if (call := call_of(kind, n, copy)) not in open_calls)
             # Only calls of one barrier are started: the others cannot end while this rank waits.
-            if n > LONGEST or not begun and mine.random() < 0.7:
+            if n > LONGEST or not begun and dice.random() < 0.7:
                 yield from ended(call, x, kind, before, rank, BEGIN)
             elif call.run(PUBLISH, x) == DONE:
                 # Started, and finished later.

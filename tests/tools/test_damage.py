@@ -214,8 +214,8 @@ def actions(parser):
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                for words, found in actions(command):
-                    yield [name, *words], found
+                for words, arguments in actions(command):
+                    yield [name, *words], arguments
         elif action.type not in (None, Path) and action.help != argparse.SUPPRESS:
             yield [], action
 

@@ -58,14 +58,14 @@ def python(*words):
 
 def holders():
     """Return the processes of all labs."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if b"bridge0" in path.read_bytes() or b"remote-shell" in path.read_bytes():
-                found.append(int(path.parts[2]))
+                pids.append(int(path.parts[2]))
         except OSError:
             pass
-    return found
+    return pids
 
 
 def gone(timeout_s=SOON_S):

@@ -111,8 +111,8 @@ def test_a_leader_in_three_hosts_takes_two_messages_at_once():
     """MPICH's rank 1 takes n bytes of rank 0, and meanwhile half as many of rank 2."""
     c, n = replace(CLUSTER.of(3, 1), cores=2), 10**8
     wire = n / (c.bandwidth * c.goodput)
-    halves, whole, back = wire, wire / 2, wire
-    shared = 2 * halves + (whole - halves) + whole + whole + back
+    halves, full, back = wire, wire / 2, wire
+    shared = 2 * halves + (full - halves) + full + full + back
     assert predict("native", c, n).seconds == pytest.approx(
         shared + 4.5 * n / c.reduction_rate, rel=0.01)
 

@@ -161,7 +161,7 @@ def test_the_slowest_step_gets_to_each_point_last():
 def test_ranks_that_share_cores_compute_in_turns():
     work = [Workload(profile_of(compute()), replace(CLUSTER, nodes=nodes, cores=2))
             for nodes in (2, 3, 4)]
-    two, three, four = (predict_step(one, averaged).seconds for one in work)
+    two, three, four = (predict_step(workload, averaged).seconds for workload in work)
     assert two < 0.08 and 0.13 < three < 0.16 and 0.13 < four < 0.16
 
 

@@ -125,9 +125,9 @@ def told(*ranks):
         at = [compute + data for compute, data, _ in step]
         last_called["", number] = LastCall(began[number] + 1e3 * max(at), at.index(max(at)))
     lateness = Lateness(last_called)
-    for rank, mine in enumerate(ranks):
+    for rank, steps in enumerate(ranks):
         activity = Activity(rank)
-        for number, (compute, data, tokens) in enumerate(mine):
+        for number, (compute, data, tokens) in enumerate(steps):
             start, end = began[number], began[number] + 1e3 * lengths[number]
             activity.steps.append(Step(number, start, end, tokens))
             activity.data.append((start, start + 1e3 * data))
@@ -165,7 +165,7 @@ def test_ranks_that_are_late_in_turn_are_not_named():
     for ranks in (2, 4):
         turns = [[(160 if number % ranks == rank else 100,) * 3 for number in range(8)]
                  for rank in range(ranks)]
-        turns = [[(compute, 0, tokens) for compute, _, tokens in mine] for mine in turns]
+        turns = [[(compute, 0, tokens) for compute, _, tokens in steps] for steps in turns]
         share, mean_tokens = {2: (19, 130), 4: (28, 115)}[ranks]
         assert told(*turns) == [
             f"ranks wait for one another in turn, {share} % of their step: each time for one that "
@@ -191,12 +191,12 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
     events = [event for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]
               if event["ph"] == "X"]
     for rank in (0, 1):
-        mine = [event for event in events if event["pid"] == rank]
-        buckets = [event for event in mine if event["name"] == "bucket 0"]
+        of_rank = [event for event in events if event["pid"] == rank]
+        buckets = [event for event in of_rank if event["name"] == "bucket 0"]
         assert len(buckets) == 12
-        assert all(one["args"]["bytes"] > 60_000 and one["args"]["algorithm"] == "shared"
-                   for one in buckets)
-        assert sum(event["cat"] == "step" for event in mine) == 11
+        assert all(bucket["args"]["bytes"] > 60_000 and bucket["args"]["algorithm"] == "shared"
+                   for bucket in buckets)
+        assert sum(event["cat"] == "step" for event in of_rank) == 11
     capsys.readouterr()
     assert main(["trace", "report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
     said = capsys.readouterr().out

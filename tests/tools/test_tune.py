@@ -12,11 +12,11 @@ def model(**times_us):
 
 def test_on_one_node_the_calls_of_auto_count():
     """Through the engine `shared` takes 49 times as long as MPI's call; ordinary calls do not."""
-    found = model(shared=(98, 110), native=(2, 20))
-    text = "\n".join(command._choices(found, dict(model(auto=(3, 12)).curves)["auto"]))
+    measured = model(shared=(98, 110), native=(2, 20))
+    text = "\n".join(command._choices(measured, dict(model(auto=(3, 12)).curves)["auto"]))
     assert text.startswith("auto takes shared from 8 B\nOn one node auto uses shared at every size")
     assert "times as fast" not in text
-    text = "\n".join(command._choices(found, dict(model(auto=(98, 12)).curves)["auto"]))
+    text = "\n".join(command._choices(measured, dict(model(auto=(98, 12)).curves)["auto"]))
     assert "native was 49.0 times as fast at 64 B" in text and "MPIRING_ALGORITHM=native" in text
 
 

@@ -96,7 +96,7 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
 def cores_of(*ranks):
     """Return a communicator's `run` where ranks of (node, cores) tell each other what they have."""
     def run(call, build):
-        build(SimpleNamespace(allgather_bytes=lambda mine: None))
+        build(SimpleNamespace(allgather_bytes=lambda data: None))
         return [np.array([node, *cores], np.int64).view(np.uint8) for node, cores in ranks]
 
     return run

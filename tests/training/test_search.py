@@ -33,14 +33,14 @@ def run(search, seconds):
         return tried, end.value
 
 
-def found(first, seconds=seconds_of, *, identity=lambda choice: choice, axes=AXES):
+def searched(first, seconds=seconds_of, *, identity=lambda choice: choice, axes=AXES):
     """Return what a search has tried, and its outcome."""
     return run(Descent(first, axes, identity, TRIALS).search(), seconds)
 
 
 @pytest.mark.parametrize("first", STARTS, ids=str)
 def test_the_fastest_settings_are_found_in_few_trials(first):
-    tried, outcome = found(first)
+    tried, outcome = searched(first)
     best = Choice(4 * MIB, 4, "ring", pieces=0.5)
     assert seconds_of(outcome.choice) <= 1.02 * seconds_of(best)
     assert len(tried) <= TRIALS + 4 and tried[0] == first
@@ -54,7 +54,7 @@ def test_noise_leads_nowhere_worse(first):
     gains = []
     for seed in range(50):
         noise = np.random.default_rng(seed)
-        _, outcome = found(first, lambda choice: seconds_of(choice) * (
+        _, outcome = searched(first, lambda choice: seconds_of(choice) * (
             1 + 0.03 * min(abs(noise.standard_normal(2)))))
         gains.append(seconds_of(outcome.choice) / seconds_of(first))
     assert max(gains) <= 1.03 and np.median(gains) < 0.9
@@ -63,7 +63,7 @@ def test_noise_leads_nowhere_worse(first):
 def test_noise_alone_is_no_gain():
     for seed in range(50):
         noise = np.random.default_rng(seed)
-        _, outcome = found(STARTS[0], lambda choice: 1 + 0.005 * noise.random())
+        _, outcome = searched(STARTS[0], lambda choice: 1 + 0.005 * noise.random())
         assert outcome.choice == outcome.first
     assert str(outcome) == f"no other settings are clearly faster than {outcome.first}"
 
@@ -75,7 +75,7 @@ def test_a_first_step_that_was_fast_by_luck_hides_nothing():
         asked.append(choice)
         return 0.5 if asked == [first] else seconds_of(choice)
 
-    tried, outcome = found(first, seconds)
+    tried, outcome = searched(first, seconds)
     assert seconds_of(outcome.choice) < 0.95 * seconds_of(first) and len(tried) <= TRIALS + 4
 
 
@@ -89,7 +89,7 @@ def test_a_gain_that_does_not_last_is_given_up(of_first, of_best):
         compares = asked.count(first) > 2
         return (compares and (of_first if choice == first else of_best)) or seconds_of(choice)
 
-    _, outcome = found(first, seconds)
+    _, outcome = searched(first, seconds)
     assert outcome.choice == first and asked.count(first) == 4 and asked[-1] != first
 
 
@@ -97,7 +97,7 @@ def test_equal_steps_are_tried_once():
     def identity(choice):
         return replace(choice, pieces=1.0, long="auto" if choice.long == "native" else choice.long)
 
-    tried, _ = found(STARTS[0], identity=identity)
+    tried, _ = searched(STARTS[0], identity=identity)
     # The first one twice, and with the best one at the end.
     identities = [identity(choice) for choice in tried[1:-4]]
     assert len(set(identities)) == len(identities)
@@ -105,5 +105,5 @@ def test_equal_steps_are_tried_once():
 
 def test_a_setting_without_choice_is_left_alone():
     axes = [Axis("bucket_bytes", [MIB]), Axis("long", ["auto"], ordered=False)]
-    tried, outcome = found(STARTS[0], axes=axes)
+    tried, outcome = searched(STARTS[0], axes=axes)
     assert tried == 2 * [STARTS[0]] and outcome.choice == STARTS[0]

@@ -142,9 +142,9 @@ def test_numba_and_numpy_give_the_same_bits(codec, request):
             payload = encoded(codec, x, 7, lost)
             results.append((payload, lost, decoded(codec, payload, x.size),
                             added(codec, payload, np.abs(x))))
-    for x, one, other in zip(inputs, results[:len(inputs)], results[len(inputs):]):
-        assert np.array_equal(one[0], other[0]), f"payload of {x}"
-        for a, b in zip(one[1:], other[1:]):
+    for x, by_numba, by_numpy in zip(inputs, results[:len(inputs)], results[len(inputs):]):
+        assert np.array_equal(by_numba[0], by_numpy[0]), f"payload of {x}"
+        for a, b in zip(by_numba[1:], by_numpy[1:]):
             assert same(a, b), f"of {x}"
 
 

@@ -81,8 +81,8 @@ def test_allreduce_in_jobs_of_its_own():
     assert content["environment"]["thread_level"] == "multiple and serialized"
     command = content["environment"]["command"]
     assert "bench allreduce --sizes 8,64K" in command and " --part " not in command
-    found = [(row["bytes"], row["contender"], row["thread_level"]) for row in content["rows"]]
-    assert found == [(nbytes, name, level) for nbytes in (8, 65536)
+    cases = [(row["bytes"], row["contender"], row["thread_level"]) for row in content["rows"]]
+    assert cases == [(nbytes, name, level) for nbytes in (8, 65536)
                      for level in ("multiple", "serialized")
                      for name in ("MPI_Allreduce", "mpiring auto", "memory copy")]
 
@@ -274,11 +274,11 @@ def test_horovod_declines_what_it_cannot_sum(monkeypatch):
                               Sum="sum")
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=horovod))
     monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
-    found = contenders.horovod()
-    again, wait = found.blocking(np.ones(3)), found.starting(np.ones(3))()
+    contender = contenders.horovod()
+    again, wait = contender.blocking(np.ones(3)), contender.starting(np.ones(3))()
     for call in (again, again, wait):
         call()
     assert done == ["array 0", "array 0", "array 1"]
     bfloat16 = inputs.dtype_of("bfloat16")
     with pytest.raises(ConfigError, match="Horovod has no bfloat16"):
-        found.blocking(np.ones(3, bfloat16))()
+        contender.blocking(np.ones(3, bfloat16))()

@@ -27,29 +27,29 @@ def few_objects():
 
 def measured(action, sharers=1):
     """Return the middle one of three: now and then this process itself grows by megabytes."""
-    found = []
+    peaks = []
     for _ in range(3):
         growth = Growth(sharers)
         growth.forget_peak()
         kept = action()
-        found.append(growth.max_bytes())
+        peaks.append(growth.max_bytes())
         del kept
-    return sorted(found)[1]
+    return sorted(peaks)[1]
 
 
-def some():
+def megabytes():
     return np.ones(32 * MIB, np.uint8)
 
 
 @pytest.mark.parametrize(("action", "grows"), [
-    (lambda: None, 0), (some, 32 * MIB), (lambda: some().sum(), 32 * MIB)])
+    (lambda: None, 0), (megabytes, 32 * MIB), (lambda: megabytes().sum(), 32 * MIB)])
 def test_the_peak(action, grows):
     assert abs(measured(action) - grows) < NOISE
 
 
 def test_what_was_there_only_before():
     growth = Growth(1)
-    some().sum()
+    megabytes().sum()
     growth.forget_peak()
     assert abs(growth.max_bytes()) < NOISE
 
@@ -73,8 +73,8 @@ def test_a_window_counts_as_its_share_however_much_of_it_was_touched(touched):
         return mapping
 
     # The bytes that are written come from private memory of the same length.
-    found = measured(window, sharers=4)
-    assert abs(found - (8 + touched) * MIB) < NOISE
+    grown = measured(window, sharers=4)
+    assert abs(grown - (8 + touched) * MIB) < NOISE
 
 
 SHARER = """
@@ -89,8 +89,8 @@ input()
 @pytest.mark.parametrize(("nodes", "most"), [((0, 0, 1), 3), ((0, 1, 1), 5)])
 def test_the_largest_node_is_told_and_what_is_shared_counts_once(nodes, most):
     """Other ranks, of which there are none, hold twice and three times as much as this one."""
-    def allgather(mine):
-        return [(node, (1 + rank) * mine[1]) for rank, node in enumerate(nodes)]
+    def allgather(data):
+        return [(node, (1 + rank) * data[1]) for rank, node in enumerate(nodes)]
 
     world = SimpleNamespace(barrier=lambda: None, comm=SimpleNamespace(node_rank=nodes[0]),
                             raw=SimpleNamespace(allgather=allgather))

@@ -102,11 +102,11 @@ def test_a_job_without_peers_has_no_contender_that_the_first_job_lacks(asked, ch
 
 def test_what_one_rank_cannot_do_ends_all():
     world = World.__new__(World)
-    found = [None, MissingDependencyError("there is no CuPy"), None]
-    world.raw = SimpleNamespace(allgather=lambda mine: [mine, *found])
+    errors = [None, MissingDependencyError("there is no CuPy"), None]
+    world.raw = SimpleNamespace(allgather=lambda own_error: [own_error, *errors])
     with pytest.raises(MissingDependencyError, match="^rank 2: there is no CuPy$"):
         world.call_on_all(lambda: None)
-    found.clear()
+    errors.clear()
     world.call_on_all(lambda: None)
     with pytest.raises(ConfigError, match="^rank 0: mine$"):
         world.call_on_all(lambda: (_ for _ in ()).throw(ConfigError("mine")))

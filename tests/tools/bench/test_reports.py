@@ -44,10 +44,10 @@ def test_rows_of_an_allreduce():
 
 
 def test_the_reference_is_the_faster_thread_level_of_the_same_case():
-    found = [*FOUND, of_allreduce("MPI_Allreduce", [1e-4], nbytes=8),
-             of_allreduce("MPI_Allreduce", [2e-3], level="serialized"),
-             of_allreduce("mpiring auto", [4e-3], level="serialized")]
-    rows = allreduce.rows(found, ABOUT, OPTIONS)
+    results = [*FOUND, of_allreduce("MPI_Allreduce", [1e-4], nbytes=8),
+               of_allreduce("MPI_Allreduce", [2e-3], level="serialized"),
+               of_allreduce("mpiring auto", [4e-3], level="serialized")]
+    rows = allreduce.rows(results, ABOUT, OPTIONS)
     assert [row["bytes"] for row in rows] == 6 * [1 << 20] + [8]
     ratios = {(row["contender"], row["thread_level"]): row["native_over_this"] for row in rows[:6]}
     assert ratios["MPI_Allreduce", "multiple"] == pytest.approx(2 / 3)
@@ -93,8 +93,8 @@ TORCH = [of_torch(contenders.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
 
 def test_rows_of_training_with_pytorch():
     options = Namespace(link_rate=2 ** 20 / 0.4, goodput=0.5)
-    found = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
-    alone, ours, gloo, other = steps.torch_rows(found, {**ABOUT, "nodes": 2}, options)
+    results = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
+    alone, ours, gloo, other = steps.torch_rows(results, {**ABOUT, "nodes": 2}, options)
     assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
     # Of the medians of two rounds; the ends of the intervals are those of a single round.
     assert ours["over_compute"] == pytest.approx(175 / 150)
@@ -150,8 +150,8 @@ def test_the_bytes_on_the_wire(tmp_path):
     ([0, 0, 1], [50, 50, 40], 90), ([0, 0, 0], [50, 50, 50], None), ([0, 1, 2], [50, 50, 9], None),
 ])
 def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
-    def gathered(mine):
-        assert mine == (30, counted[0], 0)
+    def gathered(traffic):
+        assert traffic == (30, counted[0], 0)
         return [(30 - 10 * rank, counted[rank], hosts[:rank].count(host))
                 for rank, host in enumerate(hosts)]
 
@@ -167,7 +167,7 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
 def test_readings_of_several_jobs_are_pooled():
     again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
     joined = pooled([*FOUND, *again])
-    assert [len(one.readings["call"]) for one in joined] == [3, 2, 0, 1, 1]
+    assert [len(result.readings["call"]) for result in joined] == [3, 2, 0, 1, 1]
     assert joined[1].readings["call"] == [1e-3, 7e-3]
 
 
@@ -219,9 +219,9 @@ def test_an_allreduce_side_by_side():
     report = allreduce.ALLREDUCE.report(lines.append)
     report.begin(ABOUT)
     for nbytes in (1 << 20, 1 << 26):
-        found = [of_allreduce(one.labels["contender"], one.readings["call"], nbytes)
-                 for one in FOUND]
-        report.add(allreduce.rows(found, ABOUT, OPTIONS))
+        results = [of_allreduce(result.labels["contender"], result.readings["call"], nbytes)
+                   for result in FOUND]
+        report.add(allreduce.rows(results, ABOUT, OPTIONS))
     assert lines[1:] == [
         "", "# float32 in comm.empty: median us of a call, and MPI's over auto's",
         "    size     MPI    auto    copy  MPI/auto",
@@ -250,10 +250,10 @@ def test_what_a_picture_shows():
     """No two curves look alike."""
     assert set(plot.LIMITS) == contenders.LIMITS.keys()
     names = [NATIVE, *(f"mpiring {name}" for name in NAMES), "Gloo", "Horovod"]
-    found = [of_allreduce(name, [1e-3], nbytes) for name in names
-             for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
+    results = [of_allreduce(name, [1e-3], nbytes) for name in names
+               for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
     time, bandwidth = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    plot._curves(axes, allreduce.rows([*found, FOUND[-1]], ABOUT, OPTIONS))
+    plot._curves(axes, allreduce.rows([*results, FOUND[-1]], ABOUT, OPTIONS))
     *curves, limit = time.get_lines()
     assert {line.get_label() for line in curves} == set(names)
     looks = {(line.get_color(), line.get_marker()) for line in curves}

@@ -62,9 +62,9 @@ def test_the_mean_of_calls_back_to_back_or_after_barriers(barrier, log, monkeypa
         ranks.log.append(name)
         now_s[0] += seconds
 
-    found = timing.mean_seconds(ranks, lambda: action("call", 3), 3, barrier=barrier,
-                                prepare=lambda: action("prepare", 100), every=2)
-    assert found == 3 and " ".join(ranks.log) == log
+    mean_s = timing.mean_seconds(ranks, lambda: action("call", 3), 3, barrier=barrier,
+                                 prepare=lambda: action("prepare", 100), every=2)
+    assert mean_s == 3 and " ".join(ranks.log) == log
 
 
 def test_statistics():
