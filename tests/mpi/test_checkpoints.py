@@ -15,14 +15,14 @@ def test_fewer_ranks_go_on_from_slices(comm, tmp_path):
     folder = comm.broadcast_object(tmp_path / "run", root=0)
     start, stop = (r * X.size // comm.size for r in (comm.rank, comm.rank + 1))
     with Checkpoints(folder, comm) as checkpoints:
-        mine = Sliced(X.shape, {(start, stop): X.ravel()[start:stop]})
-        checkpoints.save(4, replicated=3, sharded={"m": mine, "step": np.array(7)})
+        own_slice = Sliced(X.shape, {(start, stop): X.ravel()[start:stop]})
+        checkpoints.save(4, replicated=3, sharded={"m": own_slice, "step": np.array(7)})
     for size in range(comm.size, 0, -1):
         part = comm.split(0 if comm.rank < size else None)
         if part is not None:
             with part, Checkpoints(folder, part) as checkpoints:
                 saved = checkpoints.load()
-                found = whole(saved.sharded)
-                assert (saved.step, saved.size, found["step"]) == (4, comm.size, 7)
+                joined = whole(saved.sharded)
+                assert (saved.step, saved.size, joined["step"]) == (4, comm.size, 7)
                 assert len(saved.sharded["m"].pieces) == comm.size
-                assert np.array_equal(found["m"], X)
+                assert np.array_equal(joined["m"], X)

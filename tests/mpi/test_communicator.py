@@ -232,10 +232,10 @@ def test_slices_of_any_bounds(comm, dtype):
                        [0] * comm.size + [n]):
             for x in (np.empty(n, dtype), comm.empty(n, dtype)):
                 x[...] = contract.contribution(comm.rank, n, dtype)
-                mine = comm.run(Call("reduce_scatter", "of slices"), lambda collectives: (
+                own_slice = comm.run(Call("reduce_scatter", "of slices"), lambda collectives: (
                     collectives.reduce_scatter(x, bounds=bounds)))
                 want = contract.expected(comm.size, n, dtype, "sum")
-                assert np.array_equal(mine, want[bounds[comm.rank]:bounds[comm.rank + 1]])
+                assert np.array_equal(own_slice, want[bounds[comm.rank]:bounds[comm.rank + 1]])
                 comm.run(Call("allgather", "of slices"), lambda collectives: (
                     collectives.allgather(x, bounds=bounds)))
                 assert np.array_equal(x, want)
@@ -463,8 +463,8 @@ def test_every_collective_works_in_any_node_order(comm):
             group._resources, order=tuple(reversed(range(comm.size))))
         n = 10 * comm.size + 3
         x = contract.contribution(comm.rank, n, "float64")
-        mine = part.reduce_scatter(x)
-        assert np.shares_memory(mine, x[comm.rank * n // comm.size:])
+        chunk = part.reduce_scatter(x)
+        assert np.shares_memory(chunk, x[comm.rank * n // comm.size:])
         contract.check(part.allgather(x), comm.size, "sum")
         assert part.broadcast(np.full(3, comm.rank), root=comm.size - 1)[0] == comm.size - 1
         assert part.broadcast_object(comm.rank, root=comm.size // 2) == comm.size // 2

@@ -35,9 +35,9 @@ def test_ranks_share_the_work_and_who_keeps_nothing_does_none(compiled, rounds, 
     # Those on a node also add up private vectors, piece by piece, whatever `rounds` says.
     assert {"sums of float16 on a node", "sums of float32 on a node",
             "long sums of float32"} <= set(compiled)
-    everything = sorted(set(compiled))
-    mine = compiled[:-len(everything)]
-    assert sorted(compiled[len(mine):]) == everything and set(mine) < set(everything)
+    by_any_rank = sorted(set(compiled))
+    own = compiled[:-len(by_any_rank)]
+    assert sorted(compiled[len(own):]) == by_any_rank and set(own) < set(by_any_rank)
 
 
 @pytest.mark.parametrize("on_all", [True, False])

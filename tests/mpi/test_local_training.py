@@ -58,10 +58,10 @@ def test_any_reducer_and_bit_by_bit_from_a_checkpoint(apart, name):
             for x, before in zip(again.values(), saved.own["params"].values()):
                 x[...] = before
             apart.barrier()
-        for its, one in ((params, outer), (again, resumed)):
-            take_steps(one, its, range(8, 14), apart.rank)
-            one.synchronize()
-            assert same_on_all_ranks(apart, its) and one.steps == 13
+        for its, local in ((params, outer), (again, resumed)):
+            take_steps(local, its, range(8, 14), apart.rank)
+            local.synchronize()
+            assert same_on_all_ranks(apart, its) and local.steps == 13
         assert bits(params) == bits(again)
         results.append(params)
     close(*results, 1e-3)
@@ -74,12 +74,12 @@ def test_statistics_are_those_of_the_synchronizations(apart):
         take_steps(outer, params, range(1, 4), apart.rank)
         assert outer.statistics.operations == outer.statistics.bytes_sent == 0
         take_steps(outer, params, range(4, 12), apart.rank)
-        found, size = outer.statistics, apart.size
-        assert found.dense_bytes == pytest.approx(
+        statistics, size = outer.statistics, apart.size
+        assert statistics.dense_bytes == pytest.approx(
             2 * 2 * (size - 1) / size * sum(x.nbytes for x in params.values()), rel=0.05)
         if size > 1:
-            assert found.bytes_sent == pytest.approx(found.dense_bytes, rel=0.1)
-            assert 0 < found.exposed_s < 60
+            assert statistics.bytes_sent == pytest.approx(statistics.dense_bytes, rel=0.1)
+            assert 0 < statistics.exposed_s < 60
 
 
 def test_synchronous_in_groups_and_rarely_between(comm):

@@ -26,8 +26,8 @@ def test_long_messages_travel_in_pieces(group, monkeypatch):
     x, y = np.arange(1000) + group.rank, np.empty(1000, int)
     receives = [messages.irecv(y[:500], left, 3), messages.irecv(y[500:], left, 3)]
     sends = [messages.isend(x[:500], right, 3), messages.isend(x[500:], right, 3)]
-    assert [one.wait(10) for one in receives] == [left, left]
-    assert [one.wait(10) for one in sends] == [right, right]
+    assert [request.wait(10) for request in receives] == [left, left]
+    assert [request.wait(10) for request in sends] == [right, right]
     assert np.array_equal(y, np.arange(1000) + left)
     with pytest.raises(ConfigError, match="pass the source"):
         messages.irecv(y, None)
@@ -80,12 +80,12 @@ def test_groups_of_some_ranks_and_beside_others(group):
         assert x[0] == sum(even)
         part.close()
     duplicate = group.duplicate()
-    mine, other = np.ones(5), np.ones(5)
+    of_group, of_duplicate = np.ones(5), np.ones(5)
     # Ranks may call those of the two groups in different orders.
     handles = [
         those.submit(Call("allreduce"), lambda collectives, y=y: collectives.allreduce(y))
-        for those, y in ((group, mine), (duplicate, other))[::1 - 2 * (group.rank % 2)]]
+        for those, y in ((group, of_group), (duplicate, of_duplicate))[::1 - 2 * (group.rank % 2)]]
     for handle in handles:
         handle.wait()
     duplicate.close()
-    assert mine[0] == other[0] == group.size
+    assert of_group[0] == of_duplicate[0] == group.size

@@ -25,14 +25,14 @@ LOGICAL = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 @pytest.mark.parametrize(("theirs", "ours"), [*OF_MPI.items(), *LOGICAL.items()])
 def test_ops_of_mpi4py(comm, theirs, ours):
     op, dtype = getattr(MPI, theirs), bool if theirs in LOGICAL else np.int64
-    mine = np.arange(2 * comm.size).astype(dtype) ^ dtype(comm.rank % 2)
-    want = comm.allreduce(mine.copy(), op=ours)
-    assert (comm.allreduce(mine.copy(), op=op) == want).all()
-    assert (comm.iallreduce(mine.copy(), op=op).wait() == want).all()
-    chunk = comm.reduce_scatter(mine.copy(), op=op)
+    x = np.arange(2 * comm.size).astype(dtype) ^ dtype(comm.rank % 2)
+    want = comm.allreduce(x.copy(), op=ours)
+    assert (comm.allreduce(x.copy(), op=op) == want).all()
+    assert (comm.iallreduce(x.copy(), op=op).wait() == want).all()
+    chunk = comm.reduce_scatter(x.copy(), op=op)
     assert (chunk == want[2 * comm.rank:2 * comm.rank + 2]).all()
     # Not only this very object: one that was pickled, say, is another.
-    assert (comm.allreduce(mine.copy(), op=MPI.Op.fromhandle(op.handle)) == want).all()
+    assert (comm.allreduce(x.copy(), op=MPI.Op.fromhandle(op.handle)) == want).all()
     if theirs in LOGICAL:
         numbers = np.full(3, 2)
         with pytest.raises(ConfigError, match=f"op=MPI.{theirs} on int64: .*x != 0 .*'{ours}'"):
@@ -125,21 +125,21 @@ def all_is_well(comm):
 @pytest.mark.parametrize("case", range(len(ON_COMM)))
 def test_mistakes_of_all_ranks(comm, case):
     mistake, told = ON_COMM[case]
-    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     with pytest.raises(ConfigError, match=told):
         mistake(comm)
     all_is_well(comm)
-    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_what_works_in_the_rank_only_is_not_copied(comm):
     handle = comm.iallreduce(np.ones(3))
-    for thing in (comm, handle, comm.persistent_allreduce(np.ones(3)), comm.messages(),
-                  {"dataset": [comm]}, DataParallel({"w": np.ones(3)}, comm)):
+    for original in (comm, handle, comm.persistent_allreduce(np.ones(3)), comm.messages(),
+                     {"dataset": [comm]}, DataParallel({"w": np.ones(3)}, comm)):
         for copying in pickle.dumps, copy.copy, copy.deepcopy:
-            if copying is not copy.copy or type(thing) not in (dict, DataParallel):
+            if copying is not copy.copy or type(original) not in (dict, DataParallel):
                 with pytest.raises(ConfigError, match="cannot be pickled or copied.*comm.rank"):
-                    copying(thing)
+                    copying(original)
     x = comm.empty(3)
     x[...] = comm.rank
     assert (pickle.loads(pickle.dumps(x)) == comm.rank).all()
@@ -153,9 +153,9 @@ def test_what_works_in_the_rank_only_is_not_copied(comm):
 def test_settings_must_agree(comm, name, value, odd):
     if comm.size == 1:
         return
-    mine = odd if comm.rank == comm.size - 1 else value
+    own_value = odd if comm.rank == comm.size - 1 else value
     with pytest.raises(ConfigError, match=f"rank {comm.rank}.*'{name}': '?{odd}|'{name}': '?{odd}"):
-        mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**{name: mine}))
+        mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**{name: own_value}))
     all_is_well(comm)
 
 
@@ -180,10 +180,10 @@ def test_roots(comm):
 
 def test_a_rank_whose_object_does_not_pickle_is_named_by_all(comm):
     last = comm.size - 1
-    mine = (lambda: 3) if comm.rank == last else 3
+    obj = (lambda: 3) if comm.rank == last else 3
     for call in (comm.allgather_object, lambda obj: comm.broadcast_object(obj, root=last)):
         with pytest.raises(ConfigError, match=f"rank {last}: a function does not pickle"):
-            call(mine)
+            call(obj)
     all_is_well(comm)
 
 

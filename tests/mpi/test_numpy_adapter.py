@@ -112,10 +112,10 @@ def test_models_and_buckets_that_cannot_be_are_refused(comm):
             DataParallel(model(0), comm, bucket_bytes=bucket_bytes)
 
 
-def some(comm, number, rank=None):
+def samples_of(comm, number, rank=None):
     """Return samples of a rank, or of all; some ranks have none in a step."""
     if rank is None:
-        return np.concatenate([some(comm, number, rank) for rank in range(comm.size)])
+        return np.concatenate([samples_of(comm, number, rank) for rank in range(comm.size)])
     n = 9 if comm.size == 1 else (2 * rank + number) % (comm.size + 2)
     return np.random.default_rng([number, rank]).random(n) + 1
 
@@ -127,16 +127,16 @@ def test_ranks_weigh_as_much_as_they_have(comm, dtype, rtol):
     """Also where that is nothing, whose mean is NaN; and not in the next step."""
     dp = DataParallel(model(0, dtype), comm, bucket_bytes=500)
     for number in range(comm.size + 2):
-        mine, every = some(comm, number, comm.rank), some(comm, number)
-        dp.weigh(np.int32(mine.size) if number % 2 else mine.size)
+        own, all_samples = samples_of(comm, number, comm.rank), samples_of(comm, number)
+        dp.weigh(np.int32(own.size) if number % 2 else own.size)
         # The user's own settings have no say.
         with np.errstate(all="raise"):
             for name in SHAPES:
-                dp.grads[name][...] = mine.mean() if mine.size else np.nan
+                dp.grads[name][...] = own.mean() if own.size else np.nan
                 dp.ready(name)
             dp.wait()
         for grad in dp.grads.values():
-            np.testing.assert_allclose(grad.astype(complex), every.mean(), rtol=rtol)
+            np.testing.assert_allclose(grad.astype(complex), all_samples.mean(), rtol=rtol)
         step(dp, comm, number + 1, list(SHAPES))
 
 

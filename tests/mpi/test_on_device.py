@@ -50,13 +50,13 @@ def test_other_collectives(comm, gpu):
     assert np.array_equal(x.get(), np.arange(101.0) + 1000 * (comm.size - 1))
     bounds = [rank * 102 // comm.size for rank in (comm.rank, comm.rank + 1)]
     for order in "CF":
-        whole = gpu.put(np.arange(102.0).reshape(3, 34))
-        y = whole if order == "C" else whole.T
+        rows = gpu.put(np.arange(102.0).reshape(3, 34))
+        y = rows if order == "C" else rows.T
         part = comm.reduce_scatter(y)
         assert type(part) is type(y) and part.shape == (bounds[1] - bounds[0],)
         assert np.array_equal(part.get(), comm.size * np.arange(*bounds))
         comm.allgather(y)
-        assert np.array_equal(whole.get().ravel(), comm.size * np.arange(102.0))
+        assert np.array_equal(rows.get().ravel(), comm.size * np.arange(102.0))
 
 
 def test_persistent_operations(comm, gpu):

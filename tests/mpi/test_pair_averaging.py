@@ -103,8 +103,8 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
             right["w"] -= 0.1 * (right["w"] - comm.rank)
             others.step()
         params["w"] = params["w"].copy()
-        for one in (pairs, others):
-            one.agree()
+        for averaging in (pairs, others):
+            averaging.agree()
         np.testing.assert_allclose(params["w"], right["w"], rtol=1e-12)
         assert len({its["w"].tobytes() for its in comm.allgather_object(params)}) == 1
         before, params["w"] = params["w"], np.zeros(3, np.float32)

@@ -119,10 +119,10 @@ def test_resume_is_bit_equal(comm, kind):
     with comm.split(comm.rank) as alone, ParameterServer(
             model(0), alone, optimizer=method, staleness=0) as other:
         other.load_state_dict(state)
-        found = other.state_dict()
-    assert found["steps"] == 3
+        other_state = other.state_dict()
+    assert other_state["steps"] == 3
     for name, its in whole(state["tensors"]).items():
-        assert bits(its) == bits(found["tensors"][name])
+        assert bits(its) == bits(other_state["tensors"][name])
 
 
 def test_mistakes(comm):

@@ -56,10 +56,10 @@ def test_a_run_goes_on_bit_by_bit(apart, name, late):
     dp = wrapped(apart, reducer)
     for number in range(3):
         step(dp, number)
-    states = [one.state_dict() for one in each(reducer)]
+    states = [part.state_dict() for part in each(reducer)]
     resumed = wrapped(apart, fresh) if late else None
-    for one, state in zip(each(fresh), states):
-        one.load_state_dict(state)
+    for part, state in zip(each(fresh), states):
+        part.load_state_dict(state)
     resumed = resumed or wrapped(apart, fresh)
     for number in range(3, 6):
         means = step(dp, number)

@@ -181,7 +181,7 @@ def test_arrays_of_any_kind_are_restored(checked):
               "flag": np.array(True), "long": np.array([1, 2], np.longdouble),
               "record": np.zeros(2, [("a", np.int8), ("b", np.float32)])}
     run = Run(checked)
-    run.dp.watch(some=list(arrays.values()))
+    run.dp.watch(arrays=list(arrays.values()))
     kept = [x.copy() for x in arrays.values()]
     if checked.rank == 1:
         for x in arrays.values():

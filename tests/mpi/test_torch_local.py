@@ -44,8 +44,8 @@ def test_bit_by_bit_from_a_checkpoint(comm, sharded):
         again.load_state_dict(saved.own["model"])
         its.load_state_dict(saved.own["optimizer"])
         comm.barrier()
-    for one in ((model, optimizer, outer), (again, its, resumed)):
-        train(*one[:2], comm, range(6, 11), outer=one[2])
+    for training in ((model, optimizer, outer), (again, its, resumed)):
+        train(*training[:2], comm, range(6, 11), outer=training[2])
     assert bits(model.state_dict().values()) == bits(again.state_dict().values())
     assert equal_on_all(model.parameters(), comm) == (comm.size == 1)
     with outer.join():

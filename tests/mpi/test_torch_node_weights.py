@@ -46,10 +46,10 @@ def test_ranks_weigh_as_much_as_they_have_tokens(comm, weights, overlap):
     optimizer = Sharded(torch.optim.SGD, model, lr=0.1, weights=weights, overlap=overlap)
     for step in range(5):
         tokens = [(2 * rank + step) % 3 + (rank == step % comm.size) for rank in range(comm.size)]
-        mine = tokens[comm.rank]
-        train(*scaled, comm, [step], factor=mine * comm.size / sum(tokens))
-        model.weigh(mine)
-        train(model, optimizer, comm, [step], factor=1 if mine else float("nan"))
+        own_tokens = tokens[comm.rank]
+        train(*scaled, comm, [step], factor=own_tokens * comm.size / sum(tokens))
+        model.weigh(own_tokens)
+        train(model, optimizer, comm, [step], factor=1 if own_tokens else float("nan"))
         assert model.finite
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
@@ -114,9 +114,9 @@ def test_a_model_is_loaded_as_ever(comm):
     train(model, optimizer, comm, range(3, 5))
 
     def as_part(state):
-        whole = nn.Sequential(model)
-        assert whole.state_dict().keys() == {f"0.{name}" for name in state}
-        whole.load_state_dict({f"0.{name}": x for name, x in state.items()})
+        outer = nn.Sequential(model)
+        assert outer.state_dict().keys() == {f"0.{name}" for name in state}
+        outer.load_state_dict({f"0.{name}": x for name, x in state.items()})
 
     for loads in (model.load_state_dict, model.module.load_state_dict, as_part):
         loads(state)

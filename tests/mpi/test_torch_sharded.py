@@ -40,10 +40,10 @@ def both(comm, make=torch.optim.AdamW, dtype=torch.float32, *, sharded={}, **set
             (model, Sharded(make, model, **sharded, **settings)))
 
 
-def assert_same(one, other, dtype=torch.float32):
+def assert_same(first, second, dtype=torch.float32):
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {
         "rtol": 1e-5, "atol": 1e-6}
-    for p, q in zip(one, other, strict=True):
+    for p, q in zip(first, second, strict=True):
         torch.testing.assert_close(p, q, **tolerance)
 
 
@@ -65,12 +65,12 @@ def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
     train(model, optimizer, comm, range(6))
     assert_same(model.parameters(), plain.parameters(), dtype)
     assert equal_on_all(model.parameters(), comm)
-    mine, wanted = optimizer.state_dict(), right.state_dict()
-    assert mine["param_groups"] == wanted["param_groups"]
-    assert mine["state"].keys() == wanted["state"].keys()
-    for number, state in wanted["state"].items():
-        assert mine["state"][number].keys() == state.keys()
-        assert_same(mine["state"][number].values(), state.values(), dtype)
+    state, right_state = optimizer.state_dict(), right.state_dict()
+    assert state["param_groups"] == right_state["param_groups"]
+    assert state["state"].keys() == right_state["state"].keys()
+    for number, its in right_state["state"].items():
+        assert state["state"][number].keys() == its.keys()
+        assert_same(state["state"][number].values(), its.values(), dtype)
 
 
 class Late:
@@ -148,8 +148,8 @@ def test_slices_return_behind_the_next_forward_pass(comm, late):
         model, optimizer = trained_by(comm, overlap=True)
         kept = {name: p for name, p in without_waiting(model.module)}
         assert comm.size == 1 or any(p.isnan().any() for p in kept.values())
-        found = read(model, optimizer)
-        assert all(found[name].equal(p) for name, p in wanted.items())
+        elements = read(model, optimizer)
+        assert all(elements[name].equal(p) for name, p in wanted.items())
     model.compare_replicas()
     varied_loss(model, comm, 9).backward()
     assert isinstance(model.module.lstm._parameters, dict)
@@ -275,8 +275,8 @@ def merged(states):
     return first
 
 
-def assert_bits(one, other):
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+def assert_bits(first, second):
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("how", ["whole", "sliced"])
@@ -286,25 +286,25 @@ def test_training_goes_on_anywhere(comm, how):
     optimizer = adamw(model)
     train(model, optimizer, comm, range(3))
     weights = copy.deepcopy(model.state_dict())
-    whole = optimizer.state_dict()
-    saved = whole if how == "whole" else merged(
+    full = optimizer.state_dict()
+    saved = full if how == "whole" else merged(
         comm.allgather_object(optimizer.sharded_state_dict()))
     bare = torch.optim.AdamW(Odd().parameters(), lr=0.5)
-    bare.load_state_dict(copy.deepcopy(whole))
-    assert_bits(bare.state_dict(), whole)
+    bare.load_state_dict(copy.deepcopy(full))
+    assert_bits(bare.state_dict(), full)
     alone = comm.split(comm.rank)
     for ranks in (comm, alone):
         other = wrapped(ranks)
         other.load_state_dict(weights)
         again = adamw(other, lr=0.5)
         again.load_state_dict(copy.deepcopy(saved))
-        assert_bits(again.state_dict(), whole)
+        assert_bits(again.state_dict(), full)
         if ranks is comm:
             train(other, again, comm, range(3, 5))
             train(model, optimizer, comm, range(3, 5))
             assert_same(other.parameters(), model.parameters())
             again.load_state_dict(bare.state_dict())
-            assert_bits(again.state_dict(), whole)
+            assert_bits(again.state_dict(), full)
     alone.close()
     root = optimizer.state_dict(root=comm.size - 1)
     assert (root is None) == (comm.rank < comm.size - 1)
@@ -314,23 +314,23 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
     """State follows; and is loaded by PyTorch's own."""
     (plain, right), (model, optimizer) = both(comm, lr=0.01)
     for step in range(9):
-        for one in plain, model:
-            one.module.first.requires_grad_(step not in (2, 3))
-            one.module.filter.weight.requires_grad_(step != 3)
+        for net in plain, model:
+            net.module.first.requires_grad_(step not in (2, 3))
+            net.module.filter.weight.requires_grad_(step != 3)
             if step == 5:
                 with torch.no_grad():
-                    one.module.last.weight.mul_(0.5)
-                    one.module.first.bias.data = one.module.first.bias.data + 1
+                    net.module.last.weight.mul_(0.5)
+                    net.module.first.bias.data = net.module.first.bias.data + 1
         train(plain, right, comm, [step])
         train(model, optimizer, comm, [step])
         assert_same(model.parameters(), plain.parameters())
         assert_bits(model.module.state_dict(), dict(model.module.named_parameters()))
         if step in (2, 3, 8):
-            mine, wanted = optimizer.state_dict(), right.state_dict()
-            torch.testing.assert_close(mine, wanted)
+            state, right_state = optimizer.state_dict(), right.state_dict()
+            torch.testing.assert_close(state, right_state)
             again = merged(comm.allgather_object(optimizer.sharded_state_dict()))
             optimizer.load_state_dict(again)
-            assert_bits(optimizer.state_dict(), mine)
+            assert_bits(optimizer.state_dict(), state)
     model.module.last = nn.Linear(18, 3, bias=False)
     train(model, optimizer, comm, range(2))
     assert equal_on_all(model.parameters(), comm)
@@ -356,9 +356,9 @@ def malformed(state):
 def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
     """Also where a rank alone has a slice that it does not fit, and gradients are there."""
     (plain, right), (model, optimizer) = both(comm, lr=0.01, sharded=settings)
-    for one in (plain, right), (model, optimizer):
-        train(*one, comm, range(2))
-        one[1].zero_grad()
+    for pair in (plain, right), (model, optimizer):
+        train(*pair, comm, range(2))
+        pair[1].zero_grad()
     loss_of(plain, comm, 2).backward()
     loss_of(model, comm, 2).backward()
     before = copy.deepcopy(optimizer.state_dict())
@@ -377,8 +377,8 @@ def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
     right.step()
     optimizer.step()
     right.zero_grad()
-    for one in (plain, right), (model, optimizer):
-        train(*one, comm, range(3, 5))
+    for pair in (plain, right), (model, optimizer):
+        train(*pair, comm, range(3, 5))
     assert_same(model.parameters(), plain.parameters())
 
 
@@ -401,16 +401,16 @@ def test_momentum_that_is_raised_later(comm, momentum):
     """As by schedules; then parameters are frozen and thawed, and the state is loaded."""
     (plain, right), (model, optimizer) = both(comm, torch.optim.SGD, lr=0.1)
     for step in range(8):
-        for one in right, optimizer:
-            for group in one.param_groups:
+        for opt in right, optimizer:
+            for group in opt.param_groups:
                 group["momentum"] = 0.9 if step else 0
-        for one in plain, model:
-            one.module.first.requires_grad_(step not in (2, 3))
+        for net in plain, model:
+            net.module.first.requires_grad_(step not in (2, 3))
         if step == 6:
-            for one in right, optimizer:
-                state = copy.deepcopy(one.state_dict())
+            for opt in right, optimizer:
+                state = copy.deepcopy(opt.state_dict())
                 state["param_groups"][0]["momentum"] = momentum
-                one.load_state_dict(state)
+                opt.load_state_dict(state)
         train(plain, right, comm, [step])
         train(model, optimizer, comm, [step])
         assert_same(model.parameters(), plain.parameters())
@@ -430,9 +430,9 @@ def test_norms_by_dtype(comm, dtype, norm_dtype):
     plain.load_state_dict(model.state_dict())
     optimizer = Sharded(torch.optim.SGD, model, lr=0.1)
     for norm_type in 2.0, 1.0, float("inf"):
-        for one in plain, model:
-            one.zero_grad()
-            (one(torch.ones(3, 5, dtype=dtype)).abs().square().sum() * 3).backward()
+        for net in plain, model:
+            net.zero_grad()
+            (net(torch.ones(3, 5, dtype=dtype)).abs().square().sum() * 3).backward()
         wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
         norm = optimizer.clip_grad_norm_(0.5, norm_type)
         assert norm.dtype == norm_dtype
@@ -597,10 +597,10 @@ class Counts(Signs):
 def test_a_class_of_the_users_own(comm, make):
     (plain, right), (model, optimizer) = both(comm, make, lr=0.01)
     for step in range(6):
-        for one in plain, model:
-            one.module.first.requires_grad_(step not in (2, 3))
-        for one in (plain, right), (model, optimizer):
-            train(*one, comm, [step])
+        for net in plain, model:
+            net.module.first.requires_grad_(step not in (2, 3))
+        for pair in (plain, right), (model, optimizer):
+            train(*pair, comm, [step])
         if step == 4:
             optimizer.load_state_dict(optimizer.state_dict())
         assert_same(model.parameters(), plain.parameters())
@@ -639,8 +639,8 @@ def test_mistakes_are_explained(comm):
     optimizer = adamw(model)
     train(model, optimizer, comm, [0])
     saved = optimizer.sharded_state_dict()
-    plain, with_momentum = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-                            for one in (model, Odd()))
+    plain, with_momentum = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+                            for net in (model, Odd()))
     for p in with_momentum.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     with_momentum.step()
@@ -695,8 +695,8 @@ def test_another_optimizer_after_it(comm):
     optimizer = adamw(model)
     train(model, optimizer, comm, range(2))
     optimizer.close()
-    for one in plain, model:
-        train(one, torch.optim.SGD(one.parameters(), lr=0.1), comm, range(2))
+    for net in plain, model:
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1), comm, range(2))
     assert_same(model.parameters(), plain.parameters())
     # No forward pass has seen it.
     model.module.first.requires_grad_(False)
@@ -742,9 +742,9 @@ def test_optimizers_of_mpiring(comm, settings):
     right = mpiring.optim.LAMB(dp, **given, groups={"2.*": {"lr": 0.02}})
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(4):
-        for one in plain, model:
-            one.zero_grad()
-            loss_of(one, comm, step).backward()
+        for wrapped_net in plain, model:
+            wrapped_net.zero_grad()
+            loss_of(wrapped_net, comm, step).backward()
         optimizer.clip_grad_norm_(0.5)
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         if step == 2:
