@@ -322,13 +322,13 @@ def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, m
 
 
 def test_giving_up_returns_what_is_under_way_and_fails_every_later_call(background):
-    part, whole = Flag(), Flag()
-    first = background.submit(run_together([waits_for(part), waits_for(whole)]))
+    first_flag, second_flag = Flag(), Flag()
+    first = background.submit(run_together([waits_for(first_flag), waits_for(second_flag)]))
     second = background.submit(waits_for(Flag()))
     queued = background.submit(waits_for(Flag()))
     left = background.engine.give_up(ProcessFailedError("a rank has died"))
     assert left == [first.task, second.task], "what was not begun has posted nothing"
-    assert list(first.task.requests()) == [part, whole]
+    assert list(first.task.requests()) == [first_flag, second_flag]
     assert not background.engine._thread.is_alive()
     for handle in (first, second, queued):
         with pytest.raises(TransportError, match="a rank has died"):

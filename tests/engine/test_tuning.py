@@ -112,10 +112,11 @@ def saved(cluster, tmp_path):
 def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, saved, content, caplog):
     """In full, or a model in it; nor is one that another user may have written."""
     caplog.set_level("INFO", "mpiring")
-    whole = isinstance(content, str)
-    saved.write_text(content if whole else json.dumps({**json.loads(saved.read_text()), **content}))
+    is_text = isinstance(content, str)
+    saved.write_text(
+        content if is_text else json.dumps({**json.loads(saved.read_text()), **content}))
     cluster.tuner(tmp_path).find()
-    assert not whole or f"{saved} is not used: " in caplog.text
+    assert not is_text or f"{saved} is not used: " in caplog.text
     saved.chmod(0o622)
     cluster.calls.clear()
     cluster.tuner(tmp_path).find()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module", params=["auto", "mixed", "private"])
-def some(request):
+def comm(request):
     """Communicators whose ranks run rounds in one way, or each in its own; without shared memory.
     """
     how = ("python", "off", "auto")[MPI.COMM_WORLD.rank % 3]
@@ -25,33 +25,33 @@ def some(request):
         yield comm
 
 
-def test_allreduce(some):
+def test_allreduce(comm):
     """Of what fits into a slot, and is just too long for it."""
     lengths, cases = ((0, 0), (0, 1), (16 << 10, 0), (16 << 10, 1)), (
         ("sum", "float32"), ("mean", "float16"), ("max", "int16"), ("bxor", "bool"),
         ("sum", "complex128"))
     for turn, ((nbytes, more), (op, dtype)) in enumerate(itertools.product(lengths, cases)):
         n = nbytes // np.dtype(dtype).itemsize + more
-        x = some.empty(n, dtype) if turn % 2 else np.empty(n, dtype)
-        operation = some.persistent_allreduce(x, op=op)
+        x = comm.empty(n, dtype) if turn % 2 else np.empty(n, dtype)
+        operation = comm.persistent_allreduce(x, op=op)
         for begin, end in [(lambda: None, operation)] * 2 + [
                 (operation.start, operation.wait)] * 2:
-            x[...] = contract.contribution(some.rank, n, dtype)
+            x[...] = contract.contribution(comm.rank, n, dtype)
             begin()
             assert end() is x
-            contract.check(x, some.size, op)
+            contract.check(x, comm.size, op)
 
 
 @pytest.mark.parametrize(("dtype", "n"), [("float32", 100_000), ("float64", 3000), ("bool", 1)])
-def test_the_other_collectives(some, dtype, n):
-    p, rank = some.size, some.rank
+def test_the_other_collectives(comm, dtype, n):
+    p, rank = comm.size, comm.rank
     x, y, z = np.empty(7), np.empty((2, 4), np.int32), np.empty(n, dtype)
-    scatter = some.persistent_reduce_scatter(x, op="max")
-    gather, copy = some.persistent_allgather(y), some.persistent_broadcast(z, root=p - 1)
-    mine = slice(rank * 8 // p, (rank + 1) * 8 // p)
+    scatter = comm.persistent_reduce_scatter(x, op="max")
+    gather, copy = comm.persistent_allgather(y), comm.persistent_broadcast(z, root=p - 1)
+    own_slice = slice(rank * 8 // p, (rank + 1) * 8 // p)
     for step in range(5):
         x[:], y[...], z[:] = np.arange(7) + rank + step, -1, rank + step
-        y.reshape(-1)[mine] = np.arange(8)[mine] + step
+        y.reshape(-1)[own_slice] = np.arange(8)[own_slice] + step
         if (step + rank) % 2:
             for operation in (scatter, gather, copy):
                 operation.start()
@@ -65,9 +65,9 @@ def test_the_other_collectives(some, dtype, n):
         assert (z == np.array(p - 1 + step).astype(dtype)).all()
 
 
-def test_mistakes(some):
+def test_mistakes(comm):
     x = np.zeros((2, 3))
-    operation = some.persistent_allreduce(x)
+    operation = comm.persistent_allreduce(x)
     with pytest.raises(mpiring.ConfigError, match=r"persistent operation \d+>: call start\(\)"):
         operation.wait()
     operation.start()
@@ -76,25 +76,25 @@ def test_mistakes(some):
             again()
     assert operation.wait() is x
     with pytest.raises(mpiring.ConfigError, match="op='median'"):
-        some.persistent_allreduce(x, op="median")
+        comm.persistent_allreduce(x, op="median")
     with pytest.raises(mpiring.ConfigError, match="root"):
-        some.persistent_broadcast(x, root=some.size)
+        comm.persistent_broadcast(x, root=comm.size)
 
 
 @pytest.mark.parametrize("n", [6, 60_000])
-def test_it_is_of_the_memory_not_of_the_array(some, n):
+def test_it_is_of_the_memory_not_of_the_array(comm, n):
     x = np.zeros((2, n // 2), np.float32)
-    operation, y = some.persistent_allreduce(x, op="max"), x.reshape(-1)
-    copy = some.persistent_broadcast(x)
+    operation, y = comm.persistent_allreduce(x, op="max"), x.reshape(-1)
+    copy = comm.persistent_broadcast(x)
     for change in (lambda: None, lambda: setattr(x, "shape", (n,)), lambda: x.setflags(write=False),
                    lambda: setattr(x, "dtype", "i4")):
         change()
-        y[:] = some.rank
-        assert operation() is x and (y == some.size - 1).all()
-        y[:] = some.rank
+        y[:] = comm.rank
+        assert operation() is x and (y == comm.size - 1).all()
+        y[:] = comm.rank
         operation.start()
-        assert operation.wait() is x and (y == some.size - 1).all()
-        y[:] = some.rank + 1
+        assert operation.wait() is x and (y == comm.size - 1).all()
+        y[:] = comm.rank + 1
         copy()
         assert (y == 1).all()
 
@@ -136,28 +136,28 @@ def test_they_match_each_other_only(breakable):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_vectors_in_windows(some, dtype):
+def test_vectors_in_windows(comm, dtype):
     """In place, where all ranks have compiled code; the engine's operations mix with rounds."""
     for n in (4 << 10, 32 << 10, 300 << 10):
         n //= np.dtype(dtype).itemsize
         # All ranks' at other offsets.
-        whole = some.empty(2 * n, dtype)
-        x, y = whole[some.rank:some.rank + n + 3], np.empty(n + 3, dtype)
+        memory = comm.empty(2 * n, dtype)
+        x, y = memory[comm.rank:comm.rank + n + 3], np.empty(n + 3, dtype)
         op = "mean" if dtype == "float32" else "sum"
-        operation, copied = (some.persistent_allreduce(v, op=op) for v in (x, y))
+        operation, copied = (comm.persistent_allreduce(v, op=op) for v in (x, y))
         for step in range(6):
             for v, run in ((x, operation), (y, copied)):
-                v[...] = contract.contribution(some.rank, n + 3, dtype)
-                if (step + some.rank) % 3:
+                v[...] = contract.contribution(comm.rank, n + 3, dtype)
+                if (step + comm.rank) % 3:
                     assert run() is v
                 else:
                     run.start()
                     assert run.wait() is v
-                contract.check(v, some.size, op)
-            sums = some.allgather_object((x.tobytes(), y.tobytes()))
+                contract.check(v, comm.size, op)
+            sums = comm.allgather_object((x.tobytes(), y.tobytes()))
             assert len(set(sums)) == 1
-        on_some = whole[:n] if some.rank else np.empty(n, dtype)
-        mixed = some.persistent_allreduce(on_some)
+        on_some = memory[:n] if comm.rank else np.empty(n, dtype)
+        mixed = comm.persistent_allreduce(on_some)
         for _ in range(3):
-            on_some[...] = some.rank
-            assert (mixed() == some.size * (some.size - 1) // 2).all()
+            on_some[...] = comm.rank
+            assert (mixed() == comm.size * (comm.size - 1) // 2).all()

@@ -37,7 +37,7 @@ def node_calls(comm):
 
 
 @pytest.fixture(scope="module", params=["auto", "mixed"])
-def some(request):
+def comm(request):
     """Communicators whose ranks run rounds in one way, or each in its own."""
     ways = ("python", "off", "auto")
     how = ways[MPI.COMM_WORLD.rank % 3] if request.param == "mixed" else request.param
@@ -45,121 +45,121 @@ def some(request):
         yield comm
 
 
-def test_contract(some):
+def test_contract(comm):
     """Of what fits into a slot, and is just too long for it, in bytes and elements more."""
     slot, sums = 16 << 10, []
     for op, dtype, (nbytes, more) in contract.cases(
             ((0, 0), (0, 1), (0, 3), (slot, -1), (slot, 0), (slot, 1))):
         for _ in range(2):
-            x = contract.contribution(some.rank, nbytes // np.dtype(dtype).itemsize + more, dtype)
-            assert some.allreduce(x, op=op) is x
-            contract.check(x, some.size, op)
+            x = contract.contribution(comm.rank, nbytes // np.dtype(dtype).itemsize + more, dtype)
+            assert comm.allreduce(x, op=op) is x
+            contract.check(x, comm.size, op)
             sums.append(zlib.crc32(x.tobytes()))
-    assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
+    assert comm.allgather_object(sums) == [sums] * comm.size, "bits differ"
 
 
-def test_contract_of_the_others(some):
-    p, rank, longest = some.size, some.rank, Tuning.moved_bytes // 4
+def test_contract_of_the_others(comm):
+    p, rank, longest = comm.size, comm.rank, Tuning.moved_bytes // 4
     # What is longer is no round. A reduce_scatter of the longest ones is in three pieces and more.
     for op, dtype, n in (*contract.cases((0, 1, 3, 1001)), ("max", "float32", longest),
                          ("max", "float32", longest + 1), ("sum", "float32", 3 * longest + 5),
                          ("mean", "float64", 2 * longest + 1), ("sum", "int8", 9 * longest),
                          ("sum", "float16", 5 * longest + 3)):
-        mine, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
+        own_slice, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
         for step in range(2):
             x = contract.contribution(rank, n, dtype)
-            chunk = some.reduce_scatter(x, op=op)
-            assert np.array_equal(chunk, contract.expected(p, n, x.dtype, op)[mine])
-            assert chunk.shape == (mine.stop - mine.start,) and (chunk.base is x or not n)
-            whole = contract.contribution(step, n, dtype)
+            chunk = comm.reduce_scatter(x, op=op)
+            assert np.array_equal(chunk, contract.expected(p, n, x.dtype, op)[own_slice])
+            assert chunk.shape == (own_slice.stop - own_slice.start,) and (chunk.base is x or not n)
+            full = contract.contribution(step, n, dtype)
             x = ones.copy()
-            x[mine] = whole[mine]
-            assert some.allgather(x) is x and np.array_equal(x, whole)
+            x[own_slice] = full[own_slice]
+            assert comm.allgather(x) is x and np.array_equal(x, full)
             for root in {0, p - 1}:
-                x = whole.copy() if rank == root else ones.copy()
+                x = full.copy() if rank == root else ones.copy()
                 x.flags.writeable = rank != root or step > 0
-                assert some.broadcast(x, root=root) is x and np.array_equal(x, whole)
-    if some._group.fast_calls.memory is not None:
-        assert max(a[CALL_LENGTH] for a in node_calls(some) if a[CALL_KIND] <= SLOTS) == longest
+                assert comm.broadcast(x, root=root) is x and np.array_equal(x, full)
+    if comm._group.fast_calls.memory is not None:
+        assert max(a[CALL_LENGTH] for a in node_calls(comm) if a[CALL_KIND] <= SLOTS) == longest
 
 
-def test_the_others_on_arrays_and_roots_of_all_kinds(some):
-    p, rank = some.size, some.rank
+def test_the_others_on_arrays_and_roots_of_all_kinds(comm):
+    p, rank = comm.size, comm.rank
     for step in range(3):
         x = np.full((4, 6), rank + step, np.float32)
-        for array in (x, np.asfortranarray(x), x.T, x.view(Sub), some.empty((4, 6))):
+        for array in (x, np.asfortranarray(x), x.T, x.view(Sub), comm.empty((4, 6))):
             array[...] = rank + step
-            assert some.broadcast(array, root=p - 1) is array and (array == p - 1 + step).all()
+            assert comm.broadcast(array, root=p - 1) is array and (array == p - 1 + step).all()
             array[...] = rank + 1
-            some.reduce_scatter(array)
+            comm.reduce_scatter(array)
             array.reshape(-1, order="A")[...] = rank
-            assert some.allgather(array) is array
+            assert comm.allgather(array) is array
             assert np.array_equal(array.reshape(-1, order="A"), [
                 r for r in range(p) for _ in range((r + 1) * 24 // p - r * 24 // p)])
-        assert some.broadcast(np.full(3, rank), root=np.int64(1))[0] == 1
+        assert comm.broadcast(np.full(3, rank), root=np.int64(1))[0] == 1
         for root in (True, 1.0, p, -1, None):
             with pytest.raises(mpiring.ConfigError, match="root"):
-                some.broadcast(np.ones(3, int), root=root)
+                comm.broadcast(np.ones(3, int), root=root)
         for op in ("median", None, ["sum"], 1):
             with pytest.raises(mpiring.ConfigError, match="op="):
-                some.reduce_scatter(np.ones(3), op=op)
-        for call in (some.allgather, some.broadcast, some.reduce_scatter):
+                comm.reduce_scatter(np.ones(3), op=op)
+        for call in (comm.allgather, comm.broadcast, comm.reduce_scatter):
             with pytest.raises(mpiring.ConfigError, match="is not contiguous"):
                 call(np.ones((4, 6))[::2])
 
 
-def test_objects(some):
+def test_objects(comm):
     """Short ones travel as rounds; what they are longer, after that."""
-    p, rank = some.size, some.rank
-    before = some.statistics
+    p, rank = comm.size, comm.rank
+    before = comm.statistics
     for n in (0, 7, 700, 1100, 100_000):
         for step in range(3):
             text = "x" * (n + rank * step * 20)
-            assert some.allgather_object((rank, text)) == [
+            assert comm.allgather_object((rank, text)) == [
                 (r, "x" * (n + r * step * 20)) for r in range(p)]
-            assert some.broadcast_object((rank, text), root=1) == (1, "x" * (n + step * 20))
-    assert (some.statistics - before).operations == 42
+            assert comm.broadcast_object((rank, text), root=1) == (1, "x" * (n + step * 20))
+    assert (comm.statistics - before).operations == 42
     with pytest.raises(mpiring.ConfigError, match="does not pickle"):
-        some.allgather_object(lambda: None if rank else 0)
+        comm.allgather_object(lambda: None if rank else 0)
 
 
-def test_rounds_run_where_they_may_and_count(some):
-    x, config = np.ones(10), some.config.rounds
-    before, called = rounds(some), some.statistics
+def test_rounds_run_where_they_may_and_count(comm):
+    x, config = np.ones(10), comm.config.rounds
+    before, called = rounds(comm), comm.statistics
     for _ in range(6):
-        some.allreduce(x, op="max")
-        some.broadcast(x)
-        some.allgather(x)
-        some.reduce_scatter(x)
-    now = some.statistics - called
+        comm.allreduce(x, op="max")
+        comm.broadcast(x)
+        comm.allgather(x)
+        comm.reduce_scatter(x)
+    now = comm.statistics - called
     assert now.operations == 24 and now.exposed_s > 0
     if config == "off":
-        assert rounds(some) == 0
-    elif some._group.sharing.memory is not None:
+        assert rounds(comm) == 0
+    elif comm._group.sharing.memory is not None:
         # One that was late is the engine's. On a busy machine, all of them may be.
-        assert before <= rounds(some) <= before + 24
-        some.dump_flight(last=20, file=(text := io.StringIO()))
+        assert before <= rounds(comm) <= before + 24
+        comm.dump_flight(last=20, file=(text := io.StringIO()))
         for call in ("allreduce max of float64 (10,), algorithm auto, 80 b",
                      "broadcast of float64 (10,) from root 0", "allgather float64 (10,)",
                      "reduce_scatter sum of float64 (10,)"):
             assert text.getvalue().count(call) == 5
-    has_none = config == "off" or some._group.sharing.memory is None
-    assert any(some.allreduce(np.array([has_none or rounds(some) > before], float), op="min")[0]
+    has_none = config == "off" or comm._group.sharing.memory is None
+    assert any(comm.allreduce(np.array([has_none or rounds(comm) > before], float), op="min")[0]
                for _ in range(1000)), "no call was fast"
     for _ in range(2):
-        some.allreduce(np.ones(10))
-    if some._group.fast_calls.memory is not None:
-        has_code = {a.code is not None for a in node_calls(some)}
+        comm.allreduce(np.ones(10))
+    if comm._group.fast_calls.memory is not None:
+        has_code = {a.code is not None for a in node_calls(comm)}
         assert (True in has_code) == (HAS_CODE and config == "auto")
 
 
-def test_nothing_about_an_array_is_kept(some):
+def test_nothing_about_an_array_is_kept(comm):
     x = np.zeros((4, 6), np.float32)
 
     def check(array):
-        array[...] = some.rank + 1
-        some.allreduce(array)
-        assert (array == some.size * (some.size + 1) // 2).all()
+        array[...] = comm.rank + 1
+        comm.allreduce(array)
+        assert (array == comm.size * (comm.size + 1) // 2).all()
 
     for _ in range(3):
         check(x)
@@ -176,75 +176,75 @@ def test_nothing_about_an_array_is_kept(some):
     parts = np.zeros((8, 6), np.float32)
     check(parts[::2].copy())
     with pytest.raises(mpiring.ConfigError, match="is not contiguous"):
-        some.allreduce(parts[::2])
+        comm.allreduce(parts[::2])
     x.flags.writeable = False
     with pytest.raises(mpiring.ConfigError, match="read-only"):
-        some.allreduce(x)
+        comm.allreduce(x)
     for op in ("median", ["sum"], None):
         with pytest.raises(mpiring.ConfigError, match="op="):
-            some.allreduce(np.zeros((4, 6), np.float32), op=op)
-    window = some.empty((4, 6))
+            comm.allreduce(np.zeros((4, 6), np.float32), op=op)
+    window = comm.empty((4, 6))
     check(window)
     del window
-    check(some.empty((4, 6)))
+    check(comm.empty((4, 6)))
     check(np.zeros((4, 6), np.float32))
     check(np.float32([7])[:0].reshape(0, 3))
     for _ in range(2):
         check(np.zeros(()))
-        assert some.allreduce(x.view(Sub) * 0 + 1)[0, 0] == some.size
-        assert some.allreduce(np.ones(5), op=MPI.SUM)[0] == some.size
-        assert some.allreduce(np.ones(5), algorithm="direct")[0] == some.size
+        assert comm.allreduce(x.view(Sub) * 0 + 1)[0, 0] == comm.size
+        assert comm.allreduce(np.ones(5), op=MPI.SUM)[0] == comm.size
+        assert comm.allreduce(np.ones(5), algorithm="direct")[0] == comm.size
         with pytest.raises(mpiring.ConfigError, match="masked"):
-            some.allreduce(np.ma.ones(5))
+            comm.allreduce(np.ma.ones(5))
 
 
 class Sub(np.ndarray):
     """An array of another class."""
 
 
-def test_rounds_amid_other_operations(some):
-    together, mine = random.Random(3), random.Random(some.rank)
-    part = some.split(some.rank % 2)
+def test_rounds_amid_other_operations(comm):
+    same_dice, dice = random.Random(3), random.Random(comm.rank)
+    part = comm.split(comm.rank % 2)
     waiting = []
     for step in range(200):
-        if together.random() < 0.1:
-            waiting.append((some.iallreduce(np.full(20_000, step, np.float32)), step))
-        if together.random() < 0.1:
-            some.barrier()
-        if mine.random() < 0.02:
-            time.sleep(mine.random() * 0.003)
-        x = np.full(together.choice([2, 300]), some.rank + step)
-        total = some.size * step + some.size * (some.size - 1) // 2
-        kind = together.randrange(4)
+        if same_dice.random() < 0.1:
+            waiting.append((comm.iallreduce(np.full(20_000, step, np.float32)), step))
+        if same_dice.random() < 0.1:
+            comm.barrier()
+        if dice.random() < 0.02:
+            time.sleep(dice.random() * 0.003)
+        x = np.full(same_dice.choice([2, 300]), comm.rank + step)
+        total = comm.size * step + comm.size * (comm.size - 1) // 2
+        kind = same_dice.randrange(4)
         if kind < 2:
-            x = some.reduce_scatter(x) if kind else some.allreduce(x)
+            x = comm.reduce_scatter(x) if kind else comm.allreduce(x)
             assert (x == total).all()
         elif kind == 2:
-            root = together.randrange(some.size)
-            assert (some.broadcast(x, root=root) == root + step).all()
+            root = same_dice.randrange(comm.size)
+            assert (comm.broadcast(x, root=root) == root + step).all()
         else:
-            assert some.allgather(x).sum() == sum(
-                (r + step) * len(part) for r, part in enumerate(chunks_of(x, some.size)))
+            assert comm.allgather(x).sum() == sum(
+                (r + step) * len(part) for r, part in enumerate(chunks_of(x, comm.size)))
         if step % 5 == 0:
             assert part.allreduce(np.ones(2))[0] == part.size
-        if waiting and together.random() < 0.1:
+        if waiting and same_dice.random() < 0.1:
             handle, then = waiting.pop(0)
-            assert (handle.wait() == some.size * then).all()
+            assert (handle.wait() == comm.size * then).all()
     for handle, then in waiting:
-        assert (handle.wait() == some.size * then).all()
+        assert (handle.wait() == comm.size * then).all()
     part.close()
 
 
-def test_handles_of_rounds(some):
+def test_handles_of_rounds(comm):
     x, y, z = np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(3)
-    total = some.size * (some.size + 1) // 2
+    total = comm.size * (comm.size + 1) // 2
     log = []
     for step in range(30):
         for array in (x, y, z):
-            array[...] = some.rank + 1
-        handles = [some.iallreduce(array) for array in (x, y, z)]
+            array[...] = comm.rank + 1
+        handles = [comm.iallreduce(array) for array in (x, y, z)]
         if step % 4 == 1:
-            assert some.allreduce(np.ones(5))[0] == some.size
+            assert comm.allreduce(np.ones(5))[0] == comm.size
         if step % 4 == 2:
             handles[0].when_done(log.append)
             assert "allreduce sum of float64 (3,)" in repr(handles[2].flight)
@@ -258,9 +258,9 @@ def test_handles_of_rounds(some):
     assert log == [None] * 7
     # Nobody waits for these.
     for _ in range(5):
-        some.iallreduce(np.ones(3))
-    some.split(0).close()
-    assert some.allreduce(np.ones(3))[0] == some.size
+        comm.iallreduce(np.ones(3))
+    comm.split(0).close()
+    assert comm.allreduce(np.ones(3))[0] == comm.size
 
 
 def test_a_look_amid_a_run_of_the_same_handle():
@@ -286,25 +286,25 @@ def test_a_look_amid_a_run_of_the_same_handle():
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "two", "allgather", "long"])
-def test_threads_that_make_identical_calls(some, kind):
+def test_threads_that_make_identical_calls(comm, kind):
     """As rounds, and otherwise: a round of one thread leaves another's alone."""
-    p, threads, wrong = some.size, 3, []
+    p, threads, wrong = comm.size, 3, []
     total, n = p * (p + 1) // 2, 30_001 if kind == "long" else 1001
 
     def filled():
-        return np.full(n, some.rank + 1, np.float32)
+        return np.full(n, comm.rank + 1, np.float32)
 
     def once():
         x, y = filled(), filled()
         if kind in ("allreduce", "long"):
-            some.allreduce(x)
+            comm.allreduce(x)
         elif kind == "allgather":
-            whole = np.repeat(x[:p], 100)
-            some.allgather(whole)
-            assert np.array_equal(whole, np.repeat(np.arange(p) + 1, 100))
+            gathered = np.repeat(x[:p], 100)
+            comm.allgather(gathered)
+            assert np.array_equal(gathered, np.repeat(np.arange(p) + 1, 100))
             return
         else:
-            for handle in [some.iallreduce(x), some.iallreduce(y)]:
+            for handle in [comm.iallreduce(x), comm.iallreduce(y)]:
                 handle.wait()
         assert (x == total).all() and (kind != "two" or (y == total).all())
 
@@ -316,7 +316,7 @@ def test_threads_that_make_identical_calls(some, kind):
             wrong.append(error)
 
     once()
-    before, interval = some.statistics, sys.getswitchinterval()
+    before, interval = comm.statistics, sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
@@ -327,7 +327,7 @@ def test_threads_that_make_identical_calls(some, kind):
     finally:
         sys.setswitchinterval(interval)
     assert not wrong and not any(worker.is_alive() for worker in workers), wrong
-    assert (some.statistics - before).operations == 20 * threads * (1 + (kind == "two"))
+    assert (comm.statistics - before).operations == 20 * threads * (1 + (kind == "two"))
 
 
 # What rank 0 calls, with a sum, and what the others do, after both calls were made before.

@@ -77,15 +77,15 @@ def test_an_error_leaves_nothing_to_the_garbage_collector(kind):
         pass
 
     def block(rank, same):
-        thing = Thing()
-        left.append(weakref.ref(thing))
+        local = Thing()
+        left.append(weakref.ref(local))
         raise kind("a")
 
     left = []
     gc.disable()
     try:
         outcomes(2, block)
-        assert [thing() for thing in left] == [None, None]
+        assert [reference() for reference in left] == [None, None]
     finally:
         gc.enable()
 

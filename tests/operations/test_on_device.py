@@ -118,8 +118,8 @@ def test_short_vectors_are_combined_in_host_memory(place, monkeypatch):
         check(on_gpus(node_of, program, seed=seed, host_bytes=4096)[0], p, op)
 
 
-def check(found, p, op):
-    xs = [x for x, *_ in found]
+def check(results, p, op):
+    xs = [x for x, *_ in results]
     contract.check(xs[0], p, op)
     assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
@@ -160,8 +160,8 @@ def test_slices(place, which):
         def program(collectives, put):
             rank = collectives.rank
             x = yield from placed(collectives, put, which, n, dtype)
-            mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
-            assert mine.size == bounds[rank + 1] - bounds[rank]
+            own_slice = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
+            assert own_slice.size == bounds[rank + 1] - bounds[rank]
             yield from collectives.allgather(x, bounds=bounds)
             return [x]
 
@@ -190,9 +190,9 @@ def test_other_collectives(place, direct):
             yield from collectives.all_to_all(sends, receives)
             return z, x, *receives
 
-        found = on_gpus(node_of, program, seed=seed, direct=direct)[0]
-        check(found, p, "sum")
-        for rank, (_, x, *receives) in enumerate(found):
+        results = on_gpus(node_of, program, seed=seed, direct=direct)[0]
+        check(results, p, "sum")
+        for rank, (_, x, *receives) in enumerate(results):
             assert np.array_equal(x, np.arange(n) + 1000 * root)
             for source, y in enumerate(receives):
                 assert np.array_equal(y, sent(source, rank, p))

@@ -194,9 +194,9 @@ def test_numba_and_numpy_have_the_same_bits(name, dtype, monkeypatch):
                                 TrainingComm)
         return [x.tobytes() for x in params.values()]
 
-    one = run()
+    compiled = run()
     monkeypatch.setattr(loops, "loop", lambda *arguments: None)
-    assert run() == one
+    assert run() == compiled
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
@@ -214,20 +214,20 @@ def test_a_state_fits_any_number_of_ranks(name, dtype):
         return on_ranks(size, program, TrainingComm)
 
     saved = on(4, True, steps=range(2))
-    params, whole, _ = saved[0]
-    pieces = merged([mine for _, _, mine in saved])
-    assert equal(pieces, whole)
+    params, full, _ = saved[0]
+    pieces = merged([own_pieces for _, _, own_pieces in saved])
+    assert equal(pieces, full)
     for size in (3, 1):
-        for state in (whole, pieces):
+        for state in (full, pieces):
             for sharded in (False, True):
                 for _, again, _ in on(size, sharded, steps=range(0), state=state, start=params):
-                    assert equal(again, whole)
+                    assert equal(again, full)
             # The buckets that are fused anew have the state as well.
-            one, other = [on(size, sharded, steps=range(2, 4), start=params, state=state)[0][0]
-                          for sharded in (False, True)]
-            for tensor, x in one.items():
+            first, second = [on(size, sharded, steps=range(2, 4), start=params, state=state)[0][0]
+                             for sharded in (False, True)]
+            for tensor, x in first.items():
                 np.testing.assert_allclose(
-                    x.astype("f8"), other[tensor].astype("f8"),
+                    x.astype("f8"), second[tensor].astype("f8"),
                     1e-2 if dtype == "bfloat16" else 1e-5, 1e-6)
 
 
@@ -239,8 +239,8 @@ def merged(states):
                for vector, leaf in its.items()} for name, its in first["tensors"].items()}}
 
 
-def equal(one, other):
-    one, other = whole(one), whole(other)
-    assert (one["steps"], one["optimizer"]) == (other["steps"], other["optimizer"])
-    return all(np.array_equal(x, other["tensors"][name][vector])
-               for name, its in one["tensors"].items() for vector, x in its.items())
+def equal(first, second):
+    first, second = whole(first), whole(second)
+    assert (first["steps"], first["optimizer"]) == (second["steps"], second["optimizer"])
+    return all(np.array_equal(x, second["tensors"][name][vector])
+               for name, its in first["tensors"].items() for vector, x in its.items())

@@ -103,8 +103,8 @@ def test_an_optimizer_or_a_step_that_one_rank_has_refuses_slices_on_all(begins, 
             dp.ready("w1")
         return raised(SGD, dp, sharded=True), dp.gradients.scatters
 
-    for (found, message), scatters in on_ranks(2, program, TrainingComm):
-        assert found is kind and not scatters and text in message
+    for (error, message), scatters in on_ranks(2, program, TrainingComm):
+        assert error is kind and not scatters and text in message
 
 
 def with_vector(state, x):
@@ -278,9 +278,9 @@ def test_a_state_from_before_or_after_momentum_began_is_loaded(sharded):
         optimizer.load_state_dict(early)
         assert go_on(dp, optimizer, 1, 0.9) == expected
         late, params = saved[3]
-        one = resumed(late, params, 0.9)
+        bits = resumed(late, params, 0.9)
         without = {**late, "tensors": {name: {} for name in late["tensors"]}}
-        assert resumed(without, params, 0.9) != one
+        assert resumed(without, params, 0.9) != bits
         one_missing = {**late, "tensors": {**late["tensors"], "b1": {}}}
         assert raised(resumed, one_missing, params, 0.9) == (
             ConfigError, f"rank {comm.rank}: the state of SGD for 'b1' lacks b: pass what "

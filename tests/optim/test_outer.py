@@ -119,15 +119,15 @@ def train(outer, params, steps, rank):
         outer.step()
 
 
-def close(one, other, dtype):
+def close(first, second, dtype):
     tolerance = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-2}[dtype]
-    for name, x in other.items():
-        np.testing.assert_allclose(one[name].astype("f8"), x, tolerance, tolerance)
+    for name, x in second.items():
+        np.testing.assert_allclose(first[name].astype("f8"), x, tolerance, tolerance)
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(
-        x.tobytes() == other[name].tobytes() for name, x in one.items())
+def equal(first, second):
+    return first.keys() == second.keys() and all(
+        x.tobytes() == second[name].tobytes() for name, x in first.items())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -210,9 +210,9 @@ def test_goes_on_bit_by_bit_from_any_step(dtype, sharded):
                 params[name][...] = x
         train(outer, params, steps, comm.rank)
         before = {name: x.copy() for name, x in params.items()}
-        found = outer.sharded_state_dict(), outer.state_dict()
+        after = outer.sharded_state_dict(), outer.state_dict()
         assert equal(params, before)
-        return before, *found
+        return before, *after
 
     def on(size, *arguments):
         return on_ranks(size, lambda comm: program(comm, *arguments), TrainingComm)

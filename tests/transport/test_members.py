@@ -8,12 +8,12 @@ from mpiring.transport.base import NO_BYTES, Members, run_together
 from mpiring.simulated.network import Lost, SimulatedNetwork
 
 
-def exchange(net, mine):
+def exchange(net, value):
     """Pass a number to the right, and return the left neighbor's."""
-    got = np.zeros(1)
-    yield (net.irecv(got, (net.rank - 1) % net.size),
-           net.isend(np.array([float(mine)]), (net.rank + 1) % net.size))
-    return got[0]
+    received = np.zeros(1)
+    yield (net.irecv(received, (net.rank - 1) % net.size),
+           net.isend(np.array([float(value)]), (net.rank + 1) % net.size))
+    return received[0]
 
 
 def test_members_are_numbered_in_their_own_order():
@@ -22,10 +22,10 @@ def test_members_are_numbered_in_their_own_order():
     def program(net):
         if net.rank not in order:
             return None
-        some = Members(net, order)
-        assert (some.size, some.ranks) == (3, (4, 1, 3))
-        assert some.ranks[some.rank] == net.rank
-        return (yield from exchange(some, net.rank))
+        members = Members(net, order)
+        assert (members.size, members.ranks) == (3, (4, 1, 3))
+        assert members.ranks[members.rank] == net.rank
+        return (yield from exchange(members, net.rank))
 
     for seed in range(10):
         assert SimulatedNetwork(5, seed=seed).run(program) == [None, 4, None, 1, 3]
@@ -45,11 +45,11 @@ def test_members_of_members_keep_the_ranks_of_the_communicator():
 def test_messages_of_different_lanes_never_meet():
     """Sent in one order and received in the other, of different lengths."""
     def program(net):
-        for some in (net, Members(net, [1, 0])):
-            other = 1 - some.rank
+        for channel in (net, Members(net, [1, 0])):
+            other = 1 - channel.rank
             a, b = np.zeros(1), np.zeros(2)
-            sends = [some.lane(1).isend(np.ones(1), other), some.lane(3).isend(np.ones(2), other)]
-            yield some.lane(3).irecv(b, other), some.lane(1).irecv(a, other), *sends
+            sends = [channel.lane(lane).isend(np.ones(n), other) for lane, n in ((1, 1), (3, 2))]
+            yield channel.lane(3).irecv(b, other), channel.lane(1).irecv(a, other), *sends
             assert a.all() and b.all()
 
     for seed in range(20):
@@ -60,10 +60,10 @@ def test_lane_0_is_the_channel_itself_and_a_lane_of_a_lane_is_the_operations():
     def program(net):
         first = net.isend(np.array([1.0]), 1 - net.rank)
         second = net.lane(2).lane(0).isend(np.array([2.0]), 1 - net.rank)
-        got = np.zeros(1), np.zeros(1)
-        yield net.lane(0).irecv(got[0], 1 - net.rank), net.irecv(got[1], 1 - net.rank)
+        received = np.zeros(1), np.zeros(1)
+        yield net.lane(0).irecv(received[0], 1 - net.rank), net.irecv(received[1], 1 - net.rank)
         yield first, second
-        return got[0][0], got[1][0]
+        return received[0][0], received[1][0]
 
     assert SimulatedNetwork(2, seed=3).run(program) == [(1, 2), (1, 2)]
 

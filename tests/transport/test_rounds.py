@@ -135,7 +135,7 @@ def node(request):
 def together(programs):
     """Step several, in turns, to their ends."""
     while programs:
-        programs = [one for one in programs if next(one, "over") != "over"]
+        programs = [program for program in programs if next(program, "over") != "over"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -143,10 +143,10 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     ranks, chance = node(size), random.Random(size)
     calls = [(chance.choice([0, 1, 3, 1000]), chance.choice(KINDS)) for _ in range(400)]
 
-    def program(rank, mine):
+    def program(rank, dice):
         for step, (n, kind) in enumerate(calls):
             before = [np.arange(n, dtype=np.float32) + (r + 1) * step for r in range(size)]
-            way = ranks[rank].by_round if mine.random() < 0.6 else ranks[rank].by_schedule
+            way = ranks[rank].by_round if dice.random() < 0.6 else ranks[rank].by_schedule
             x = before[rank].copy()
             yield from way(x, kind=kind)
             check(kind, x, before, rank)
@@ -162,13 +162,13 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
 def in_any_order(chance, left):
     """Step programs to their ends."""
     while left:
-        one = chance.choice(left)
+        program = chance.choice(left)
         # Long turns, too: a rank may come four operations late.
         for _ in range(chance.choice([1, 1, 1, 30])):
             try:
-                next(one)
+                next(program)
             except StopIteration:
-                left.remove(one)
+                left.remove(program)
                 break
 
 
@@ -185,15 +185,15 @@ def test_rounds_in_place_mix_wherever_vectors_are(node, size):
     steps = [(chance.choice([1, 5, 2000, 19_000]), chance.choice([0, 1, 1, 1, 2, 2]),
               chance.choice([0, 0, 0, 7, 900])) for _ in range(300)]
 
-    def program(position, mine):
+    def program(position, dice):
         rank = ranks[position]
         for step, (n, window, offset) in enumerate(steps):
-            if mine.random() < 0.05:
-                window, offset = mine.choice([0, 1, 2]), mine.choice([0, 3, 500])
+            if dice.random() < 0.05:
+                window, offset = dice.choice([0, 1, 2]), dice.choice([0, 3, 500])
             x = arrays[rank][window][offset:offset + n]
             x[:] = (position + 1) * step
             others = rank.started, lambda x: rank.by_schedule(x, in_place=True)
-            way = rank.by_slices if mine.random() < 0.8 else mine.choice(others)
+            way = rank.by_slices if dice.random() < 0.8 else dice.choice(others)
             yield from way(x)
             assert (x == step * size * (size + 1) // 2).all()
 
