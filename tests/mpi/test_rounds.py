@@ -10,11 +10,13 @@ import zlib
 import contract
 import numpy as np
 import pytest
+from launching import SOON_S
 from mpi4py import MPI
 
 import mpiring
 from mpiring.collectives.operation import Tuning
 from mpiring.memory.arrays import chunks_of
+from mpiring.transport import waiting
 from mpiring.transport.layout import CALL_KIND, CALL_LENGTH, SLOTS
 
 pytestmark = pytest.mark.mpi
@@ -367,19 +369,23 @@ def test_ranks_that_disagree(how, name, breakable):
 
 
 @pytest.mark.parametrize(("how", "name"), [("python", "blocking"), ("auto", "in place")])
-def test_a_missing_call(how, name, breakable):
-    comm = breakable(rounds=how, stall_timeout_s=1.0, stall_warning_s=0)
+def test_a_missing_call(how, name, breakable, monkeypatch):
+    comm = breakable(rounds=how, stall_warning_s=0)
     x = array_for(comm, name)
     x[:] = 1
     for _ in range(3):
         comm.allreduce(x)
     last = comm._group.sharing.counter.sequence - 1
+    # Rank 0 answers while it waits for the others at the end of the test: late on a busy machine.
+    # Of several others, those that have raised an error do not answer.
+    answers = comm._group.threaded and comm.size == 2
+    if answers:
+        monkeypatch.setattr(waiting, "ANSWER_S", SOON_S)
     if comm.rank:
+        comm._group.set_stall_timeout(1.0)
         with pytest.raises(mpiring.StallError) as raised:
             comm.allreduce(x)
         assert f"#{last + 1} allreduce sum of float32 ({x.size},)" in str(raised.value)
-        if comm._group.threaded:
+        if answers:
             text = f"rank 0 has NOT CALLED it; its last call was #{last} allreduce"
             assert text in str(raised.value)
-    else:
-        time.sleep(2)
