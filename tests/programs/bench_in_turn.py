@@ -43,10 +43,10 @@ def spoil_training():
     right = torch_training.contenders
 
     def with_a_wrong_one(world, options, device):
-        found = right(world, options, device)
+        contenders = right(world, options, device)
 
         def join(model, recipe):
-            wrapped, optimizer = found[1].join(model, recipe)
+            wrapped, optimizer = contenders[1].join(model, recipe)
             *_, bias = model.parameters()
             correct, steps = optimizer.step, []
             early = options.models == ["transformer"]
@@ -62,7 +62,7 @@ def spoil_training():
             optimizer.step = step
             return wrapped, optimizer
 
-        return [*found, Contender("wrong", join=join)]
+        return [*contenders, Contender("wrong", join=join)]
 
     torch_training.contenders = with_a_wrong_one
 

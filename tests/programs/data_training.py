@@ -29,9 +29,9 @@ class Counted:
 
     def __iter__(self):
         self._seen = 0
-        for mine in self._loader:
+        for batch in self._loader:
             self._seen += 1
-            yield mine
+            yield batch
 
     def state_dict(self):
         return self._batches.state_dict(seen=self._seen)
@@ -70,8 +70,8 @@ def main():
         step, counts = state.restore(folder / "run"), done["counts"]
         for epoch in range(done["epoch"], EPOCHS):
             done["epoch"] = epoch
-            for mine in data:
-                new = np.bincount(mine, minlength=SAMPLES)
+            for batch in data:
+                new = np.bincount(batch, minlength=SAMPLES)
                 counts[epoch] += comm.allreduce(new)
                 step += 1
                 time.sleep(0.002)

@@ -61,20 +61,20 @@ def train(state):
     batches.load_state_dict(state.batches or batches.state_dict())
     shares = iter(batches)
     while state.step < STEPS:
-        mine = [next(indices) for _ in range(SAMPLES)]
-        loss = loss_of(model, mine)
+        samples = [next(indices) for _ in range(SAMPLES)]
+        loss = loss_of(model, samples)
         state.optimizer.zero_grad()
         if DEATHS.get(MINE) == state.step:
             # Amid backward, with gradients under way.
             model.module[0].bias.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()
         state.optimizer.step()
-        loss_of(other, mine).backward()
+        loss_of(other, samples).backward()
         sharded.step()
         for p in state.local.parameters():
             p.data.lerp_(torch.full_like(p, 1.0 + MINE), 0.1)
         outer.step()
-        state.drawn = [*state.drawn, comm.allgather_object(mine)]
+        state.drawn = [*state.drawn, comm.allgather_object(samples)]
         state.batched = [*state.batched, union(comm, next(shares))]
         state.step += 1
         state.sampler, state.batches = sampler.state_dict(), batches.state_dict()
@@ -83,8 +83,8 @@ def train(state):
             state.commit()
     assert outer.steps == STEPS
     outer.synchronize()
-    assert len({p.sum().item() for one in comm.allgather_object(state.local)
-                for p in [*one.parameters()][:1]}) == 1
+    assert len({p.sum().item() for model in comm.allgather_object(state.local)
+                for p in [*model.parameters()][:1]}) == 1
 
 
 def reference(drawn):

@@ -50,7 +50,7 @@ def expected(history):
     position = 0
     for size in history:
         each = [gradients(params, position + rank * SAMPLES) for rank in range(size)]
-        update(params, {name: sum(one[name] for one in each) / size for name in SHAPES})
+        update(params, {name: sum(gradient[name] for gradient in each) / size for name in SHAPES})
         position += size * SAMPLES
     return params, position
 
@@ -66,9 +66,9 @@ def die(place, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def check(right, what):
+def check(right, name):
     if not right:
-        print(f"WRONG {what}", flush=True)
+        print(f"WRONG {name}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -84,7 +84,7 @@ def collective(comm, step):
         check((x == total).all(), WHAT)
     elif kind == "iallreduce":
         y = x.copy()
-        for handle in [comm.iallreduce(one, algorithm=option.split()[0]) for one in (x, y)]:
+        for handle in [comm.iallreduce(array, algorithm=option.split()[0]) for array in (x, y)]:
             handle.wait()
         check((x == total).all() and (y == total).all(), WHAT)
     elif kind == "reduce_scatter":
@@ -121,9 +121,9 @@ def train(state):
         die("compute", state.step)
         # So that ranks wait for each other, now here, now there.
         time.sleep(random.choice((0, 0, 0.002, 0.004 if WHAT != "compute" else 0.05)))
-        mine = gradients(state.params, state.position + comm.rank * SAMPLES)
+        grads = gradients(state.params, state.position + comm.rank * SAMPLES)
         for name in reversed(SHAPES):
-            dp.grads[name][...] = mine[name]
+            dp.grads[name][...] = grads[name]
             dp.ready(name)
         die("averaging", state.step)
         dp.wait()

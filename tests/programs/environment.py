@@ -6,7 +6,7 @@ import sys
 import mpiring
 
 with mpiring.init() as comm:
-    found = comm.allgather_object([os.environ.get(name, "-") for name in sys.argv[1:]])
+    of_ranks = comm.allgather_object([os.environ.get(name, "-") for name in sys.argv[1:]])
     if comm.rank == 0:
-        print(sys.argv[1:], *(f"rank {rank}: {values}" for rank, values in enumerate(found)),
+        print(sys.argv[1:], *(f"rank {rank}: {values}" for rank, values in enumerate(of_ranks)),
               sep="\n", flush=True)

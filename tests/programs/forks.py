@@ -35,8 +35,8 @@ def forked(child):
         raise SystemExit
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)

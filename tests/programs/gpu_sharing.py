@@ -18,18 +18,18 @@ memory = GpuMemory(device)
 n = 1 << 20
 for attempt in range(3):
     # A small allocation besides: what is opened must be its own, not its neighbor's.
-    small, mine = device.allocate(100), memory.put(np.full(n, comm.rank + 1.0))
-    raw = mine.view(np.uint8)
+    small, own = device.allocate(100), memory.put(np.full(n, comm.rank + 1.0))
+    raw = own.view(np.uint8)
     handles = comm.allgather(device.gpu.export(raw))
-    theirs = device.gpu.open(handles[1 - comm.rank], raw.nbytes, device).view(np.float64)
+    peers = device.gpu.open(handles[1 - comm.rank], raw.nbytes, device).view(np.float64)
     comm.Barrier()
     # Each half is summed by one of them, and stored in both.
     half = slice(n // 2) if comm.rank == 0 else slice(n // 2, n)
-    device.combine("sum", [mine[half], theirs[half]], 1, [mine[half], theirs[half]])
+    device.combine("sum", [own[half], peers[half]], 1, [own[half], peers[half]])
     wait(device.event())
     comm.Barrier()
-    assert (memory.get(mine) == 3).all()
-    device.gpu.close(theirs)
+    assert (memory.get(own) == 3).all()
+    device.gpu.close(peers)
     comm.Barrier()
-    del small, mine, raw
+    del small, own, raw
 print("shared", flush=True)

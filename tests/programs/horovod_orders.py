@@ -312,24 +312,24 @@ def batches_are_normalized_together():
                                 dtype=torch.float64) for rank in range(SIZE)]
         for momentum in (0.1, None):
             kind = nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d
-            whole, shared = (norm(4, momentum=momentum).double()
+            alone, shared = (norm(4, momentum=momentum).double()
                              for norm in (kind, hvd.SyncBatchNorm))
             shared.weight.data.copy_(torch.arange(1.0, 5.0))
-            whole.load_state_dict(shared.state_dict())
+            alone.load_state_dict(shared.state_dict())
             x = torch.cat(of_ranks).requires_grad_()
             own = of_ranks[RANK].clone().requires_grad_()
             start = sum(map(len, of_ranks[:RANK]))
             for _ in range(2):
-                right, result = whole(x), shared(own)
+                right, result = alone(x), shared(own)
             # The sum of squares hardly depends on x: a wrong factor would not show.
             right.pow(3).sum().backward()
             result.pow(3).sum().backward()
-            mine = slice(start, start + len(own))
-            torch.testing.assert_close(result, right[mine])
-            torch.testing.assert_close(own.grad, x.grad[mine])
+            rows = slice(start, start + len(own))
+            torch.testing.assert_close(result, right[rows])
+            torch.testing.assert_close(own.grad, x.grad[rows])
             for name in ("running_mean", "running_var", "num_batches_tracked"):
-                torch.testing.assert_close(getattr(shared, name), getattr(whole, name))
-            for p, q in zip(shared.parameters(), whole.parameters()):
+                torch.testing.assert_close(getattr(shared, name), getattr(alone, name))
+            for p, q in zip(shared.parameters(), alone.parameters()):
                 torch.testing.assert_close(hvd.allreduce(p.grad, op=hvd.Sum), q.grad)
             shared.bias = None
             shared(own).sum().backward()

@@ -28,11 +28,11 @@ if fault == "killed" and number == "2" and os.fork():
     time.sleep(600)
 comm = mpiring.init()
 # Short: MPICH finds out by itself that it cannot read from a dead rank what is long.
-server, mine, local = ({"w": np.zeros(300)} for _ in range(3))
+server, paired, local = ({"w": np.zeros(300)} for _ in range(3))
 dp = AsyncDataParallel(server, comm, optimizer=functools.partial(SGD, lr=0.1),
                        staleness=0 if fault == "stopped" else None)
 ways = {"server": lambda: dp.step({"w": server["w"] - comm.rank}),
-        "pairs": PairAveraging(mine, comm, seed=1).step,
+        "pairs": PairAveraging(paired, comm, seed=1).step,
         # A fragment is sent at step 4, the first without the last rank, and needed at step 7.
         "diloco": DiLoCo(local, comm, every=4, delay=3).step}
 for take_step in ways.values():

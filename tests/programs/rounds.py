@@ -49,7 +49,7 @@ class Program:
     def __init__(self, comm, total):
         self.comm, self.total = comm, total
         self.counter = comm._group.sharing.counter
-        self.together, self.mine = random.Random(total), random.Random(100 + comm.rank)
+        self.together, self.dice = random.Random(total), random.Random(100 + comm.rank)
         # In long runs most are rounds, and sleep rarely.
         self.often = min(1, 20_000 / total)
         self.short = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
@@ -64,7 +64,7 @@ class Program:
 
     def chance(self, probability):
         """Return whether this rank alone does something."""
-        return self.mine.random() < probability * self.often
+        return self.dice.random() < probability * self.often
 
     def sum_of(self, x, value):
         """Return the sum that `x` becomes if rank r's numbers are (r + 1) * value."""
@@ -78,14 +78,14 @@ class Program:
                 self.waiting.append(
                     (self.comm.iallreduce(y), self.sum_of(y, 1) + self.comm.size * step))
             if self.chance(0.01):
-                time.sleep(self.mine.random() * 0.002)
+                time.sleep(self.dice.random() * 0.002)
             self.counter.open(GATE_TRACED)
             if self.chance(0.3):
                 # By a schedule.
                 self.counter.close(GATE_TRACED)
             self.one_of_many(self.together.random(), value)
-            while self.started and self.mine.random() < 0.3:
-                handle, want = self.started.pop(self.mine.randrange(len(self.started)))
+            while self.started and self.dice.random() < 0.3:
+                handle, want = self.started.pop(self.dice.randrange(len(self.started)))
                 wrong(handle.wait(), want)
             if self.waiting and (len(self.waiting) > 3 or self.together.random() < 0.05):
                 handle, want = self.waiting.pop(0)
@@ -133,20 +133,20 @@ class Program:
             n = self.together.randrange(LONG, LONGEST)
         memory, offset = self.together.choice((0, 0, 1)), self.together.choice((0, 0, LONG))
         if self.chance(0.1):
-            memory, offset = self.mine.choice((0, 1, 2)), self.mine.choice((1, 3000))
+            memory, offset = self.dice.choice((0, 1, 2)), self.dice.choice((1, 3000))
         return self.memories[dtype][memory][offset:offset + n][:LONGEST - LONG]
 
     def again(self, operation, x, value):
         """Call a persistent operation, or start it, while others may do the other."""
         self.wait(operation)
         x.fill((self.comm.rank + 1) * value)
-        if self.mine.random() < 0.8:
+        if self.dice.random() < 0.8:
             wrong(operation(), self.sum_of(x, value))
         else:
             operation.start()
             self.under_way[operation] = self.sum_of(x, value)
         for other in list(self.under_way):
-            if self.mine.random() < 0.5:
+            if self.dice.random() < 0.5:
                 self.wait(other)
 
     def wait(self, operation):

@@ -148,24 +148,24 @@ class Settings:
         for _ in range(10):
             if not gc.collect():
                 break
-        found = [f"runs the thread {thread.name!r}" for thread in threading.enumerate()
-                 if thread not in self._threads and of_a_program(thread) and not stopped(thread)]
-        found += [f"has the process {child.pid}" for child in multiprocessing.active_children()]
+        remains = [f"runs the thread {thread.name!r}" for thread in threading.enumerate()
+                   if thread not in self._threads and of_a_program(thread) and not stopped(thread)]
+        remains += [f"has the process {child.pid}" for child in multiprocessing.active_children()]
         communicators = [each for each in gc.get_objects() if type(each) is mpiring.Communicator
                          and not each.closed]
-        found += [f"has {len(communicators)} open communicators"] * bool(communicators)
+        remains += [f"has {len(communicators)} open communicators"] * bool(communicators)
         # What is left belongs to packages: collections need not look at it again.
         self._freeze()
         files, memories = open_files(), shared_memories()
         if len(files) > self._files + FILES:
             kinds = Counter(name.partition(":")[0] for name in files)
-            found.append(f"has {len(files)} open files: {kinds.most_common(5)}")
+            remains.append(f"has {len(files)} open files: {kinds.most_common(5)}")
         if memories > self._memories + MEMORIES:
-            found.append(f"maps {memories - self._memories} memories shared with other ranks")
+            remains.append(f"maps {memories - self._memories} memories shared with other ranks")
         self._files, self._memories = len(files), memories
         worn = (len(files) > MAX_FILES or memories > MAX_MEMORIES
                 or resident_bytes() > MAX_BYTES)
-        return found, worn
+        return remains, worn
 
 
 def of_a_program(thread):
@@ -198,9 +198,9 @@ def is_own(file):
 def open_files():
     """Return what this process has open."""
     names = []
-    for one in os.scandir("/proc/self/fd"):
+    for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            names.append(os.readlink(one.path))
+            names.append(os.readlink(entry.path))
     return names
 
 

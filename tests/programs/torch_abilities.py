@@ -68,8 +68,8 @@ def expected(model=None, of=lambda model, rank: loss_of(model, rank)):
 
 def check(model, gradients):
     own = [q.grad for q in model.parameters() if q.requires_grad]
-    for mine, theirs in zip(own, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for p, gradient in zip(own, gradients, strict=True):
+        torch.testing.assert_close(p, gradient, rtol=1e-5, atol=1e-6)
 
 
 def takes_steps(model, bare=None, of=lambda model, rank: loss_of(model, rank)):
@@ -274,7 +274,7 @@ def a_backward_that_raises_is_no_obstacle_to_the_next():
             loss = loss_of(model, r)
         loss.register_hook(bug)
         fails(loss.backward, ValueError, "a bug in backward")
-        takes_steps(model, of=lambda one, rank: loss_of(getattr(one, "module", one), rank))
+        takes_steps(model, of=lambda module, rank: loss_of(getattr(module, "module", module), rank))
 
 
 @ability
@@ -332,8 +332,8 @@ def unused_parameters_are_handled():
         bare = Branches()
         total = sum(bare(batch(rank)[0], rank == 0).sum() for rank in range(p)) / p
         total.backward()
-        for mine, theirs in ((model.used, bare.used), (model.sometimes, bare.sometimes)):
-            check(mine, [q.grad for q in theirs.parameters()])
+        for part, bare_part in ((model.used, bare.used), (model.sometimes, bare.sometimes)):
+            check(part, [q.grad for q in bare_part.parameters()])
     model = DataParallel(Branches(), comm)
     fails(lambda: model(batch(r)[0], True).sum().backward(), mpiring.GradientError,
           "did not reach 4 of 12 parameters", "never.0.weight", "find_unused_parameters=True")
@@ -344,8 +344,8 @@ def parameters_can_be_frozen_and_thawed():
     model = DataParallel(net(), comm)
     for frozen in (True, False, True):
         bare = net()
-        for one in bare, model.module:
-            one[0].requires_grad_(not frozen)
+        for layers in bare, model.module:
+            layers[0].requires_grad_(not frozen)
         takes_steps(model, bare)
     model.requires_grad_(False)
     assert not model(batch(r)[0]).requires_grad
@@ -580,19 +580,19 @@ def optimizers_and_clipping_work():
             (lambda q: torch.optim.SGD(q, lr=0.01, momentum=0.9, foreach=True), False),
             (lambda q: torch.optim.SGD(q, lr=0.1), True)):
         model, bare = DataParallel(net(), comm, defer_wait=defers), net()
-        one, other = make(model.parameters()), make(bare.parameters())
+        optimizer, bare_optimizer = make(model.parameters()), make(bare.parameters())
         for _ in range(3):
-            one.zero_grad()
+            optimizer.zero_grad()
             loss_of(model, r).backward()
             for q, g in zip(bare.parameters(), expected(bare)):
                 q.grad = g
             if not defers:
                 torch.testing.assert_close(*(
                     nn.utils.clip_grad_norm_(its.parameters(), 0.5) for its in (model, bare)))
-            one.step()
-            other.step()
-        for mine, theirs in zip(model.parameters(), bare.parameters()):
-            torch.testing.assert_close(mine, theirs)
+            optimizer.step()
+            bare_optimizer.step()
+        for p, q in zip(model.parameters(), bare.parameters()):
+            torch.testing.assert_close(p, q)
 
 
 @ability
@@ -724,10 +724,10 @@ def gradients_of_any_dtype_are_averaged_and_weighed():
             assert model.finite and model.nonfinite == {}
             total = sum(bare(input_of(rank)).abs().sum() * n[rank] / sum(n) for rank in range(p))
             gradients = torch.autograd.grad(total, list(bare.parameters()))
-            for mine, theirs in zip(model.parameters(), gradients, strict=True):
-                assert mine.grad.dtype == mine.dtype
+            for q, g in zip(model.parameters(), gradients, strict=True):
+                assert q.grad.dtype == q.dtype
                 torch.testing.assert_close(
-                    mine.grad.to_dense(), theirs.to_dense(), rtol=tolerance, atol=tolerance)
+                    q.grad.to_dense(), g.to_dense(), rtol=tolerance, atol=tolerance)
 
 
 @ability
@@ -860,7 +860,7 @@ def optimizers_can_be_copied():
     broadcast_optimizer_state(optimizer, comm)
     state = optimizer.state_dict()
     assert state["param_groups"][0]["lr"] == 0.1
-    assert [float(one["step"]) for one in state["state"].values()] == [1] * 4
+    assert [float(its["step"]) for its in state["state"].values()] == [1] * 4
     assert torch.equal(state["state"][0]["exp_avg"], torch.full((10, 6), 0.2))
     moments = optimizer.param_groups[0]["moments"]
     assert isinstance(moments, Moments) and (moments.first == 1).all()
@@ -1019,7 +1019,7 @@ class Compared:
     def bits(self):
         state = self.optimizer.state_dict()
         tensors = [*self.model.parameters(), *self.average["weights"], *(
-            x for one in state["state"].values() for x in one.values())]
+            x for its in state["state"].values() for x in its.values())]
         return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
                              for x in tensors]), str(state["param_groups"])
 
@@ -1197,22 +1197,22 @@ def models_meet_rarely_as_those_of_arrays_do():
                   for name, q in trained.items()}
         outer, right = DiLoCo(model, comm, **settings), LocalOfArrays(arrays, comm, **settings)
 
-        def change(one, number):
+        def change(local, number):
             for i, (name, q) in enumerate(trained.items()):
-                if one is outer:
+                if local is outer:
                     q.data -= (r + i + number) % 5 / 8
                 else:
                     arrays[name] -= np.asarray((r + i + number) % 5 / 8, dtype)
-            one.step()
+            local.step()
 
-        for one in (outer, right):
+        for local in (outer, right):
             for number in range(11):
-                change(one, number)
+                change(local, number)
                 if number == 6:
-                    one.load_state_dict(one.state_dict())
-            with one.join():
+                    local.load_state_dict(local.state_dict())
+            with local.join():
                 for number in range(2 + 3 * r):
-                    change(one, number)
+                    change(local, number)
         tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
         for name, q in trained.items():
             np.testing.assert_allclose(
@@ -1288,9 +1288,9 @@ def odd_buffers_are_copied():
             model(torch.ones(3, 2, device=WHERE)).sum().backward()
         for name, x in model.named_buffers():
             torch.testing.assert_close(dense(x).cpu(), right[name], rtol=0, atol=0)
-    mine = odd_tensors()
-    broadcast_parameters(mine.values(), comm)
-    for name, x in mine.items():
+    tensors = odd_tensors()
+    broadcast_parameters(tensors.values(), comm)
+    for name, x in tensors.items():
         torch.testing.assert_close(dense(x).cpu(), right[name], rtol=0, atol=0)
 
 

@@ -47,9 +47,9 @@ def a_waiter_in_another_thread():
 def futures_that_chain():
     x = torch.full((5,), float(RANK))
     future = dist.all_reduce(x, async_op=True).get_future()
-    chain = future.then(lambda one: one.value()[0] + 1).then(lambda one: one.value() * 2)
+    chain = future.then(lambda ended: ended.value()[0] + 1).then(lambda ended: ended.value() * 2)
     assert (chain.wait() == 2 * (TOTAL + 1)).all()
-    failed = future.then(lambda one: 1 // 0)
+    failed = future.then(lambda ended: 1 // 0)
     with pytest.raises(ZeroDivisionError, match="division"):
         failed.wait()
     # PyTorch itself waits for this one, and makes no progress.
@@ -100,28 +100,29 @@ def messages_in_any_number():
 def every_collective_in_many_rounds():
     """In the background and in the foreground at once."""
     n, last = 100_003, SIZE - 1
-    mine = torch.arange(SIZE * n) + RANK
-    parts = [*mine.view(SIZE, n)]
+    inputs = torch.arange(SIZE * n) + RANK
+    parts = [*inputs.view(SIZE, n)]
     total = SIZE * torch.arange(SIZE * n) + TOTAL
     of_all = torch.cat([torch.arange(SIZE * n) + rank for rank in range(SIZE)])
     columns = torch.cat([parts[RANK] - RANK + rank for rank in range(SIZE)])
 
     def begun(**async_op):
         outputs = {
-            "broadcast": mine.clone(), "reduce": mine.clone(), "gather": torch.zeros_like(of_all),
+            "broadcast": inputs.clone(), "reduce": inputs.clone(),
+            "gather": torch.zeros_like(of_all),
             "scatter": torch.zeros_like(parts[0]), "all_gather": torch.zeros_like(of_all),
-            "reduce_scatter": torch.zeros_like(parts[0]), "all_to_all": torch.zeros_like(mine)}
+            "reduce_scatter": torch.zeros_like(parts[0]), "all_to_all": torch.zeros_like(inputs)}
         gathered, scattered = [*outputs["gather"].view(SIZE, -1)], parts
         if RANK != last:
             gathered = scattered = None
         return outputs, [
             dist.broadcast(outputs["broadcast"], last, **async_op),
             dist.reduce(outputs["reduce"], last, **async_op),
-            dist.gather(mine, gathered, last, **async_op),
+            dist.gather(inputs, gathered, last, **async_op),
             dist.scatter(outputs["scatter"], scattered, last, **async_op),
-            dist.all_gather_into_tensor(outputs["all_gather"], mine, **async_op),
-            dist.reduce_scatter_tensor(outputs["reduce_scatter"], mine, **async_op),
-            dist.all_to_all_single(outputs["all_to_all"], mine, **async_op)]
+            dist.all_gather_into_tensor(outputs["all_gather"], inputs, **async_op),
+            dist.reduce_scatter_tensor(outputs["reduce_scatter"], inputs, **async_op),
+            dist.all_to_all_single(outputs["all_to_all"], inputs, **async_op)]
 
     later, works = begun(async_op=True)
     now, _ = begun()
@@ -129,7 +130,7 @@ def every_collective_in_many_rounds():
         work.wait()
     for outputs in later, now:
         assert outputs["broadcast"].equal(torch.arange(SIZE * n) + last)
-        assert outputs["reduce"].equal(total if RANK == last else mine)
+        assert outputs["reduce"].equal(total if RANK == last else inputs)
         assert RANK != last or outputs["gather"].equal(of_all)
         assert outputs["scatter"].equal(parts[RANK] - RANK + last)
         assert outputs["all_gather"].equal(of_all)

@@ -44,7 +44,7 @@ def trainer(folder):
                 logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4,
                 disable_tqdm=True, report_to=[]),
             train_dataset=texts[:32], eval_dataset=texts[32:],
-            compute_metrics=lambda found: {"sum": found.predictions.astype("float64").sum()})
+            compute_metrics=lambda end: {"sum": end.predictions.astype("float64").sum()})
         running.train(resume_from_checkpoint=resumed)
         history += [{name: value for name, value in entry.items()
                      if "runtime" not in name and "per_second" not in name}
@@ -173,13 +173,13 @@ def lightning(folder, comm=None):
     assert running.callback_metrics["samples"] == 14
     path = running.strategy.broadcast(running.checkpoint_callback.best_model_path)
     assert Path(path).exists()
-    found = module.gathered, dict(running.callback_metrics), module.state_dict()
+    results = module.gathered, dict(running.callback_metrics), module.state_dict()
     if comm is not None:
         again = Module()
         running.fit_loop.max_epochs = 3
         running.fit(again, DataLoader(TensorDataset(x[:32], y[:32]), 4), ckpt_path=path)
         assert running.optimizers[0].state_dict()["state"][0]["step"] == 6
-    return found
+    return results
 
 
 def deepspeed(folder):

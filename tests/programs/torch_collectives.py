@@ -132,9 +132,9 @@ def reduce_scatter(group, dtype, op):
 
 
 def reduce_scatter_tensor(group, dtype, op):
-    x, whole = torch.empty(2, 3, dtype=dtype), filled((SIZE * 2, 3), dtype)
-    dist.reduce_scatter_tensor(x, whole, op, group=group)
-    return [x, whole]
+    x, rows = torch.empty(2, 3, dtype=dtype), filled((SIZE * 2, 3), dtype)
+    dist.reduce_scatter_tensor(x, rows, op, group=group)
+    return [x, rows]
 
 
 def all_to_all_single(group, dtype):
@@ -155,9 +155,9 @@ def all_to_all(group):
 
 
 def coalesced_tensors(group):
-    sums, whole = [torch.empty(2), torch.empty(1, 2)], [filled((SIZE * 2,)), filled((SIZE, 2))]
+    sums, inputs = [torch.empty(2), torch.empty(1, 2)], [filled((SIZE * 2,)), filled((SIZE, 2))]
     with dist.distributed_c10d._coalescing_manager(group):
-        for x, y in zip(sums, whole):
+        for x, y in zip(sums, inputs):
             dist.reduce_scatter_tensor(x, y, group=group)
     copies = [torch.empty(SIZE * 2), torch.empty(SIZE, 2)]
     with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
@@ -262,9 +262,9 @@ def objects(group):
     dist.gather_object("x" * RANK, gathered, 1, group=group)
     news = [f"from {RANK}", {1: RANK}]
     dist.broadcast_object_list(news, 0, group=group)
-    mine = [None]
-    dist.scatter_object_list(mine, list(range(SIZE)) if RANK == 0 else None, 0, group=group)
-    return repr((everybody, gathered, news, mine))
+    scattered = [None]
+    dist.scatter_object_list(scattered, list(range(SIZE)) if RANK == 0 else None, 0, group=group)
+    return repr((everybody, gathered, news, scattered))
 
 
 EXACT = [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]

@@ -70,7 +70,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 def wrapped(sparse=False, **settings):
     model = mpiring.torch.DataParallel(Net(sparse), comm, **settings)
     optimizer = SGD(model.parameters(), momentum=0 if sparse else 0.9)
-    found = steps(model, optimizer)
+    losses = steps(model, optimizer)
     with model.join():
         for _ in range(1 + RANK):
             model(batch(0)).square().mean().backward()
@@ -78,7 +78,7 @@ def wrapped(sparse=False, **settings):
     mpiring.torch.broadcast_optimizer_state(optimizer, comm)
     mpiring.torch.broadcast_parameters(model.state_dict().values(), comm, root=SIZE - 1)
     model.compare_replicas()
-    return [*found, *model.parameters(), *(
+    return [*losses, *model.parameters(), *(
         x for state in optimizer.state.values() for x in state.values() if x is not None)]
 
 
@@ -142,12 +142,13 @@ def collectives():
 
 def objects():
     """PyTorch makes the tensors itself, of a kind that has no default device."""
-    everybody, news, mine = [None] * SIZE, [{"from": RANK}], [None]
+    everybody, news, scattered = [None] * SIZE, [{"from": RANK}], [None]
     dist.all_gather_object(everybody, {"rank": RANK, "x": full((2,), RANK)})
     dist.broadcast_object_list(news, SIZE - 1)
-    dist.scatter_object_list(mine, [*range(SIZE)] if RANK == 0 else None, 0)
+    dist.scatter_object_list(scattered, [*range(SIZE)] if RANK == 0 else None, 0)
     again = comm.allgather_object(full((3,), RANK))
-    return [*again, *(x["x"] for x in everybody), full((2,), news[0]["from"]), full((1,), mine[0])]
+    return [*again, *(x["x"] for x in everybody), full((2,), news[0]["from"]),
+            full((1,), scattered[0])]
 
 
 def ddp():
@@ -160,12 +161,12 @@ def horovod(sparse=False):
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), momentum=0 if sparse else 0.9), model.named_parameters())
-    found = steps(model, optimizer)
+    losses = steps(model, optimizer)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     rows = full((RANK + 1, 2), RANK)
     shared, counts = hvd.alltoall(full((SIZE, 2), RANK), torch.ones(
         SIZE, dtype=torch.int64, device=CPU))
-    return [*found, hvd.allgather(rows), shared, counts, hvd.reducescatter(full((SIZE, 2), RANK)),
+    return [*losses, hvd.allgather(rows), shared, counts, hvd.reducescatter(full((SIZE, 2), RANK)),
             *hvd.grouped_allreduce([full((2,), RANK), full((3, 2), RANK)]),
             full((1,), hvd.broadcast_object(RANK, root_rank=SIZE - 1))]
 
@@ -193,11 +194,11 @@ for name, piece in PIECES.items():
     expected = [x.detach().clone() for x in piece()]
     for default, enter in DEFAULTS.items():
         with enter():
-            found = piece()
+            results = piece()
         if not all(x.device == CPU and x.dtype == y.dtype and torch.equal(x, y)
-                   for x, y in zip(found, expected, strict=True)):
-            failures.append(f"rank {RANK}: {name} with the default {default}: {found}, but without "
-                            f"{expected}")
+                   for x, y in zip(results, expected, strict=True)):
+            failures.append(f"rank {RANK}: {name} with the default {default}: {results}, but "
+                            f"without {expected}")
 assert not failures, "\n".join(failures)
 comm.close()
 hvd.shutdown()

@@ -104,7 +104,7 @@ def compare(name):
                   for model in (ours, theirs)]
     rng = torch.Generator().manual_seed(100 + comm.rank)
     for step in range(STEPS):
-        x, y = (one.to(WHERE) for one in data(rng, 6))
+        x, y = (array.to(WHERE) for array in data(rng, 6))
         how = {"to_none": step % 2 == 0, "clips": step % 5 == 4 and name != "sparse"}
         loss = step_of(ours, optimizers[0], x, y, **how)
         if step >= TOGETHER:
@@ -127,8 +127,8 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 comm = mpiring.init()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=comm.rank,
                         world_size=comm.size, timeout=datetime.timedelta(seconds=60))
-for one in MODELS:
-    compare(one)
+for name in MODELS:
+    compare(name)
 comm.close()
 dist.destroy_process_group()
 print("all is well", flush=True)

@@ -71,20 +71,20 @@ def sharded_training(mesh):
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    mine = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    theirs = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-3)
+    sharded_optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    plain_optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-3)
     for step in range(4):
         model(batch(rank, step)).square().mean().backward()
         torch.cat([alone(batch(r, step)) for r in range(size)]).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        for optimizer in mine, theirs:
+        for optimizer in sharded_optimizer, plain_optimizer:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = parameter.full_tensor()
-        torch.testing.assert_close(whole, alone.get_parameter(name).detach(), atol=1e-5, rtol=1e-4)
+        full = parameter.full_tensor()
+        torch.testing.assert_close(full, alone.get_parameter(name).detach(), atol=1e-5, rtol=1e-4)
     own, half = dist.new_group(), dist.new_group([*range(0, size, 2)])
     folder, fresh = os.path.join(FOLDER, "whole"), net()
     save_amid_collectives({"model": model.state_dict()}, checkpoint_id=folder, process_group=own)
@@ -171,30 +171,30 @@ def states_of_wrappers_have_plain_names():
     comm.close()
 
 
-def same(mine, theirs):
+def same(state, expected):
     """Check that two states have the same keys and elements."""
-    if isinstance(theirs, dict):
-        assert set(mine) == set(theirs), (mine, theirs)
-        for key in theirs:
-            same(mine[key], theirs[key])
-    elif isinstance(theirs, list | tuple):
-        for one, other in zip(mine, theirs, strict=True):
-            same(one, other)
-    elif isinstance(theirs, torch.Tensor):
-        assert torch.equal(mine, theirs)
+    if isinstance(expected, dict):
+        assert set(state) == set(expected), (state, expected)
+        for key in expected:
+            same(state[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        for x, y in zip(state, expected, strict=True):
+            same(x, y)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(state, expected)
     else:
-        assert mine == theirs, (mine, theirs)
+        assert state == expected, (state, expected)
 
 
 def distributed_tensors(mesh):
     size = dist.get_world_size()
-    whole = torch.arange(4.0 * size * 3).reshape(4 * size, 3)
-    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    full = torch.arange(4.0 * size * 3).reshape(4 * size, 3)
+    rows = distribute_tensor(full, mesh, [Shard(0)])
     assert rows.to_local().shape == (4, 3)
     columns = rows.redistribute(mesh, [Shard(1)])
-    assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
-    assert torch.equal((rows.T @ rows).full_tensor(), whole.T @ whole)
-    assert torch.equal(rows.sum(0).full_tensor(), whole.sum(0))
+    assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), full)
+    assert torch.equal((rows.T @ rows).full_tensor(), full.T @ full)
+    assert torch.equal(rows.sum(0).full_tensor(), full.sum(0))
     layer = nn.Linear(3, 4)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     told = "parameter weight is a DTensor.*fully_shard"

@@ -56,8 +56,8 @@ def withheld_gradients_that_are_dropped_do_not_come_back(to_none):
     right, model = DataParallel(net(), comm), DataParallel(net(), comm, defer_wait=True)
     (model(X).square().mean() * torch.nan).backward()
     model.zero_grad(set_to_none=to_none)
-    for one in right, model:
-        one(X).square().mean().backward()
+    for wrapped in right, model:
+        wrapped(X).square().mean().backward()
     model.synchronize()
     for a, b in zip(right.parameters(), model.parameters()):
         assert a.grad.equal(b.grad)

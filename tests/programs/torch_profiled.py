@@ -53,15 +53,15 @@ def traced(function, *args):
     profiler.export_chrome_trace(FILE)
     with open(FILE) as trace:
         events = [event for event in json.load(trace)["traceEvents"] if event["ph"] == "X"]
-    return sorted((one for one in events if one["name"].startswith(("c10d::", "mpiring:"))),
-                  key=lambda one: one["ts"])
+    return sorted((event for event in events if event["name"].startswith(("c10d::", "mpiring:"))),
+                  key=lambda event: event["ts"])
 
 
 def seen(events):
     """Return the names of events, with the shapes and dtypes of their tensors."""
-    return [(name, [shape for shape in one["args"].get("Input Dims", ()) if shape],
-             {*one["args"].get("Input type", ())} - {"", "Scalar", "ScalarList"})
-            for one in events if (name := one["name"]) != "mpiring:wait"]
+    return [(name, [shape for shape in event["args"].get("Input Dims", ()) if shape],
+             {*event["args"].get("Input type", ())} - {"", "Scalar", "ScalarList"})
+            for event in events if (name := event["name"]) != "mpiring:wait"]
 
 
 class Step:
@@ -90,8 +90,8 @@ assert {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 6, "O
 
 step = Step()
 events = traced(step)
-buckets = [one["args"] for one in events if one["name"] == "c10d::allreduce_"]
-assert len(buckets) > 1 and sum(one["In msg nelems"] for one in buckets) == 4 * 31 * 30, buckets
+buckets = [event["args"] for event in events if event["name"] == "c10d::allreduce_"]
+assert len(buckets) > 1 and sum(event["In msg nelems"] for event in buckets) == 4 * 31 * 30, buckets
 
 observer = ExecutionTraceObserver().register_callback(FILE)
 with profile(activities=[ProfilerActivity.CPU], record_shapes=True,

@@ -53,8 +53,8 @@ class Run:
         bare = net()
         if state:
             bare.load_state_dict(state["model"])
-            for one, kept in zip(self.each, state["reducers"]):
-                one.load_state_dict(kept)
+            for reducer, kept in zip(self.each, state["reducers"]):
+                reducer.load_state_dict(kept)
         self.model = DataParallel(bare, comm, bucket_bytes=4000, reducer=self.reducer)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
         self.scaler = torch.amp.GradScaler(WHERE.type, init_scale=64, growth_interval=5)
@@ -69,7 +69,7 @@ class Run:
             checkpoints.save(self.step, replicated={
                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "scaler": self.scaler.state_dict(), "step": self.step,
-            }, own={"reducers": [one.state_dict() for one in self.each]})
+            }, own={"reducers": [reducer.state_dict() for reducer in self.each]})
             saved = checkpoints.load()
         assert all(x.device.type == "cpu" for x in saved.replicated["model"].values())
         return {**saved.replicated, **saved.own}
@@ -168,13 +168,13 @@ def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
 
 # Which has no state, and compresses nothing.
 replicas_learn_and_skip_a_nan_of_one_rank("adasum", Adasum)
-for what in (replicas_learn_and_skip_a_nan_of_one_rank, a_nan_in_a_sparse_gradient_is_skipped_too,
+for test in (replicas_learn_and_skip_a_nan_of_one_rank, a_nan_in_a_sparse_gradient_is_skipped_too,
              a_run_goes_on_bit_by_bit, frozen_layers_come_back,
              tokens_are_weighed_before_they_are_compressed):
     for name, make in MAKERS.items():
-        what(name, make)
+        test(name, make)
     if comm.rank == 0:
-        print(f"holds: {what.__name__}", flush=True)
+        print(f"holds: {test.__name__}", flush=True)
 if comm.rank == 0:
     shutil.rmtree(FOLDER)
 comm.close()

@@ -51,10 +51,10 @@ class Plain:
             scaler=self.scaler, sampler=self.sampler, noise=self.noise)
         torch.manual_seed(comm.rank)
 
-    def step(self, mine):
-        x = X[mine] + 0.1 * torch.randn(len(mine), 7, generator=self.noise)
+    def step(self, samples):
+        x = X[samples] + 0.1 * torch.randn(len(samples), 7, generator=self.noise)
         self.optimizer.zero_grad()
-        self.scaler.scale((self.model(x) - Y[mine]).square().mean()).backward()
+        self.scaler.scale((self.model(x) - Y[samples]).square().mean()).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()
@@ -78,9 +78,9 @@ class InSlices(Plain):
         self.state = TrainState(
             comm, seed=1, model=self.model, optimizer=self.optimizer, batches=self.loader)
 
-    def step(self, mine):
-        self.model.weigh(len(mine))
-        (self.model(X[mine]) - Y[mine]).square().mean().backward()
+    def step(self, samples):
+        self.model.weigh(len(samples))
+        (self.model(X[samples]) - Y[samples]).square().mean().backward()
         self.optimizer.step()
 
     def next_epoch(self):
@@ -102,9 +102,9 @@ class Local(InSlices):
             comm, seed=1, outer=self.outer, batches=self.loader,
             own={"model": self.model, "optimizer": self.optimizer})
 
-    def step(self, mine):
+    def step(self, samples):
         self.optimizer.zero_grad()
-        (self.model(X[mine]) - Y[mine]).square().mean().backward()
+        (self.model(X[samples]) - Y[samples]).square().mean().backward()
         self.optimizer.step()
         self.outer.step()
 
@@ -114,8 +114,8 @@ def train(run, until, save_at=None):
     step = run.state.restore(FOLDER if save_at is None else None)
     assert step == run.state.step == (6 if save_at is None else 0)
     while True:
-        for seen, mine in enumerate(run.loader, 1):
-            run.step(mine)
+        for seen, samples in enumerate(run.loader, 1):
+            run.step(samples)
             step += 1
             if step == save_at:
                 run.save(step, seen)
@@ -127,9 +127,9 @@ def train(run, until, save_at=None):
 
 def check(comm, kind):
     """Compare a training that is stopped behind its checkpoint with one that is not."""
-    whole = train(kind(comm), 8, save_at=6)
+    uninterrupted = train(kind(comm), 8, save_at=6)
     same = train(kind(comm), 8)
-    torch.testing.assert_close(same, whole, rtol=0, atol=0)
+    torch.testing.assert_close(same, uninterrupted, rtol=0, atol=0)
     if comm.rank == 0:
         print(f"{kind.__name__} resumes bit by bit", flush=True)
     for size in (1, 2) if kind is InSlices else (2,):
@@ -138,7 +138,7 @@ def check(comm, kind):
             with part:
                 again = train(kind(part), 8)
                 if kind is InSlices:
-                    torch.testing.assert_close(again, whole, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(again, uninterrupted, rtol=1e-5, atol=1e-5)
 
 
 def check_without_slices(comm):

@@ -114,7 +114,7 @@ for name, settings in MODES.items():
     for ours in results[OURS]:
         copies = [torch.empty_like(ours) for _ in range(SIZE)]
         dist.all_gather(copies, ours)
-        if not all(torch.equal(one, ours) for one in copies):
+        if not all(torch.equal(x, ours) for x in copies):
             failures.append(f"rank {RANK}: {name}: ranks differ")
             break
 
