@@ -21,6 +21,8 @@ import mpiring
 from mpiring.resilience import Stopping
 
 PATIENCE_S = 60
+# On a busy machine, a rank is late to handle a signal that its workers have also received.
+mpiring.resilience.children._PATIENCE_S = PATIENCE_S
 
 
 class Samples(Dataset):
@@ -73,11 +75,12 @@ def main():
                         os.kill(pid, signal.Signals[number])
             if stopping.now():
                 break
+    # Now, because srun may end before it has forwarded the last lines.
+    print(f"stopped at step {step}: {stopping.reason}, says rank {comm.rank}", flush=True)
     # The program may need its children after that, as for a last evaluation.
     for _ in range(10):
         next(loaded)
     assert set(descendants(os.getpid())) == set(children) != set(), "a child has ended"
-    print(f"stopped at step {step}: {stopping.reason}, says rank {comm.rank}", flush=True)
     loaded.close()
     comm.close()
 
