@@ -6,10 +6,9 @@ import functools
 import importlib
 import inspect
 import re
-import subprocess
 
 import pytest
-from launching import ROOT, missing, python
+from launching import ROOT, python, tracked_files
 
 PACKAGE = ROOT / "mpiring"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -305,9 +304,6 @@ def test_import_is_light_and_starts_no_mpi():
 
 
 def test_the_tree_is_clean():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
-    if tracked.returncode:
-        missing(f"not a git checkout: {tracked.stderr}")
-    assert not [name for name in tracked.stdout.splitlines()
+    assert not [name for name in tracked_files()
                 if re.search(r"(\.pyc|\.egg-info|__pycache__|\.so)$", name)
-                or (ROOT / name).exists() and (ROOT / name).stat().st_size > 200_000]
+                or (ROOT / name).stat().st_size > 200_000]

@@ -13,7 +13,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from launching import HANG_S, ROOT, environment, installed, missing, mpiexec, needed
+from launching import HANG_S, ROOT, environment, installed, mpiexec, needed, tracked_files
 
 import mpiring
 
@@ -32,20 +32,12 @@ def run(*words, cwd, python=sys.executable, **variables):
 
 
 @pytest.fixture(scope="module")
-def tracked():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
-    if listed.returncode:
-        missing(f"not a git checkout: {listed.stderr}")
-    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
-
-
-@pytest.fixture(scope="module")
-def archives(tracked, tmp_path_factory):
+def archives(tmp_path_factory):
     """Return sdist, and wheel of the sdist, of a copy: nothing appears in the checkout."""
     for package in "build", "setuptools":
         needed(package)
     folder = tmp_path_factory.mktemp("dist")
-    for name in tracked:
+    for name in tracked_files():
         target = folder / "tree" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
@@ -69,7 +61,8 @@ def files_in(tree):
     return {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
 
 
-def test_all_that_is_tracked_is_in_the_sdist(tracked, unpacked):
+def test_all_that_is_tracked_is_in_the_sdist(unpacked):
+    tracked = tracked_files()
     added = {name for name in files_in(unpacked) - tracked if ".egg-info/" not in name}
     assert added == {"PKG-INFO"} and tracked <= files_in(unpacked), tracked - files_in(unpacked)
     # To setup.cfg, a section is added.

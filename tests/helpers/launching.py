@@ -34,6 +34,10 @@ class Ended:
     output: str
     seconds: float
 
+    def assert_well(self, ranks):
+        """Fail unless the program came to its end on each rank, and said so."""
+        assert self.status == 0 and self.output.count("all is well") == ranks, self.output
+
 
 def default_signals():
     """Restore default signals: background jobs of scripts ignore SIGINT, and nohup ignores SIGHUP.
@@ -53,6 +57,14 @@ def missing(text):
     if os.environ.get("CI") == "true":
         pytest.fail(text)
     pytest.skip(reason=text, allow_module_level=True)
+
+
+def tracked_files():
+    """Return the names of the files of the checkout; skip, or fail in CI, without git."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if listed.returncode:
+        missing(f"not a git checkout: {listed.stderr}")
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
 
 
 def mpiexec():

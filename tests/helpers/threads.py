@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,11 +188,8 @@ def on_ranks(size, function, kind=ThreadComm):
             results[rank] = error
             meeting.leave()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
     errors = [results[rank] for rank in range(size) if isinstance(results[rank], BaseException)]
     for error in sorted(errors, key=lambda raised: isinstance(raised, Gone)):
         raise error

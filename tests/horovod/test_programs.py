@@ -16,25 +16,20 @@ def _torch():
 
 def test_every_name(tmp_path):
     """Under each MPI library."""
-    ended = run(3, PROGRAMS / "horovod_names.py", tmp_path)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 3
+    run(3, PROGRAMS / "horovod_names.py", tmp_path).assert_well(3)
 
 
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
 def test_pairs_of_features(tmp_path, shared_memory):
     """On one node, and with each rank on a node of its own, where messages are compressed."""
     ended = run(3, PROGRAMS / "horovod_pairs.py", tmp_path, MPIRING_SHARED_MEMORY=shared_memory)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 3
+    ended.assert_well(3)
 
 
 def test_the_first_operation_between_nodes():
     """One rank waits for it, another one does not, so they cannot tune."""
-    ended = run(2, PROGRAMS / "horovod_orders.py", "first", MPIRING_SHARED_MEMORY="0",
-                MPIRING_TUNING="1", MPIRING_TUNING_FOLDER="")
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 2
+    run(2, PROGRAMS / "horovod_orders.py", "first", MPIRING_SHARED_MEMORY="0",
+        MPIRING_TUNING="1", MPIRING_TUNING_FOLDER="").assert_well(2)
 
 
 @pytest.mark.any_mpi
@@ -43,9 +38,7 @@ def test_the_first_operation_between_nodes():
     (2, "horovod_on_gpu.py simulated"), (2, "horovod_on_gpu.py accelerator")])
 def test_a_program(ranks, command):
     program, *words = command.split()
-    ended = run(ranks, PROGRAMS / program, *words)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == ranks
+    run(ranks, PROGRAMS / program, *words).assert_well(ranks)
 
 
 @pytest.mark.any_mpi
@@ -53,16 +46,13 @@ def test_a_program(ranks, command):
 def test_memory_orders(fusion_bytes):
     """Fused and not fused."""
     ended = run(2, PROGRAMS / "horovod_memory_orders.py", HOROVOD_FUSION_THRESHOLD=fusion_bytes)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 2
+    ended.assert_well(2)
 
 
 @pytest.mark.any_mpi
 def test_a_program_that_does_not_call_shutdown():
     """It has process sets without some ranks."""
-    ended = launch(2, PROGRAMS / "horovod_orders.py", "exit")
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 2
+    launch(2, PROGRAMS / "horovod_orders.py", "exit").assert_well(2)
 
 
 @pytest.mark.any_mpi

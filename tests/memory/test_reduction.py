@@ -3,8 +3,8 @@
 import signal
 import subprocess
 import sys
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import contract
 import ml_dtypes
@@ -239,11 +239,8 @@ def test_threads_may_share_a_reduction(dtype):
             if not np.array_equal(out.astype("float32"), want):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not wrong
 
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -31,17 +32,14 @@ def test_offsets_and_errors_add_up_along_a_tree(p, monkeypatch):
     monkeypatch.setattr(trace_file, "time", SimpleNamespace(
         monotonic=lambda: next(now_s) + clock.offset_s))
     boxes = [[queue.SimpleQueue() for _ in range(p)] for _ in range(p)]
-    comms, readings = [Comm(rank, boxes) for rank in range(p)], [None] * p
+    comms = [Comm(rank, boxes) for rank in range(p)]
 
     def run(comm):
         clock.offset_s = comm.rank * SLOWNESS_S
-        readings[comm.rank] = trace_file.compare_clocks(comm)
+        return trace_file.compare_clocks(comm)
 
-    threads = [threading.Thread(target=run, args=(comm,)) for comm in comms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(p) as pool:
+        readings = list(pool.map(run, comms))
     assert readings[0].offset_s == readings[0].error_s == 0
     for rank, reading in enumerate(readings):
         assert abs(reading.offset_s - rank * SLOWNESS_S) <= reading.error_s

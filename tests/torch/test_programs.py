@@ -21,25 +21,19 @@ def _torch():
     (2, "defaults FOLDER"), (2, "profiled FOLDER")])
 def test_a_program(ranks, command, tmp_path):
     program, *words = command.split()
-    ended = run(ranks, PROGRAMS / f"torch_{program}.py",
-                *(word.replace("FOLDER", str(tmp_path)) for word in words))
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == ranks
+    run(ranks, PROGRAMS / f"torch_{program}.py",
+        *(word.replace("FOLDER", str(tmp_path)) for word in words)).assert_well(ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_with_nothing_in_them(ranks, tmp_path):
-    ended = run(ranks, PROGRAMS / "nothing.py", tmp_path, MPIRING_TUNING_FOLDER="")
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == ranks
+    run(ranks, PROGRAMS / "nothing.py", tmp_path, MPIRING_TUNING_FOLDER="").assert_well(ranks)
 
 
 @pytest.mark.parametrize("program", ["torch_forks.py", "torch_recorder.py"])
 def test_a_program_in_processes_of_its_own(program):
     """Data loaders with forked workers; and the flight recorder of PyTorch."""
-    ended = launch(2, PROGRAMS / program)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("all is well") == 2
+    launch(2, PROGRAMS / program).assert_well(2)
 
 
 FAULTS = {

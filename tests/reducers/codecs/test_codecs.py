@@ -1,7 +1,7 @@
 """Tests what every codec promises, made by NumPy and by numba, bit by bit."""
 
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -205,11 +205,8 @@ def test_many_threads(codec, by):
                                   + (x - decoded(codec, payload, x.size))):
                 wrong.append("sum")
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(vectors, want)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, vectors, want))
     assert not wrong
 
 
