@@ -3,11 +3,11 @@
 import os
 import resource
 import threading
-import time
 import warnings
 
 import numpy as np
 import pytest
+from launching import until
 from mpi4py import MPI
 
 import mpiring
@@ -62,13 +62,6 @@ def threads():
 
 def files():
     return len(os.listdir("/proc/self/fd"))
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.01)
 
 
 def dropped_ones_give_back_threads_and_descriptors(comm):

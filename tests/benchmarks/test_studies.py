@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 import simulated_gpu
 from jobs import run
-from launching import PROGRAMS, installed, needed
+from launching import PROGRAMS, installed, needed, status_of
 
 from benchmarks import codecs, local, main, plot, updates
 from mpiring.tools.bench.benchmark import Measurement
@@ -188,10 +188,7 @@ def test_help_needs_no_mpi(capsys, monkeypatch, name):
 def shown_by(capsys, monkeypatch, name, *words):
     """Return the exit status and what is printed where there is no MPI library."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    try:
-        status = main(name, importlib.import_module(f"benchmarks.{name}").declare, words)
-    except SystemExit as end:
-        status = end.code
+    status = status_of(main, name, importlib.import_module(f"benchmarks.{name}").declare, words)
     return status, "".join(capsys.readouterr())
 
 

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from launching import PROGRAMS, installed, launch
+from launching import PROGRAMS, installed, launch, until
 
 from mpiring.engine import background
 from mpiring.engine.background import BackgroundCompiler
@@ -60,13 +60,6 @@ def want(tmp_path, monkeypatch):
 
     yield run
     compiler.stop()
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_failure_is_logged_once_and_not_tried_again(want, caplog):

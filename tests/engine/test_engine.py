@@ -8,7 +8,7 @@ from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
-from launching import SOON_S
+from launching import SOON_S, until
 
 from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
 from mpiring.operations.agreement import Call
@@ -80,13 +80,6 @@ def background():
 @pytest.fixture
 def inline():
     return Setup(threaded=False)
-
-
-def until(condition, timeout_s=SOON_S):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.001)
 
 
 def test_the_thread_advances_what_nobody_waits_for(background):

@@ -6,6 +6,7 @@ errors of CUDA, with a CuPy that records calls.
 
 import cupy_or_host
 import pytest
+from gpu_memory import GpuMemory
 
 from mpiring.gpu import cuda
 
@@ -26,6 +27,11 @@ def _package(request, monkeypatch):
 def device():
     """Return the first GPU."""
     return cuda.device(0)
+
+
+@pytest.fixture
+def memory(device):
+    return GpuMemory(device)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import kernel_cases as cases
 import numpy as np
 import pytest
-from gpu_memory import GpuMemory
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError, TransportError
@@ -32,11 +31,6 @@ def accelerator(monkeypatch):
 @pytest.fixture
 def device(accelerator):
     return arrays.device_of(torch.device("cpu"))
-
-
-@pytest.fixture
-def memory(device):
-    return GpuMemory(device)
 
 
 @pytest.mark.parametrize(("op", "name"), cases.CASES)

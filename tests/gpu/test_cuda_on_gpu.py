@@ -16,11 +16,6 @@ from mpiring.gpu.arrays import vector_of
 N = 1 << 22
 
 
-@pytest.fixture
-def memory(device):
-    return GpuMemory(device)
-
-
 @pytest.mark.parametrize(("op", "name"), cases.CASES)
 def test_results_have_the_bits_of_the_host(memory, op, name):
     cases.check_combine(memory.device, memory, op, name)

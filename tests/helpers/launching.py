@@ -52,6 +52,22 @@ def default_signals():
             signal.signal(number, default)
 
 
+def until(condition):
+    """Wait for a condition; fail if it is late."""
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.001)
+
+
+def status_of(main, *arguments):
+    """Return the exit status of a command, which argparse may raise."""
+    try:
+        return main(*arguments)
+    except SystemExit as end:
+        return end.code
+
+
 def missing(text):
     """Skip, or fail in CI, because something is missing, which the text names."""
     if os.environ.get("CI") == "true":

@@ -1,11 +1,9 @@
 """Tests that without a background thread each wait and each poll advances all operations."""
 
-import time
-
 import contract
 import numpy as np
 import pytest
-from launching import SOON_S
+from launching import SOON_S, until
 from mpi4py import MPI
 
 import mpiring
@@ -61,13 +59,6 @@ def world():
         yield world
         world.close()
         hvd.shutdown()
-
-
-def until(condition):
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "another operation does not advance"
-        time.sleep(1e-4)
 
 
 def short(comm):

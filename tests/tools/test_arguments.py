@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launching import ROOT, launch
+from launching import ROOT, launch, status_of
 
 from mpiring.__main__ import main
 from mpiring.tools import arguments
@@ -19,11 +19,7 @@ HELP = {("--help",): "commands:", ("bench", "--help"): "positional", ("--version
 
 
 def said(capsys, words):
-    try:
-        status = main([*words])
-    except SystemExit as end:
-        status = end.code
-    return status, "".join(capsys.readouterr())
+    return status_of(main, words), "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("variables", [

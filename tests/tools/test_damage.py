@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpointing import as_pipe
 from hypothesis import HealthCheck, given, settings, strategies
-from launching import needed, python
+from launching import needed, python, status_of
 from traces import metadata, piece, written
 
 from mpiring.__main__ import _COMMANDS, main
@@ -242,10 +242,7 @@ def test_each_number_on_the_command_line_has_limits(parse):
     "--goodput 7", "--goodput 1.01", "--size 1000000G", "--size 65G", "--cores 1000000000",
     "--burst 2G", "--bandwidth 0.001kbit"])
 def test_what_would_take_hours_is_refused_at_once(capsys, words):
-    try:
-        status = main(["simulate", *words.split()])
-    except SystemExit as end:
-        status = end.code
+    status = status_of(main, ["simulate", *words.split()])
     said = capsys.readouterr().err
     assert status == 2 and "expected " in said.splitlines()[-1]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from jobs import run
-from launching import PROGRAMS, needed
+from launching import PROGRAMS, needed, status_of
 
 from mpiring.__main__ import main
 from mpiring.tools.bench.benchmark import BenchmarkJob as Job, plan
@@ -24,11 +24,7 @@ UNWRITABLE = {
 def shown_by(capsys, monkeypatch, *words):
     """Return the exit status and what is printed where there is no MPI library."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    try:
-        status = main(["bench", *words])
-    except SystemExit as end:
-        status = end.code
-    return status, "".join(capsys.readouterr())
+    return status_of(main, ["bench", *words]), "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", [
