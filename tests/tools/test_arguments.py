@@ -1,6 +1,7 @@
 """Tests what is said of a wrong command line, once per job, and what the help texts look like."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, launch, status_of
@@ -29,7 +30,7 @@ def test_one_rank_of_a_job_says_what_is_wrong(capsys, monkeypatch, variables):
     is_first, slept = "1" not in variables.values(), []
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(arguments.time, "sleep", slept.append)
+    monkeypatch.setattr(arguments, "time", SimpleNamespace(sleep=slept.append))
     for words, part in WRONG.items():
         status, text = said(capsys, words)
         assert status == 2 and (part in text if is_first else not text), text
