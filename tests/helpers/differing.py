@@ -64,13 +64,13 @@ def in_turn(name, make, use, told="of model 2"):
 
 def cases(rows):
     """Return the parameters of a test of rows: a row, the arguments of the odd rank, a pattern."""
-    pairs = []
+    parameters = []
     for row in rows:
         for kind, (odd, told) in row.odd.items():
-            pairs.append((f"{row.name}, {kind}", row, odd, told))
+            parameters.append((f"{row.name}, {kind}", row, odd, told))
         if row.label is not None:
-            pairs.append((f"{row.name}, not called", row, SKIPPED, row.label))
-    return pairs
+            parameters.append((f"{row.name}, not called", row, SKIPPED, row.label))
+    return parameters
 
 
 def errors_of(comm, row, odd):

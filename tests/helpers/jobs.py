@@ -1,4 +1,4 @@
-"""Runs programs one after the other on persistent ranks, which start and import PyTorch once.
+"""Runs programs and functions one after the other on ranks that start and import PyTorch once.
 
 There is one job for each number of ranks, in each of pytest-xdist's workers. A program must clean
 up; programs/served_rank.py checks this. If a program kills a rank, hangs or does not clean up, its
