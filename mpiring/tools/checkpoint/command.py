@@ -9,6 +9,8 @@ from ... import __version__
 from ...errors import CheckpointError
 from ...memory.pytrees import leaves
 from ...resilience.consolidated import consolidate
+from ...resilience.contents import (
+    Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files)
 from ...resilience.tree import Stored
 from ...sharding.sliced import Sliced
 from ...text import count
@@ -17,7 +19,6 @@ from ..arguments import not_negative
 from ..output import refuse_unwritable
 from ..results import command, declare_json, now, write_json
 from ..table import Column
-from .contents import Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files
 
 _DESCRIPTION = """\
 Shows and checks checkpoints, without the job that has written them:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
-from ...files import UNFINISHED
-from ...memory.pytrees import leaves
-from ...resilience.checkpoint_file import name_of, tree_text, verify
-from ...resilience.folder import DELETING, candidates, step_of
-from ...resilience.manifest import MANIFEST, REPLICATED, SHARDED, own_name, read_manifest
-from ...resilience.tree import STORED_KINDS, Leaf, Stored, rebuild
-from ...text import first_few
+from ..errors import CheckpointError
+from ..files import UNFINISHED
+from ..memory.pytrees import leaves
+from ..text import first_few
+from .checkpoint_file import name_of, tree_text, verify
+from .folder import DELETING, candidates, step_of
+from .manifest import MANIFEST, REPLICATED, SHARDED, own_name, read_manifest
+from .tree import STORED_KINDS, Leaf, Stored, rebuild
 
 _STEP, _DAMAGED = "-step-", "damaged"
 # Largest number of other folders that an error names.
