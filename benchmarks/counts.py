@@ -3,22 +3,18 @@
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiring.collectives.native import Turns
 from mpiring.memory.arrays import Array
 from mpiring.memory.reduction import Combine
-from mpiring.memory.scratch import Scratch
 from mpiring.operations.collectives import Collectives
-from mpiring.operations.resources import Resources, Transport
-from mpiring.operations.windows import Windows
+from mpiring.operations.resources import alone
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 from mpiring.simulated.prices import NoCombine, ghost
 from mpiring.tools.arguments import listed, positive
@@ -59,8 +55,8 @@ class Cost:
 class _Counted(Collectives):
     """The schedules of an operation on vectors without memory; records borrowed memory."""
 
-    def __init__(self, resources: Resources) -> None:
-        super().__init__(resources, None, 0)
+    def __init__(self, net: Channel, nodes: Sequence[Sequence[int]]) -> None:
+        super().__init__(alone(net, nodes, algorithm="ring"), None, 0)
         self.borrowed = 0
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
@@ -83,11 +79,7 @@ def count(operation: str, p: int) -> Cost:
     nodes, made = [range(rank, rank + 1) for rank in range(p)], []
 
     def run(net: Channel) -> Schedule[Any]:
-        transport = SimpleNamespace(
-            rank=net.rank, size=p, bytes_sent=0, channel=lambda sequence: net)
-        resources = Resources(cast(Transport, transport), Turns(), Scratch(keep=0), Windows(),
-                              range(p), nodes, "ring")
-        collectives = _Counted(resources)
+        collectives = _Counted(net, nodes)
         made.append(collectives)
         header = ghost(HEADER_BYTES, np.uint8)
         yield net.irecv(header, (net.rank - 1) % p), net.isend(header, (net.rank + 1) % p)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ..collectives import native
 from ..collectives.operation import Tuning
@@ -63,3 +63,26 @@ class Resources:
     def in_order(self) -> bool:
         """Whether the communicator's ranks are already in node order."""
         return tuple(self.order) == tuple(range(len(self.order)))
+
+
+class _Channel:
+    """A network of one operation, without MPI's own collectives."""
+
+    bytes_sent = 0
+
+    def __init__(self, net: Channel) -> None:
+        self.rank, self.size = net.rank, net.size
+        self._net: Any = net
+
+    def channel(self, sequence: int) -> OperationChannel:
+        return self._net  # type: ignore[no-any-return]
+
+
+def alone(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows | None = None, *,
+          order: Sequence[int] | None = None, **settings: Any) -> Resources:
+    """Return the resources of a single operation on a channel, as on a simulated network.
+
+    By default, the order is that of the ranks. The `settings` are `algorithm` and `tuning`.
+    """
+    return Resources(cast(Transport, _Channel(net)), native.Turns(), Scratch(keep=2),
+                     windows or Windows(), order or range(net.size), nodes, **settings)

@@ -57,28 +57,28 @@ class Adasum:
         # If a tensor has become NaN, its padding is also NaN.
         bucket.clear_padding()
         sizes = [tensor.padded_size for tensor in bucket.plan.tensors]
-        yield from adasum(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
+        yield from self.combine(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
 
+    @staticmethod
+    def combine(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+        """Return the schedule that replaces the vector `x` by its Adasum over ranks.
 
-def adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    """Return the schedule that replaces the vector `x` by its Adasum over ranks.
+        Recursive halving with distance doubling: after level k, a rank has 1/2^k of the combination
+        of 2^k ranks. An allgather follows. Each rank sends 2(p'-1)/p' of `x`; for p', see `Adasum`.
+        Each rank r ≥ p' sends all of `x` to a partner, which returns the complete result.
 
-    Recursive halving with distance doubling: after level k, a rank has 1/2^k of the combination of
-    2^k ranks. An allgather follows. Each rank sends 2(p'-1)/p' of `x`; for p', see `Adasum`. Each
-    rank r ≥ p' sends all of `x` to a partner, which returns the complete result.
+        Args:
+            x: Shape (n,), contiguous, floating, in host memory. Overwritten by the same bits on all
+                ranks. A tensor becomes NaN or Inf if it was not finite on any rank.
+            bounds: Offsets of the tensors in `x`, from 0 to n, ascending; the same on all ranks.
 
-    Args:
-        x: Shape (n,), contiguous, floating, in host memory. Overwritten by the same bits on all
-            ranks. A tensor becomes NaN or Inf if it was not finite on any rank.
-        bounds: Offsets of the tensors in `x`, from 0 to n, ascending; the same on all ranks.
-
-    Source: Maleki et al. 2020, recursive vector halving with distance doubling.
-    """
-    if dtype_name(x.dtype) not in FLOATING:
-        raise ConfigError(
-            f"rank {collectives.rank}: Adasum of {dtype_name(x.dtype)} ({x.size},): it is defined "
-            f"for floating dtypes; convert to one of them, or take the sum")
-    return collectives.confirmed(_adasum(collectives, x, bounds))
+        Source: Maleki et al. 2020, recursive vector halving with distance doubling.
+        """
+        if dtype_name(x.dtype) not in FLOATING:
+            raise ConfigError(
+                f"rank {collectives.rank}: Adasum of {dtype_name(x.dtype)} ({x.size},): it is "
+                f"defined for floating dtypes; convert to one of them, or take the sum")
+        return collectives.confirmed(_adasum(collectives, x, bounds))
 
 
 def _adasum(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:

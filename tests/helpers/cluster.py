@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from mpiring.operations.agreement import Call, agreed
-from mpiring.collectives.native import Turns
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.collectives import Collectives
-from mpiring.operations.resources import Resources
-from mpiring.operations.windows import Windows
-from mpiring.memory.scratch import Scratch
+from mpiring.operations.resources import alone
 from mpiring.launch.topology import neighbors, node_order, ranks_of_nodes
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
@@ -22,17 +19,6 @@ NODES = {
 # Ranks whose arrays are in windows.
 IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
               "some": lambda rank: rank % 2 == 0}
-
-
-class Transport:
-    """The network as one rank sees it, for one operation."""
-
-    def __init__(self, net):
-        self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
-        self._net = net
-
-    def channel(self, sequence):
-        return self._net
 
 
 def order_of(node_of):
@@ -62,11 +48,10 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
 
     def operation(net):
         rank = net.rank
-        alone = node_of.count(node_of[rank]) == 1
-        node = None if alone else memory.node(rank, header=call(rank).header)
-        own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes,
-                        algorithm, tuning=tuning)
-        collectives = Collectives(own, node, 0)
+        shares = node_of.count(node_of[rank]) > 1
+        node = memory.node(rank, header=call(rank).header) if shares else None
+        collectives = Collectives(
+            alone(net, nodes, order=order, algorithm=algorithm, tuning=tuning), node, 0)
         between = neighbors(rank, nodes)
         return agreed(lambda: collectives.net, node, between, call(rank), program(collectives))
 

@@ -8,7 +8,6 @@ from reducing import Model, count
 
 from mpiring.errors import ConfigError
 from mpiring.reducers import Adasum
-from mpiring.reducers.adasum import adasum
 
 EPS = {"float16": 2.0 ** -10, "bfloat16": 2.0 ** -7, "float32": 2.0 ** -23, "float64": 2.0 ** -52}
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in EPS}
@@ -31,11 +30,11 @@ def pairwise(vectors):
 
 
 def on_ranks(rows, bounds=None, node_of=None):
-    """Return what `adasum` leaves on each rank, given each rank's vector."""
+    """Return what `Adasum.combine` leaves on each rank, given each rank's vector."""
     vectors = [row.copy() for row in rows]
     bounds = [0, vectors[0].size] if bounds is None else bounds
     run(node_of or range(len(rows)),
-        lambda collectives: adasum(collectives, vectors[collectives.rank], bounds))
+        lambda collectives: Adasum.combine(collectives, vectors[collectives.rank], bounds))
     assert all(x.tobytes() == vectors[0].tobytes() for x in vectors)
     return vectors[0]
 

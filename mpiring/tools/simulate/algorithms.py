@@ -5,20 +5,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...collectives.native import Turns
 from ...collectives.operation import Tuning
 from ...memory.arrays import Array, bounds_of, slice_of
 from ...memory.reduction import Combine
-from ...memory.scratch import Scratch
 from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
 from ...operations.collectives import Collectives
-from ...operations.resources import OperationChannel, Resources, Transport
+from ...operations.resources import alone
 from ...operations.windows import Windows
 from ...simulated.network import cyclic, pairwise
 from ...simulated.node import SimulatedMemory
@@ -46,24 +44,6 @@ class SimulatedTime(NamedTuple):
     def percent_of(self, limit_s: float) -> float:
         """Return a limit of the time as a percentage of it; NaN if nothing takes time."""
         return 100 * limit_s / self.seconds if self.seconds else math.nan
-
-
-class SimulatedTransport:
-    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py."""
-
-    def __init__(self, net: Channel) -> None:
-        self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
-        self._net: Any = net
-
-    def channel(self, sequence: int) -> OperationChannel:
-        """Return the channel of the operation, whose number does not matter."""
-        return self._net  # type: ignore[no-any-return]
-
-
-def resources(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows) -> Resources:
-    """Return the resources of one rank's operation; `nodes` has the ranks of each node."""
-    return Resources(cast(Transport, SimulatedTransport(net)), Turns(), Scratch(keep=0), windows,
-                     range(net.size), nodes)
 
 
 class _Windows(Windows):
@@ -128,7 +108,7 @@ class SimulatedOperation(Collectives):
     __slots__ = ("_simulation", "work")
 
     def __init__(self, simulation: Simulation, net: Channel, number: int) -> None:
-        super().__init__(resources(net, simulation.nodes, _Windows()),
+        super().__init__(alone(net, simulation.nodes, _Windows()),
                          simulation.memory.node(net.rank, number), number)
         self._simulation = simulation
         self.work = partial(simulation.network.work, net.rank)

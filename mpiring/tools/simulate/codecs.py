@@ -8,11 +8,10 @@ import numpy as np
 
 from ...buckets.bucket import Bucket, BucketPlan, TensorSpec
 from ...operations.collectives import Collectives
-from ...operations.windows import Windows
+from ...operations.resources import alone
 from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
 from ...transport.base import Schedule
-from .algorithms import resources
 from .counted import counted
 from .profile import Profile
 
@@ -119,4 +118,4 @@ class _Nodes:
         nodes = [[rank] for rank in range(self._network.size)]
         self._operations += 1
         self._network.run(lambda net: build(
-            Collectives(resources(net, nodes, Windows()), None, self._operations)))
+            Collectives(alone(net, nodes), None, self._operations)))
