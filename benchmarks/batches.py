@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpiring import ConfigError
 from mpiring.data import TokenBatches
-from mpiring.errors import ConfigError
-from mpiring.memory.arrays import Array
+from mpiring.provisional import Array
 from mpiring.tools.arguments import checked, names, positive
 from mpiring.tools.bench import gradients, peers, timing
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, declare_turns, run, with_case

@@ -8,12 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpiring.gpu.arrays import device_named
+from mpiring.provisional import codecs, gpu
 from mpiring.reducers import Int8, OneBit
-from mpiring.reducers.codecs.blocks import EightBit
-from mpiring.reducers.codecs.halves import SixteenBit
-from mpiring.reducers.codecs.largest import select_largest
-from mpiring.reducers.codecs.signs import Sign
 from mpiring.tools.bench.benchmark import declare_device
 from mpiring.tools.bench.timing import Action, by_clock, finish
 from mpiring.tools.table import Column, Row
@@ -23,8 +19,8 @@ from . import main, report, vectors
 DENSITY = 0.001
 
 _CODECS: tuple[tuple[str, Any], ...] = (
-    ("float16", SixteenBit("float16")), ("bfloat16", SixteenBit("bfloat16")),
-    ("int8", EightBit(Int8().block)), ("sign", Sign(OneBit().block)))
+    ("float16", codecs.SixteenBit("float16")), ("bfloat16", codecs.SixteenBit("bfloat16")),
+    ("int8", codecs.EightBit(Int8().block)), ("sign", codecs.Sign(OneBit().block)))
 # Measured operations: encoding and decoding, also with the loss and with a sum.
 KINDS = ("encode", "encode + lost", "decode", "add")
 _COLUMNS = [Column("codec", -16), *(Column(kind, 14, 3) for kind in KINDS)]
@@ -72,7 +68,7 @@ def _rates(n: int) -> Iterator[Row]:
                                  _actions(codec, x, payload, out).items()}}
     count = max(1, int(DENSITY * n))
     yield {"codec": f"largest {DENSITY:g}",
-           "encode": n / _seconds(lambda: select_largest(x, count, 1)) / 1e9}
+           "encode": n / _seconds(lambda: codecs.select_largest(x, count, 1)) / 1e9}
 
 
 def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
@@ -85,7 +81,7 @@ def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    device = device_named("cuda", 0)
+    device = gpu.device_named("cuda", 0)
     host = device.gpu.pinned(4 * n).view(np.float32)
     host[...] = np.random.default_rng(0).standard_normal(n, np.float32)
     x, out = (device.allocate(4 * n).view(np.float32) for _ in range(2))

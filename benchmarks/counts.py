@@ -11,15 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiring.memory.arrays import Array
-from mpiring.memory.reduction import Combine
-from mpiring.operations.collectives import Collectives
-from mpiring.operations.resources import alone
+from mpiring.provisional import Array, Channel, Collectives, Schedule, memory, operations, transport
 from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 from mpiring.simulated.prices import NoCombine, ghost
 from mpiring.tools.arguments import listed, positive
 from mpiring.tools.table import Column
-from mpiring.transport.base import HEADER_BYTES, Channel, Schedule
 
 from . import main, report
 
@@ -56,14 +52,14 @@ class _Counted(Collectives):
     """The schedules of an operation on vectors without memory; records borrowed memory."""
 
     def __init__(self, net: Channel, nodes: Sequence[Sequence[int]]) -> None:
-        super().__init__(alone(net, nodes, algorithm="ring"), None, 0)
+        super().__init__(operations.alone(net, nodes, algorithm="ring"), None, 0)
         self.borrowed = 0
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         self.borrowed += n * np.dtype(dtype).itemsize
         return contextlib.nullcontext(ghost(n, dtype))
 
-    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> memory.Combine:
         return NoCombine()
 
 
@@ -81,7 +77,7 @@ def count(operation: str, p: int) -> Cost:
     def run(net: Channel) -> Schedule[Any]:
         collectives = _Counted(net, nodes)
         made.append(collectives)
-        header = ghost(HEADER_BYTES, np.uint8)
+        header = ghost(transport.HEADER_BYTES, np.uint8)
         yield net.irecv(header, (net.rank - 1) % p), net.isend(header, (net.rank + 1) % p)
         yield from program(collectives, ghost(nbytes // 4, np.float32))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpiring.record.statistics import Statistics
+from mpiring import Statistics
 from mpiring.tools.arguments import above_zero, positive, seeds
 from mpiring.tools.bench import timing
 from mpiring.tools.bench.benchmark import Measurement

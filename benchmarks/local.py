@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiring.errors import ConfigError
+from mpiring import ConfigError
 from mpiring.tools.arguments import (
     UsageError, above_zero, checked, listed, names, not_negative, positive,
 )

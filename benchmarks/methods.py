@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from mpiring import Communicator, Statistics
 from mpiring.asynchronous import PairAveraging
-from mpiring.communicator import Communicator
 from mpiring.optim import SGD, AdamW
-from mpiring.optim.outer import Outer
-from mpiring.record.statistics import Statistics
 from mpiring.reducers import PowerSGD, Reducer
 from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS as REDUCERS
 from mpiring.torch import AsyncDataParallel, DataParallel, DiLoCo, LocalSGD
@@ -102,7 +100,7 @@ class LocalSteps(Method):
         outer: Outer optimizer.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Any, outer: Outer) -> None:
+    def __init__(self, module: nn.Module, optimizer: Any, outer: LocalSGD | DiLoCo) -> None:
         super().__init__(module, optimizer, repr(outer), outer)
         self._outer = outer
 

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpiring.text import count
+from mpiring.provisional import count
 from mpiring.tools.picture import COLORS, GRAY, INK, curve_style, name_bars
 from mpiring.tools.entries import listed, number, text
 from mpiring.tools.plot import STEPS, Drawing, model_title, step_bars

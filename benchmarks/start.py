@@ -8,8 +8,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpiring.errors import ConfigError
-from mpiring.launch.start import required_mpiexec
+from mpiring import ConfigError
+from mpiring.provisional import launch
 from mpiring.tools.arguments import listed, positive
 from mpiring.tools.table import Column, Row
 
@@ -55,7 +55,7 @@ def _rows(options: Namespace) -> Iterator[Row]:
 
 def _job(ranks: int) -> dict[str, float]:
     """Run a job, and return the highest readings of its ranks."""
-    mpiexec = required_mpiexec()
+    mpiexec = launch.required_mpiexec()
     # The ranks get the program as text: run as a file, it would import modules from its folder.
     job = subprocess.run([mpiexec, "-n", str(ranks), sys.executable, "-c", _RANK.read_text()],
                          capture_output=True, text=True, timeout=_LIMIT_S)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpiring.errors import ConfigError
-from mpiring.memory.arrays import Array
+from mpiring import ConfigError
+from mpiring.provisional import Array
 from mpiring.tools.bench.torch_training import TEXT_LENGTH, Batch, loss
 from mpiring.tools.bench.world import World
 

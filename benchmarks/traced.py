@@ -5,11 +5,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from statistics import median
 
+from mpiring import init
 from mpiring.tools.arguments import checked, positive
 from mpiring.tools.bench.benchmark import MODELS
 from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.units import parse_count
-from mpiring.world import init
 
 from . import main
 

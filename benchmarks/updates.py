@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mpiring.optim import adam, lamb, lars, sgd
-from mpiring.optim.update import Update
+from mpiring.provisional import optimizers
 from mpiring.tools.bench.timing import by_clock
 from mpiring.tools.table import Column, Row
 
@@ -16,9 +15,10 @@ from . import main, report
 from .vectors import READINGS, declare_elements, code_kind
 
 # Updates in a step of each method. Each update reads all its vectors, and writes some of them.
-METHODS: dict[str, Sequence[Update]] = {
-    "sgd": (sgd.PLAIN,), "momentum": (sgd.MOMENTUM,), "adamw": (adam.ADAM,),
-    "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}
+METHODS: dict[str, Sequence[optimizers.Update]] = {
+    "sgd": (optimizers.sgd.PLAIN,), "momentum": (optimizers.sgd.MOMENTUM,),
+    "adamw": (optimizers.adam.ADAM,), "lars": (optimizers.lars.LARS_UPDATE,),
+    "lamb": (optimizers.lamb.MOMENTS, optimizers.lamb.APPLY)}
 _COLUMNS = [Column("optimizer", -16), Column("bytes", 14, 0), Column("GBps", 14, 1),
             Column("of_a_copy", 14, 2)]
 
@@ -43,7 +43,8 @@ def _rows(n: int) -> Iterator[Row]:
         numbers = {number: 0.5 for update in updates for number in update.numbers}
         nbytes = 4 * sum(len(update.vectors) + len(update.stored) for update in updates)
 
-        def step(updates: Sequence[Update] = updates, numbers: dict[str, float] = numbers) -> None:
+        def step(updates: Sequence[optimizers.Update] = updates,
+                 numbers: dict[str, float] = numbers) -> None:
             for update in updates:
                 update(weights, numbers)
 

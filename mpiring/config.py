@@ -5,7 +5,6 @@ import dataclasses
 import math
 import numbers
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,8 +100,8 @@ class Config:
     trace: str = _setting("")
 
     def __post_init__(self) -> None:
-        for name, hint in unknown_variables().items():
-            raise ConfigError(f"unknown environment variable {name}={os.environ[name]!r}; {hint}")
+        if unknown := _unknown_variables():
+            raise ConfigError(f"unknown environment variable {'; '.join(unknown)}")
         for entry in dataclasses.fields(self):
             value = default = entry.metadata["default"]
             variable = PREFIX + entry.name.upper()
@@ -118,22 +117,17 @@ class Config:
 Config.__init__ = explaining(CONFIG)(Config.__init__)  # type: ignore[method-assign]
 
 
-def given_variables(environ: Mapping[str, str] = os.environ) -> set[str]:
-    """Return the names of the fields of Config for which there is a variable."""
-    return {entry.name for entry in dataclasses.fields(Config)
-            if PREFIX + entry.name.upper() in environ}
-
-
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _unknown_variables() -> list[str]:
     """Return the MPIRING_* variables that are no settings, each with a hint at the right name."""
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
-    unknown = {}
-    for name in environ:
+    unknown = []
+    for name, value in os.environ.items():
         if name.startswith(PREFIX) and name not in known:
             import difflib
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            unknown[name] = (f"did you mean {close[0]}?" if close
-                             else f"known: {', '.join(sorted(known))}")
+            hint = (f"did you mean {close[0]}?" if close
+                    else f"known: {', '.join(sorted(known))}")
+            unknown.append(f"{name}={value!r}; {hint}")
     return unknown
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .communicator import Communicator
+from .operations.consistency import same_on_all
 from .world import or_world
 
 _log = logging.getLogger("mpiring")
@@ -23,13 +24,15 @@ def cupy_for(comm: Communicator | None = None) -> Any:
             ranks.
 
     Raises:
-        MissingDependencyError: CuPy or a GPU is missing.
+        MissingDependencyError: CuPy or a GPU is missing on some rank.
 
     Collective: yes. Blocking: yes.
     """
     from .gpu import cuda
-    package = cuda.cupy()
-    index = assign_gpu(or_world(comm), int(package.cuda.runtime.getDeviceCount()),
+    comm = or_world(comm)
+    with same_on_all(comm, "cupy_for"):
+        package = cuda.cupy()
+    index = assign_gpu(comm, int(package.cuda.runtime.getDeviceCount()),
                        lambda index: str(package.cuda.Device(index).pci_bus_id))
     package.cuda.Device(index).use()
     return package

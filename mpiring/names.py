@@ -92,9 +92,6 @@ LOCAL_TRAINING: Mapping[str, str] = {
                     "leave it out: mpiring decides this"),
 }
 
-# Least similarity of names that are suggested, from 0 to 1: "gpu" does not mean "cpu".
-_SIMILAR = 0.7
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -105,28 +102,32 @@ def publish(package: str) -> None:
     """
     exported = sys.modules[package]
     for name in exported.__all__:
-        item = getattr(exported, name)
+        item = vars(exported).get(name)
         if isinstance(item, type) and not hasattr(sys.modules[item.__module__], "__all__"):
             item.__module__ = package
+
+
+def later(package: str, **homes: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports names from their homes when needed.
+
+    A home is a module, or a module and a name in it: `mpiring.optim` or `mpiring.optim:SGD`.
+    """
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        import pkgutil
+        item = pkgutil.resolve_name(homes[name])
+        if isinstance(item, type):
+            item.__module__ = package
+        return item
+
+    return find
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names, beginning with the most similar to an unknown name."""
     import difflib
     return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return a question about the known name that was probably meant; "" if none is similar.
-
-    Dashes at the beginning of the unknown name do not count.
-    """
-    import difflib
-    names = {word.lstrip("-"): word for word in known}
-    bare = name.lstrip("-")
-    close = [word for word in names if bare and word.startswith(bare)] or (
-        difflib.get_close_matches(bare, names, 1, _SIMILAR))
-    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = None,

@@ -23,17 +23,6 @@ def size(nbytes: int) -> str:
     return f"{nbytes / (1 << 10 * exponent):.1f} {' KMG'[exponent]}iB"
 
 
-def ranks_on_nodes(ranks: int, nodes: int) -> str:
-    """Return "4 ranks on 1 node"."""
-    return f"{count(ranks, 'rank')} on {count(nodes, 'node')}"
-
-
-def span(numbers: Sequence[int]) -> str:
-    """Return the least and the largest number, as "2 to 4"; "2" if they are the same."""
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least} to {most}"
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers, in their order, as ranges: "0-3,8"."""
     bounds: list[list[int]] = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiring.text import count, first_few, ranges, ranks_on_nodes, ranks_text, span
+from mpiring.text import count, first_few, ranges, ranks_text
 
 
 @pytest.mark.parametrize(("numbers", "text"), [
@@ -17,7 +17,5 @@ def test_ranks():
 
 def test_counts_and_lists():
     assert [count(number, "rank") for number in (0, 1, 4)] == ["0 ranks", "1 rank", "4 ranks"]
-    assert ranks_on_nodes(1, 2) == "1 rank on 2 nodes"
-    assert span([3]) == "3" and span([4, 2, 3]) == "2 to 4"
     assert first_few(["a", "b"], 2) == "a, b"
     assert first_few(["a"] * 5, 2, "; ") == "a; a; and 3 more"

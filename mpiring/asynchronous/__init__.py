@@ -1,6 +1,6 @@
 """Training in which ranks do not wait for each other: a parameter server, and pair averaging."""
 
-from ..names import publish
+from ..provisional import publish
 from .pair_averaging import PairAveraging
 from .server import ParameterServer
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..communicator import Communicator
-from ..operations.agreement import Call
-from ..record.statistics import Statistics
+from .. import Communicator, Statistics
+from ..provisional import Call
 
 _T = TypeVar("_T", bound="AsynchronousTraining")
 

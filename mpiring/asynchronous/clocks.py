@@ -5,8 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..memory.arrays import Array
-from ..transport.base import Channel, Request, Schedule, run_together
+from ..provisional import Array, Channel, Schedule, transport
 
 # Kinds of notes, which workers send together with their clocks. The second is a push without a
 # gradient.
@@ -69,7 +68,8 @@ class SliceOwner:
 
     def serve(self, net: Channel) -> Schedule[None]:
         """Serve all workers until they finish, as a schedule."""
-        yield from run_together([self._serve(net, worker) for worker in range(net.size)], net.size)
+        yield from transport.run_together(
+            [self._serve(net, worker) for worker in range(net.size)], net.size)
 
     def behind(self, clock: int) -> list[int]:
         """Return the workers that delay a pull at this clock."""
@@ -152,7 +152,7 @@ class SliceWorker:
         `clock` is the number of this push, from 1. Vectors must not change until the schedule ends.
         """
         note = np.array([VOID if gradients is None else PUSH, clock])
-        requests: list[Request] = []
+        requests: list[transport.Request] = []
         for owner in _owners_from(net):
             requests.append(self._send(net, NOTES, note, owner))
             requests += [self._send(net, GRADIENTS, x, owner)
@@ -162,8 +162,9 @@ class SliceWorker:
     def pull(self, net: Channel, clock: int, weights: SlicesByOwner) -> Schedule[None]:
         """Fetch weights once they contain all pushes that a worker at this clock must see."""
         self.unanswered = set(range(net.size))
-        yield from run_together([self._ask(net, clock, weights[owner], owner)
-                                 for owner in _owners_from(net)], net.size)
+        yield from transport.run_together(
+            [self._ask(net, clock, weights[owner], owner) for owner in _owners_from(net)],
+            net.size)
 
     def _ask(self, net: Channel, clock: int, weights: Sequence[Array],
              owner: int) -> Schedule[None]:
@@ -177,7 +178,7 @@ class SliceWorker:
         note = np.array([FINISH, clock])
         yield [self._send(net, NOTES, note, owner) for owner in _owners_from(net)]
 
-    def _send(self, net: Channel, lane: int, x: Array, owner: int) -> Request:
+    def _send(self, net: Channel, lane: int, x: Array, owner: int) -> transport.Request:
         self.bytes_sent += x.nbytes * (owner != net.rank)
         return net.lane(lane).isend(x, owner)
 

@@ -5,13 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, refuse_changed
-from ..communicator import Communicator
-from ..errors import BufferMismatchError, ConfigError
-from ..memory.arrays import COMPLEX, FLOATING, Array, cut, dtype_name
-from ..memory.tensors import array_of, is_tensor
-from ..operations.consistency import same_on_all
-from ..training.fused import Views
+from .. import BufferMismatchError, Communicator, ConfigError
+from ..provisional import Array, buckets, fused, memory, same_on_all
 
 
 class FlatModel:
@@ -22,17 +17,17 @@ class FlatModel:
     has the slices of all vectors, by rank. `holder` names `views` in messages.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
+    def __init__(self, tensors: Sequence[buckets.TensorSpec], size: int, holder: str) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-        self.buckets = [
-            Bucket(i, BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype)),
-                   np.empty) for i, dtype in enumerate(dtypes)]
+        plans = [buckets.BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype))
+                 for dtype in dtypes]
+        self.buckets = [buckets.Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
         self.flats = [bucket.flat for bucket in self.buckets]
         self.bounds = [bucket.bounds(size) for bucket in self.buckets]
-        self.views = Views({name: view for bucket in self.buckets
-                            for name, view in bucket.views.items()}, holder)
-        self.slices = list(zip(*map(cut, self.flats, self.bounds)))
+        self.views = fused.Views({name: view for bucket in self.buckets
+                                  for name, view in bucket.views.items()}, holder)
+        self.slices = list(zip(*map(memory.cut, self.flats, self.bounds)))
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 
 
@@ -77,7 +72,7 @@ class ModelArrays:
         identities = _identities_of(tensors)
         if identities != self._identities:
             arrays = arrays_of(tensors, self._rank, "parameter")
-            refuse_changed(self._rank, self.tensors, _specs_of(arrays))
+            buckets.refuse_changed(self._rank, self.tensors, _specs_of(arrays))
             self._arrays, self._identities = arrays, identities
         return self._arrays
 
@@ -91,7 +86,7 @@ class ModelArrays:
 
 def _identities_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Return values that change if a tensor is replaced while its old memory is kept alive."""
-    return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
+    return [(name, x.data_ptr() if memory.is_tensor(x) else id(x), getattr(x, "shape", None))
             for name, x in tensors.items()]
 
 
@@ -111,11 +106,11 @@ def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
             raise ConfigError(f"rank {rank}: {noun} {name!r}: names must be strings, as "
                               f"str({name!r})")
         try:
-            array = array_of(x).reshape(tuple(x.shape)) if is_tensor(x) else x
+            array = memory.array_of(x).reshape(tuple(x.shape)) if memory.is_tensor(x) else x
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
                 raise ConfigError(f"it is {type(x).__name__}; expected a NumPy array or a PyTorch "
                                   f"tensor in host memory, writeable")
-            if dtype_name(array.dtype) not in (*FLOATING, *COMPLEX):
+            if memory.dtype_name(array.dtype) not in (*memory.FLOATING, *memory.COMPLEX):
                 raise ConfigError(f"it is {array.dtype}, which has no gradient; leave it out")
         except ConfigError as exc:
             raise ConfigError(f"rank {rank}: {noun} {name!r}: {exc}") from exc
@@ -123,5 +118,5 @@ def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
     return arrays
 
 
-def _specs_of(arrays: Mapping[str, Array]) -> list[TensorSpec]:
-    return [TensorSpec(name, array.shape, array.dtype) for name, array in arrays.items()]
+def _specs_of(arrays: Mapping[str, Array]) -> list[buckets.TensorSpec]:
+    return [buckets.TensorSpec(name, array.shape, array.dtype) for name, array in arrays.items()]

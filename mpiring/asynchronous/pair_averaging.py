@@ -6,16 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import refuse_other_state, whole_number
-from ..communicator import Communicator
-from ..engine.messages import Message
-from ..errors import ClosedError, ConfigError
-from ..memory.arrays import Array, is_finite
-from ..operations.agreement import Call
-from ..operations.consistency import same_on_all
-from ..record.statistics import Statistics
-from ..transport.base import Channel, Request, Schedule
-from ..world import or_world
+from .. import ClosedError, Communicator, ConfigError, Handle, Statistics
+from ..provisional import (
+    Array, Call, Channel, Schedule, arguments, memory, same_on_all, transport, world,
+)
 from .base import AsynchronousTraining
 from .layout import FlatModel, ModelArrays
 
@@ -79,7 +73,7 @@ class Exchanges:
         self.training.update(self._others)
         return number
 
-    def _send(self, net: Channel, other: int, snapshot: Sequence[Array]) -> list[Request]:
+    def _send(self, net: Channel, other: int, snapshot: Sequence[Array]) -> list[transport.Request]:
         self.bytes_sent += sum(x.nbytes for x in snapshot)
         return [net.isend(x, other) for x in (np.array([_SNAPSHOT]), *snapshot)]
 
@@ -135,17 +129,17 @@ class PairAveraging(AsynchronousTraining):
 
     def __init__(self, model: Any, comm: Communicator | None = None, *, seed: int = 0,
                  delay: int = 4) -> None:
-        comm = or_world(comm)
+        comm = world.or_world(comm)
         with same_on_all(comm, "PairAveraging") as same:
-            same["seed"] = self._seed = whole_number("seed", seed, 0)
-            same["delay"] = self.delay = whole_number("delay", delay, 0)
+            same["seed"] = self._seed = arguments.whole_number("seed", seed, 0)
+            same["delay"] = self.delay = arguments.whole_number("delay", delay, 0)
         self._model = ModelArrays(model, comm, "PairAveraging")
         # The model's arrays at the last call.
         self._params, self.rounds = self._model.arrays(), 0
         self._snapshot, self._partners = (FlatModel(self._model.tensors, 1, name)
                                           for name in ("snapshot", "partner's snapshot"))
         self._exchanges = Exchanges(comm.rank, comm.size)
-        self._exchange: tuple[Message[None], int] | None = None
+        self._exchange: tuple[Handle[None], int] | None = None
         self._age = 0
         for flat in self._update_snapshot():
             comm.broadcast(flat, root=0)
@@ -243,10 +237,10 @@ class PairAveraging(AsynchronousTraining):
         self._refuse_closed("load_state_dict()")
         with same_on_all(self._comm, "the state of PairAveraging",
                          remedy="load the same state on every rank") as same:
-            refuse_other_state(state_dict, ("seed", "rounds"), "of a PairAveraging")
+            arguments.refuse_other_state(state_dict, ("seed", "rounds"), "of a PairAveraging")
             self.state_dict()
-            same["seed"] = seed = whole_number("seed", state_dict["seed"], 0)
-            same["rounds"] = rounds = whole_number("rounds", state_dict["rounds"], 0)
+            same["seed"] = seed = arguments.whole_number("seed", state_dict["seed"], 0)
+            same["rounds"] = rounds = arguments.whole_number("rounds", state_dict["rounds"], 0)
         self._seed, self.rounds = seed, rounds
 
     # Details
@@ -296,7 +290,7 @@ class PairAveraging(AsynchronousTraining):
         for snapshot, received in zip(self._snapshot.flats, self._partners.flats):
             np.subtract(received, snapshot, out=received)
             np.multiply(received, received.dtype.type(0.5), out=received)
-        if not all(is_finite(x) for x in self._partners.flats):
+        if not all(memory.is_finite(x) for x in self._partners.flats):
             # The partner also leaves out this round.
             _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "
                          "NaN or Inf", self._comm.rank, self.rounds - 1, other)

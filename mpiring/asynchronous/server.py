@@ -6,19 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..arguments import truth, whole_number
-from ..communicator import Communicator
-from ..engine.handle import Handle
-from ..engine.messages import Message
-from ..errors import ClosedError, ConfigError, StallError
-from ..memory.arrays import Array, is_finite
-from ..operations.agreement import Call
-from ..operations.consistency import same_on_all
-from ..optim.optimizer import Optimizer
-from ..record.statistics import Statistics
-from ..text import first_few, ranks_text
-from ..transport.base import Schedule
-from ..world import or_world
+from .. import ClosedError, Communicator, ConfigError, Handle, StallError, Statistics
+from ..provisional import (
+    Array, Call, Schedule, arguments, first_few, memory, optimizers, ranks_text, same_on_all, world,
+)
 from .base import AsynchronousTraining
 from .clocks import Condition, SliceOwner, SliceWorker
 from .layout import FlatModel, ModelArrays, arrays_of
@@ -79,13 +70,13 @@ class ParameterServer(AsynchronousTraining):
     """
 
     def __init__(self, params: Mapping[str, Any], comm: Communicator | None = None, *,
-                 optimizer: Callable[[Any], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[Any], optimizers.Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        comm = or_world(comm)
+        comm = world.or_world(comm)
         with same_on_all(comm, "ParameterServer") as same:
             same["staleness"] = self.staleness = staleness = (
-                None if staleness is None else whole_number("staleness", staleness, 0))
-            same["damped"] = damped = truth("damped", damped)
+                None if staleness is None else arguments.whole_number("staleness", staleness, 0))
+            same["damped"] = damped = arguments.truth("damped", damped)
             refuse_other_than_makers(optimizer)
         self._model = ModelArrays(params, comm, "ParameterServer")
         self.params = dict(self._model.arrays())
@@ -96,7 +87,7 @@ class ParameterServer(AsynchronousTraining):
         self._store = SliceStore(self._weights, comm, optimizer)
         self._owner = SliceOwner(comm.size, staleness, self._store, damped=damped)
         self._worker = SliceWorker()
-        self._pushed: Message[None] | None = None
+        self._pushed: Handle[None] | None = None
         self._finished = False
         # This comes last, so that an error above leaves no open communicator behind.
         super().__init__(comm)
@@ -140,7 +131,7 @@ class ParameterServer(AsynchronousTraining):
             self._copy(gradients)
         self.clock += 1
         self._calls += 1
-        bad = [name for name, x in self.grads.items() if not is_finite(x.reshape(-1))]
+        bad = [name for name, x in self.grads.items() if not memory.is_finite(x.reshape(-1))]
         if bad:
             self.refused += 1
             _log.warning("rank %d: push %d is refused: NaN or Inf in the gradients of %s",

@@ -6,17 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..errors import ConfigError
-from ..memory.arrays import Array
-from ..memory.reduction import Reduction
-from ..operations.consistency import same_on_all
-from ..optim.method import Method, checked
-from ..optim.optimizer import Optimizer
-from ..optim.parts import parts_of
-from ..optim.slices import BareTensors, gathered
-from ..sharding.sliced import slices_of
-from ..sharding.state import SliceState
+from .. import Communicator, ConfigError
+from ..provisional import Array, memory, optimizers, same_on_all, sharding
 from .layout import FlatModel
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
@@ -36,15 +27,15 @@ class SliceStore:
     """
 
     def __init__(self, model: FlatModel, comm: Communicator,
-                 optimizer: Callable[[Any], Optimizer]) -> None:
+                 optimizer: Callable[[Any], optimizers.Optimizer]) -> None:
         self._tensors, self._comm = model.tensors, comm
-        self._method = _method_of(optimizer, BareTensors(comm, model.tensors))
+        self._method = _method_of(optimizer, optimizers.BareTensors(comm, model.tensors))
         self.weights, self._gradients = (
             [np.zeros_like(x) for x in model.slices[comm.rank]] for _ in range(2))
-        states = [SliceState(bucket.plan, bounds[comm.rank], bounds[comm.rank + 1], None)
+        states = [sharding.SliceState(bucket.plan, bounds[comm.rank], bounds[comm.rank + 1], None)
                   for bucket, bounds in zip(model.buckets, model.bounds)]
         self._buckets = [
-            parts_of(state, gradient, [weights[tensor.elements] for tensor in state.ranges])
+            optimizers.parts_of(state, gradient, [weights[tensor.elements] for tensor in state.ranges])
             for state, gradient, weights in zip(states, self._gradients, self.weights)]
         self._parts = list(chain.from_iterable(self._buckets))
         # The first update makes the state and compiles code for seconds. This must not happen while
@@ -55,7 +46,7 @@ class SliceStore:
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
         """Update the weights once, with the mean of some gradients; see Store."""
         for mean, *sources in zip(self._gradients, *gradients):
-            Reduction("mean", mean.dtype, len(sources)).combine(sources, mean)
+            memory.Reduction("mean", mean.dtype, len(sources)).combine(sources, mean)
         current = self._method.current
         for settings in {id(settings): settings for settings in current.values()}.values():
             settings["lr"] *= rate
@@ -64,7 +55,7 @@ class SliceStore:
     def sliced(self) -> dict[str, Any]:
         """Return a copy of weights and state for this rank's ranges of all tensors."""
         saved = self._method.saved(self._parts)
-        weights = slices_of(
+        weights = sharding.slices_of(
             {name: tensor.shape for name, tensor in self._tensors.items()}, self._dtypes(),
             ((part.name, _WEIGHTS, part.offset, part.weights.copy()) for part in self._parts))
         return {**saved, "tensors": {
@@ -73,7 +64,8 @@ class SliceStore:
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the complete model, on all ranks; collective."""
         state_of_slice = self.sliced()
-        return {**state_of_slice, "tensors": gathered(self._comm, state_of_slice["tensors"])}
+        tensors = optimizers.gathered(self._comm, state_of_slice["tensors"])
+        return {**state_of_slice, "tensors": tensors}
 
     def load(self, saved: Any) -> None:
         """Load a result of `whole`, or the results of `sliced` from all ranks; collective.
@@ -83,7 +75,8 @@ class SliceStore:
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             content = self._method.checked(saved, self._parts)
-            _, leaves = checked(saved, self._method.name, self._tensors, self._dtypes())
+            _, leaves = optimizers.checked(
+                saved, self._method.name, self._tensors, self._dtypes())
             weights = [leaves[part.name][_WEIGHTS].read(part.offset, part.offset + part.size)
                        for part in self._parts]
             same.update(saved)
@@ -98,18 +91,18 @@ class SliceStore:
 
 def refuse_other_than_makers(optimizer: Any) -> None:
     """Raise ConfigError unless the argument may be a function that makes optimizers."""
-    if not callable(optimizer) or isinstance(optimizer, Optimizer):
+    if not callable(optimizer) or isinstance(optimizer, optimizers.Optimizer):
         raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
 
 
-def _method_of(optimizer: Any, tensors: BareTensors) -> Method:
+def _method_of(optimizer: Any, tensors: optimizers.BareTensors) -> optimizers.Method:
     rank = tensors.comm.rank
     try:
         result = optimizer(tensors)
     except TypeError as exc:
         raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.200} cannot be made of a model "
                           f"alone: {exc}; pass {_EXAMPLE}") from exc
-    if not isinstance(result, Optimizer):
+    if not isinstance(result, optimizers.Optimizer):
         raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.80} makes a "
                           f"{type(result).__name__}; pass one of mpiring.optim, as {_EXAMPLE}")
     if not result.elementwise or result.sharded:

@@ -5,3 +5,6 @@ The slice of rank r is `x[bounds[r]:bounds[r + 1]]`, with `bounds` from 0 to n. 
 contiguous vectors of one dtype, one per rank. Their lengths, and those of pieces, are equal on all
 ranks.
 """
+
+from . import native, ring
+from .operation import Tuning

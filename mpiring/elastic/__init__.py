@@ -1,6 +1,6 @@
 """Training that survives the death of ranks: survivors return to the last commit in memory."""
 
-from ..names import publish
+from ..provisional import publish
 from .recovery import run
 from .state import State
 

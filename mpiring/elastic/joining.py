@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from .. import ConfigError
 
 if TYPE_CHECKING:
-    from ..transport.survivors import Survivors
+    from ..provisional import survivors
 
 # Seconds that a new rank may take to start Python and MPI, and to join.
 JOINING_S = 300
@@ -21,7 +21,7 @@ _WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 
 # The ranks that this process has joined, until `elastic.run` uses them; and whether `elastic.run`
 # was called.
-_joined: "Survivors | None" = None
+_joined: "survivors.Survivors | None" = None
 _has_run = False
 
 
@@ -51,8 +51,8 @@ def main() -> None:
     numbers, *words = sys.argv[1:]
     # The other ranks may have given up. Only a signal can then end a wait within MPI.
     signal.alarm(JOINING_S)
-    from ..transport.survivors import join
-    _joined = join([int(number) for number in numbers.split(",")])
+    from ..provisional import survivors
+    _joined = survivors.join([int(number) for number in numbers.split(",")])
     signal.alarm(0)
     if words[0].startswith("-"):
         sys.argv = words[1:]
@@ -63,7 +63,7 @@ def main() -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def take(*, may_grow: bool) -> "Survivors | None":
+def take(*, may_grow: bool) -> "survivors.Survivors | None":
     """Return the ranks that this new rank has joined; None on other ranks and in later calls.
 
     With `may_grow`, this program may start new ranks. It raises ConfigError if they cannot be

@@ -8,22 +8,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..arguments import whole_number
-from ..communicator import Communicator
-from ..errors import ConfigError, MpiringError, ProcessFailedError, TransportError
-from ..launch import exits, forks
-from ..launch.environment import survives_deaths
-from ..operations.agreement import Call
-from ..transport.base import T
-from ..world import make_default
+from .. import Communicator, ConfigError, MpiringError, ProcessFailedError, TransportError
+from ..provisional import Call, arguments, launch, world
 from . import joining
 from .state import Commits, NewRanksJoin, State
 
 if TYPE_CHECKING:
-    from ..transport.survivors import Survivors
+    from ..provisional import survivors
 
+T = TypeVar("T")
 _log = logging.getLogger("mpiring")
 
 # Seconds between attempts to start new ranks at commits.
@@ -63,8 +58,8 @@ def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = No
     if not callable(train):
         raise ConfigError(f"train is a {type(train).__name__}; pass a function of the state")
     if max_ranks is not None:
-        max_ranks = whole_number("max_ranks", max_ranks, state.comm.size)
-        if not survives_deaths():
+        max_ranks = arguments.whole_number("max_ranks", max_ranks, state.comm.size)
+        if not launch.survives_deaths():
             raise ConfigError(
                 f"max_ranks={max_ranks}: this launcher ends the job when a rank dies, so none can "
                 f"join; start it with Open MPI's mpirun --with-ft ulfm --prtemca "
@@ -74,7 +69,7 @@ def run(train: Callable[[State], T], state: State, *, max_ranks: int | None = No
     commits, joined = Commits(), joining.take(may_grow=max_ranks is not None)
     if joined is None:
         commits.add(state._attributes)
-    if survives_deaths():
+    if launch.survives_deaths():
         state._commits = commits
         try:
             return _Run(train, state, commits, max_ranks or 0, joined).result()
@@ -91,13 +86,13 @@ class _Run(Generic[T]):
     """Attempts to train, each with the survivors of the previous one, and with new ranks."""
 
     def __init__(self, train: Callable[[State], T], state: State, commits: Commits,
-                 max_ranks: int, joined: "Survivors | None") -> None:
+                 max_ranks: int, joined: "survivors.Survivors | None") -> None:
         self._train, self._state, self._commits = train, state, commits
         self._config, self._max_ranks = state.comm.config, max_ranks
         # All survivors agree on this, including those without a new communicator.
         self._survivors = joined or state.comm.survivors()
         self._is_new, self._message = joined is not None, ""
-        self._grown: Survivors | None = None
+        self._grown: survivors.Survivors | None = None
         # Number of commits at the last growth, and time before which commits do not start ranks.
         self._growth, self._retry_s = 0, 0.0
         state._grow = self._grow if max_ranks else None
@@ -116,7 +111,7 @@ class _Run(Generic[T]):
                 # Another rank has raised an exception. mpirun can hang if several ranks call
                 # MPI_Abort, so this rank first waits until that rank ends.
                 self._survivors.agree(True)
-                forks.leave(1)
+                launch.forks.leave(1)
             self._regroup()
             done, result = self._attempt(lambda: self._restore_and_train(noticed_s))
         return result  # type: ignore[return-value]
@@ -196,11 +191,11 @@ class _Run(Generic[T]):
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
         # The default communicator from `init` includes dead ranks.
-        make_default(state.comm)
+        world.make_default(state.comm)
         state._restore(self._commits)
         self._growth = self._commits.count
-        exits.unregister(self._leave)
-        exits.register(self._leave)
+        launch.exits.unregister(self._leave)
+        launch.exits.register(self._leave)
         if self._message:
             _log.warning("%s from %s; this took %.2f s", self._message, state._resume_point,
                          time.monotonic() - noticed_s)
@@ -211,12 +206,12 @@ class _Run(Generic[T]):
 
         The process does not call MPI_Finalize, which can hang after a death.
         """
-        if forks.in_fork:
+        if launch.forks.in_fork:
             return
         with contextlib.suppress(MpiringError):
             _wait_for_all(self._state.comm, "exit")
         self._survivors.agree(True)
-        forks.leave(0)
+        launch.forks.leave(0)
 
 
 @contextlib.contextmanager
@@ -225,7 +220,7 @@ def _limit(seconds: float) -> Iterator[None]:
     def end() -> None:
         print(f"mpiring: new ranks have not joined for {seconds:g} s; one may have died before it "
               f"has started MPI. The job ends", file=sys.stderr)
-        forks.leave(1)
+        launch.forks.leave(1)
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..errors import ConfigError, TransportError
-from ..memory.pytrees import leaves, mapped
-from ..world import or_world
+from .. import Communicator, ConfigError, TransportError
+from ..provisional import memory as host_memory, world
 
 # Types of immutable values, which need no copy.
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
@@ -42,7 +40,7 @@ class State:
     step: int
 
     def __init__(self, comm: Communicator | None = None, **attributes: Any) -> None:
-        comm = or_world(comm)
+        comm = world.or_world(comm)
         for name in attributes:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")
@@ -200,8 +198,10 @@ def copy_value(value: Any, memory: Any = None) -> Any:
     Raises:
         ConfigError: The value contains another object.
     """
-    old, paths = dict(leaves(memory)), iter([path for path, _ in leaves(value)])
-    return mapped(value, lambda leaf: _copy_leaf(leaf, old.get(next(paths, ()))), into=memory)
+    old = dict(host_memory.leaves(memory))
+    paths = iter([path for path, _ in host_memory.leaves(value)])
+    return host_memory.mapped(
+        value, lambda leaf: _copy_leaf(leaf, old.get(next(paths, ()))), into=memory)
 
 
 def _copy_leaf(value: Any, memory: Any) -> Any:

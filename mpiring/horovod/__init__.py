@@ -1,6 +1,6 @@
 """Horovod's functions for NumPy arrays: `import mpiring.horovod as hvd`."""
 
-from ..names import publish
+from ..provisional import publish
 from .arrays import NumPyArrays
 from .compression import Compression
 from .functions import (

@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..memory.arrays import Array, cut, dtype_name, may_overlap, refuse_unusable
-from ..transport.base import Schedule, T
+from .. import ConfigError
+from ..provisional import Array, Schedule, memory
+
+T = TypeVar("T")
 
 
 def scale(x: Array, factor: float, divisor: int = 1) -> None:
@@ -63,7 +64,7 @@ class NumPyArrays:
     """Functions that operations need from NumPy; see requests.ArrayPackage."""
 
     buffers = ArrayBuffers
-    dtype_name = staticmethod(dtype_name)
+    dtype_name = staticmethod(memory.dtype_name)
     scale = staticmethod(scale)
 
     def array(self, x: Any, *, written: bool = False) -> Array:
@@ -73,12 +74,12 @@ class NumPyArrays:
         """
         if type(x) is not np.ndarray:
             if written or isinstance(x, np.ndarray):
-                refuse_unusable(x, writeable=written)
+                memory.refuse_unusable(x, writeable=written)
             x = np.asarray(x)
         array: Array = x
         if written and not (array.flags.writeable and array.flags.c_contiguous):
-            refuse_unusable(array, writeable=True)
-            if may_overlap(array.shape, array.strides, array.itemsize):
+            memory.refuse_unusable(array, writeable=True)
+            if memory.may_overlap(array.shape, array.strides, array.itemsize):
                 raise ConfigError(
                     f"an array of shape {array.shape} and strides {array.strides}, whose elements "
                     f"may share memory: it cannot take a result; pass x.copy()")
@@ -119,7 +120,7 @@ class NumPyArrays:
     def views(self, vector: Array, arrays: Sequence[Array]) -> list[Array]:
         """Return views of consecutive parts of a vector, in the shapes of arrays."""
         bounds = np.cumsum([0, *(x.size for x in arrays)]).tolist()
-        return [part.reshape(x.shape) for part, x in zip(cut(vector, bounds), arrays)]
+        return [part.reshape(x.shape) for part, x in zip(memory.cut(vector, bounds), arrays)]
 
     def copy_all(self, outs: Sequence[Array], arrays: Sequence[Array]) -> None:
         """Copy arrays to other arrays."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..engine.handle import Handle
-from ..memory.arrays import Array, dtype_named
+from .. import Communicator, Handle
+from ..provisional import Array, memory
 from .arrays import scale
 from .requests import DTYPES, NamedRequest, Terms, combined
 
@@ -144,7 +143,8 @@ class FusedVectors:
             capacity = max(_SHORTEST_BYTES, 1 << (nbytes - 1).bit_length())
             self._memory[number] = self._comm.empty(capacity, np.uint8)
             self._views.clear()
-        flat = self._memory[number][:nbytes].view(dtype_named(requests[0].terms.dtypes[0], DTYPES))
+        flat = self._memory[number][:nbytes].view(
+            memory.dtype_named(requests[0].terms.dtypes[0], DTYPES))
         self._used[number] = FusedVector(self._comm, self._runs(number, requests, flat), flat,
                                          blocking=blocking)
 

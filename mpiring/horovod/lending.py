@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..communicator import Communicator
+from .. import Communicator
 
 
 @dataclass

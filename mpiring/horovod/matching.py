@@ -24,12 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..engine.handle import Handle
-from ..errors import ConfigError, MpiringError
-from ..record.trace_file import TraceFile
-from ..text import first_few, ranks_text
-from ..transport import waiting
+from .. import Communicator, ConfigError, Handle, MpiringError
+from ..provisional import first_few, ranks_text, trace_file
 from .arrays import NumPyArrays
 from .fusion import FusedVectors
 from .ops import MEAN
@@ -41,6 +37,8 @@ _log = logging.getLogger("mpiring")
 # Name of the last operation of each process set.
 _LAST_NAME = "shutdown"
 _LAST = f"{BARRIER}.{_LAST_NAME}"
+# Other ranks may compute for this time before they also end.
+_END_PATIENCE_S = 86400.0
 # A batch ends after this time without new operations; a thread checks five times as often.
 _QUIET_S = 5e-3
 # Limits of the pause between two comparisons of operations that some ranks have not submitted.
@@ -228,8 +226,7 @@ class Matcher:
     def _watch(self, handle: Handle[Any]) -> None:
         """Limit the time of a comparison for which `await_all` polls."""
         if self._last is not None:
-            # Other ranks may compute for hours before they also end.
-            handle.patience_s = waiting.CLOSING_S
+            handle.patience_s = _END_PATIENCE_S
         elif any(request.terms.kind == JOIN for request in self._compared):
             handle.patience_s = 0.0
 
@@ -427,7 +424,7 @@ class Matcher:
             self._trace(self._comm.recorder.trace, request)
         return request.results[0] if request.single else request.results
 
-    def _trace(self, trace: TraceFile, request: NamedRequest) -> None:
+    def _trace(self, trace: trace_file.TraceFile, request: NamedRequest) -> None:
         """Record the time until all ranks had submitted, and the duration, as Horovod does."""
         kind, started_s = request.terms.kind.upper(), request.started_s or time.monotonic()
         trace.span(f"NEGOTIATE_{kind}", "negotiate", request.submitted_s, started_s,

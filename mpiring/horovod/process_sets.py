@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..communicator import Communicator
-from ..errors import MpiringError
-from ..operations.consistency import same_on_all
-from ..text import first_few
+from .. import Communicator, MpiringError
+from ..provisional import first_few, same_on_all
 from .arrays import NumPyArrays
 from .lending import Lender
 from .matching import Matcher

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-from ..buckets.bucket import Bucket
-from ..errors import ConfigError
-from ..gpu import vectors
-from ..operations.collectives import Collectives
+from .. import ConfigError
+from ..provisional import Collectives, Schedule, buckets, gpu
 from ..reducers import Adasum as AdasumReducer
 from ..reducers import Cast, Mean, Reducer
-from ..transport.base import Schedule
 from .compression import Compression
 from .ops import OP_NAMES, Adasum, Average, Sum
 
@@ -26,7 +23,7 @@ class Combined:
     def __repr__(self) -> str:
         return f"Combined({self.op!r}, predivide={self.predivide})"
 
-    def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
+    def reduce(self, collectives: Collectives, bucket: buckets.Bucket) -> Schedule[None]:
         """Return the schedule of an allreduce of the bucket."""
         if self.predivide == 1:
             return collectives.allreduce(bucket.vector, op=self.op)
@@ -34,9 +31,9 @@ class Combined:
                                 collectives.size)
 
     def _predivided(self, summing: Schedule[None], x: Any, size: int) -> Schedule[None]:
-        vectors.divide(x, self.predivide)
+        gpu.divide(x, self.predivide)
         yield from summing
-        vectors.divide(x, size / self.predivide)
+        gpu.divide(x, size / self.predivide)
 
 
 def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:

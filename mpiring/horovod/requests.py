@@ -8,18 +8,9 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..engine.handle import Handle
-from ..errors import MpiringError
-from ..gpu.vectors import copy_to
-from ..memory.arrays import (
-    COMPLEX, FLOATING, INTEGER, Array, chunks_of, cut, dtype_named)
-from ..memory.reduction import reduction
-from ..names import OpName
-from ..operations.agreement import Call
-from ..operations.collectives import Collectives
-from ..reducers.adasum import adasum
-from ..transport.base import Schedule
+from .. import Communicator, Handle, MpiringError, OpName
+from ..provisional import Array, Call, Collectives, Schedule, gpu, memory
+from ..reducers import Adasum
 from .ops import ADASUM, MEAN
 
 
@@ -28,7 +19,7 @@ ALLREDUCE, BARRIER, JOIN, STEP = "allreduce", "barrier", "join", "step"
 REDUCTIONS = ALLREDUCE, STEP
 # Operations on rows.
 _BY_ROWS = ("allgather", "reducescatter", "alltoall")
-DTYPES = (*FLOATING, *COMPLEX, *INTEGER, "bool")
+DTYPES = (*memory.FLOATING, *memory.COMPLEX, *memory.INTEGER, "bool")
 
 
 class HorovodInternalError(MpiringError, RuntimeError):
@@ -173,7 +164,7 @@ def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: t
     names = tuple(map(arrays.dtype_name, dtypes))
     for name in names if op else ():
         # This raises an error if the op is undefined for the dtype.
-        reduction("sum" if op in (MEAN, ADASUM) else op, dtype_named(name, DTYPES), 1)
+        memory.Reduction("sum" if op in (MEAN, ADASUM) else op, memory.dtype_named(name, DTYPES), 1)
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
     first = 1 if kind in ("allgather", "alltoall") else 0
     if kind in _BY_ROWS and not all(shapes):
@@ -182,7 +173,7 @@ def terms_of(arrays: ArrayPackage, kind: str, dtypes: tuple[Any, ...], shapes: t
     if kind == "reducescatter" and op == ADASUM:
         raise HorovodInternalError("reducescatter with op=Adasum: use allreduce, of which each "
                                    "rank takes its rows")
-    if op == ADASUM and not all(name in FLOATING for name in names):
+    if op == ADASUM and not all(name in memory.FLOATING for name in names):
         raise ValueError(f"Adasum of {names}: expected floating-point numbers")
     return Terms(kind, names, tuple(tuple(shape)[first:] for shape in shapes), op, root, factors,
                  device, nbytes)
@@ -280,7 +271,7 @@ class NamedRequest:
         outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
         vectors = [buffers.numbers(out, written=True) for out in outs]
         return lambda collectives: _sequence(
-            [adasum(collectives, x, [0, x.size]) if op == ADASUM else
+            [Adasum.combine(collectives, x, [0, x.size]) if op == ADASUM else
              collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
     def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:
@@ -297,7 +288,7 @@ class NamedRequest:
             out = self.arrays.empty((counts[comm.rank], *x.shape[1:]), x)
             bounds = np.cumsum([0, *counts]) * math.prod(x.shape[1:])
             rows.append((buffers.numbers(out, written=True),
-                         cut(buffers.numbers(x), bounds.tolist())))
+                         memory.cut(buffers.numbers(x), bounds.tolist())))
             outs.append(out)
         op, divisor = combined(self.terms, comm.size)
         return lambda collectives: _sequence(
@@ -317,9 +308,9 @@ class NamedRequest:
             for x, part in zip(self.tensors, parts):
                 rows = np.zeros(comm.size, np.int64)
                 rows[comm.rank] = x.shape[0]
-                yield from collectives.allgather_chunks(chunks_of(rows, comm.size))
+                yield from collectives.allgather_chunks(memory.chunks_of(rows, comm.size))
                 raw, chunks = _memory_for(rows, x)
-                copy_to(chunks[comm.rank], part)
+                gpu.copy_to(chunks[comm.rank], part)
                 yield from collectives.allgather_chunks(chunks)
                 counts.append(rows.tolist())
                 gathered.append((int(rows.sum()), raw))
@@ -329,7 +320,7 @@ class NamedRequest:
     def _alltoall(self, _: RequestBuffers, comm: Communicator, __: Any) -> Any:
         (x,), (splits, given) = self.tensors, self.splits
         rows, received = np.empty(comm.size, np.int64), np.empty(0, np.uint8)
-        sends = cut(self.arrays.to_bytes(x), _bounds(splits, x))
+        sends = memory.cut(self.arrays.to_bytes(x), _bounds(splits, x))
 
         def results() -> Sequence[Any]:
             shape = (int(rows.sum()), *x.shape[1:])
@@ -339,7 +330,8 @@ class NamedRequest:
         def build(collectives: Collectives) -> Schedule[None]:
             nonlocal received
             yield from collectives.all_to_all(
-                chunks_of(np.array(splits, np.int64), comm.size), chunks_of(rows, comm.size))
+                memory.chunks_of(np.array(splits, np.int64), comm.size),
+                memory.chunks_of(rows, comm.size))
             received, chunks = _memory_for(rows, x)
             yield from collectives.all_to_all(sends, chunks)
 
@@ -387,7 +379,7 @@ def _scattered(collectives: Collectives, out: Array, chunks: Sequence[Array],
                op: str) -> Schedule[None]:
     """Combine the chunks of all ranks; rank r writes chunk r of the result to `out`."""
     rank = collectives.rank
-    copy_to(out, chunks[rank])
+    gpu.copy_to(out, chunks[rank])
     yield from collectives.reduce_scatter_chunks(
         [*chunks[:rank], out, *chunks[rank + 1:]], op=op)
 
@@ -403,4 +395,4 @@ def _memory_for(rows: Any, like: Any) -> tuple[Array, list[Array]]:
     """Return memory for the rows of all ranks, as one vector and as one chunk for each rank."""
     bounds = _bounds(rows, like)
     raw = np.empty(bounds[-1], np.uint8)
-    return raw, cut(raw, bounds)
+    return raw, memory.cut(raw, bounds)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Config, given_variables
-from ..errors import ConfigError
-from ..launch.environment import horovod_variables
+from .. import Config, ConfigError
+from ..provisional import launch
 
 # Fused results are views of one copy. One result keeps the memory of the complete copy.
 _FUSION_BYTES = 8 << 20
@@ -48,7 +47,7 @@ def settings() -> HorovodSettings:
 
     Raises ConfigError if a variable is not a number.
     """
-    given = horovod_variables()
+    given = launch.horovod_variables()
     fields: dict[str, Any] = {}
     threshold = _number(given, "HOROVOD_FUSION_THRESHOLD")
     warning = _number(given, "HOROVOD_STALL_CHECK_TIME_SECONDS")
@@ -58,7 +57,7 @@ def settings() -> HorovodSettings:
     timeline = given.pop("HOROVOD_TIMELINE", "")
     for name, value in {"stall_warning_s": warning, "stall_timeout_s": timeout or None,
                         "trace": timeline if timeline.upper() != "DYNAMIC" else None}.items():
-        if value is not None and name not in given_variables():
+        if value is not None and f"MPIRING_{name.upper()}" not in launch.relevant_variables():
             fields[name] = value
     ignored = [f"{name}={value} ({_IGNORED.get(name, 'unknown')})" for name, value in given.items()
                if not name.startswith(_NEEDLESS)]

@@ -11,12 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..communicator import Communicator
-from ..errors import MpiringError
-from ..files import replacing
-from ..launch import exits, forks
-from ..launch.host import keep_freed_memory
-from ..launch.start import load_mpi, mpi_world, thread_level
+from .. import Communicator, MpiringError
+from ..provisional import files, launch
 from .matching import Matcher, await_all
 from .process_sets import NOT_INITIALIZED, ProcessSet, ranks_of
 from .settings import HorovodSettings, settings
@@ -30,7 +26,7 @@ class HorovodWorld:
     def __init__(self, comm: Communicator, mpi_comm: Any, settings: HorovodSettings) -> None:
         self.comm, self.settings = comm, settings
         # Results have the same length in each step, so freed memory can be reused.
-        keep_freed_memory()
+        launch.keep_freed_memory()
         self._mpi_comm = mpi_comm
         self._sets: list[ProcessSet] = []
         self._numbers, self._timeline = 0, ""
@@ -92,7 +88,7 @@ class HorovodWorld:
         trace, path, self._timeline = self.comm.stop_trace(), self._timeline, ""
         if trace and path and self.comm.rank == 0:
             try:
-                with replacing(Path(path)) as new:
+                with files.replacing(Path(path)) as new:
                     new.file.write(Path(trace).read_bytes())
             except OSError as error:
                 # Training must not end because of its record.
@@ -149,11 +145,12 @@ def init(comm: Any = None,
 def _communicator_of(comm: Any) -> Any:
     if comm is not None and hasattr(comm, "Get_group"):
         return comm
-    everyone = mpi_world(allow_singleton=settings().config.allow_singleton)
+    everyone = launch.mpi_world(allow_singleton=settings().config.allow_singleton)
     if not comm:
         return everyone
     # All ranks must call Split, including those that are left out.
-    part = everyone.Split(0 if everyone.rank in comm else load_mpi().UNDEFINED, everyone.rank)
+    part = everyone.Split(
+        0 if everyone.rank in comm else launch.load_mpi().UNDEFINED, everyone.rank)
     if everyone.rank not in comm:
         raise ValueError(f"rank {everyone.rank}: init({list(comm)}) leaves this rank out: it has "
                          f"nothing to do with Horovod's functions; end it, or let it call others")
@@ -170,7 +167,7 @@ def begin(mpi_comm: Any, process_sets: Iterable[ProcessSet] = (),
         _log.warning("mpiring ignores %s", "; ".join(given.ignored))
     _world = new
     # Communicators do not wait for named operations when they are closed.
-    exits.register(_shutdown_at_exit, uses_communicators=True)
+    launch.exits.register(_shutdown_at_exit, uses_communicators=True)
     try:
         for process_set in process_sets:
             new.add(process_set)
@@ -186,8 +183,8 @@ def shutdown() -> None:
     global _world
     if _world is not None:
         ended, _world = _world, None
-        exits.unregister(_shutdown_at_exit)
-        if not forks.in_fork:
+        launch.exits.unregister(_shutdown_at_exit)
+        if not launch.forks.in_fork:
             ended.close()
 
 
@@ -202,7 +199,7 @@ def abandon() -> None:
     global _world
     if _world is not None:
         ended, _world = _world, None
-        exits.unregister(_shutdown_at_exit)
+        launch.exits.unregister(_shutdown_at_exit)
         ended.abandon()
 
 
@@ -250,7 +247,7 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     """Return whether any thread may call MPI."""
     world()
-    return thread_level(load_mpi()) == "multiple"
+    return launch.thread_level(launch.load_mpi()) == "multiple"
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -1,1 +1,6 @@
 """Operations made of collectives: agreement before data, choice of algorithm, memory to use."""
+
+from .algorithms import NAMES, Case, candidates, choose, named
+from .model import Curve, Model
+from .resources import alone
+from .windows import Windows

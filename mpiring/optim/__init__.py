@@ -4,7 +4,12 @@ from ..names import publish
 from .adam import Adam, AdamW
 from .lamb import LAMB
 from .lars import LARS
+from .method import Method, checked
+from .optimizer import Optimizer
+from .parts import parts_of
 from .sgd import SGD
+from .slices import BareTensors, gathered
+from .update import Update
 
 __all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW"]
 

@@ -10,11 +10,14 @@ from typing import Any
 from ..errors import CheckpointError
 from ..files import UNFINISHED
 from ..memory.pytrees import leaves
+from ..sharding.sliced import Sliced
 from ..text import first_few
 from .checkpoint_file import name_of, tree_text, verify
+from .consolidated import consolidate
 from .folder import DELETING, candidates, step_of
 from .manifest import MANIFEST, REPLICATED, SHARDED, own_name, read_manifest
-from .tree import STORED_KINDS, Leaf, Stored, rebuild
+from .reader import Saved
+from .tree import STORED_KINDS, Leaf, Stored as Stored, rebuild
 
 _STEP, _DAMAGED = "-step-", "damaged"
 # Largest number of other folders that an error names.
@@ -144,3 +147,12 @@ def arrays_in(path: Path, nbytes: int | None = None) -> Iterator[tuple[str, Stor
     for keys, leaf in leaves(tree):
         if isinstance(leaf, Stored):
             yield "/".join(map(str, keys)), leaf, Leaf(leaf, None, leaf.dtype, leaf.shape).nbytes
+
+
+def consolidated(folder: Path, out: Path, step: int | None) -> tuple[Saved, int]:
+    """Write one file with complete arrays; return its content, and the number of joined tensors.
+
+    For the arguments and errors, see `consolidate`.
+    """
+    saved = consolidate(folder, out, step)
+    return saved, sum(isinstance(leaf, Sliced) for _, leaf in leaves(saved.sharded))

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import BufferMismatchError, ConfigError, StallError
-from ..transport.base import LANES, Array, Channel, Request, Schedule, Task
+from .. import BufferMismatchError, ConfigError, StallError
+from ..provisional import Array, Channel, Schedule, transport
 from .prices import Computing, Cores, Link
 
 
@@ -108,8 +108,9 @@ class _Channel:
         return range(self.size)
 
     def lane(self, index: int) -> "_Channel":
-        if not 0 <= index < LANES:
-            raise ConfigError(f"rank {self.rank}: lane {index}: expected 0 to {LANES - 1}")
+        if not 0 <= index < transport.LANES:
+            raise ConfigError(
+                f"rank {self.rank}: lane {index}: expected 0 to {transport.LANES - 1}")
         return replace(self, index=index)
 
     def isend(self, array: Array, dest: int) -> _Pending:
@@ -244,7 +245,7 @@ class SimulatedNetwork:
         self._to_wake: set[int] = set()
         self._events: list[tuple[float, float, int, int | None, Callable[[], None]]] = []
         self._count = 0
-        self._tasks: list[list[Task[Any]]] = [[] for _ in range(size)]
+        self._tasks: list[list[transport.Task[Any]]] = [[] for _ in range(size)]
         self._errors: dict[int, Exception] = {}
 
     def run(
@@ -266,7 +267,7 @@ class SimulatedNetwork:
         for rank in self.stepped:
             for tag, program in enumerate(programs):
                 channel = _Channel(self, rank, self.size, tag)
-                self._tasks[rank].append(Task(program(channel)))
+                self._tasks[rank].append(transport.Task(program(channel)))
             self.at(self.time_s, lambda: None, rank)
         while self._events:
             self.time_s, _, _, waking, action = heapq.heappop(self._events)
@@ -320,7 +321,7 @@ class SimulatedNetwork:
             self._cores.take(now_s, seconds, rank if on_own_core else None)
             if self._cores and seconds else now_s + seconds)
 
-    def worked(self, rank: int) -> Request:
+    def worked(self, rank: int) -> transport.Request:
         """Return a request that is complete when a rank has finished its current work."""
         request = _Pending("the end of its own work")
         self._complete(request, rank, self.clock_s(rank))

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..transport.base import Array
-from ..transport.layout import AREAS, AREA_WORDS, COUNTER_WORDS, HEADER_WORD, LANE_WORDS
-from ..transport.node_memory import NodeMemory, SharedNode
+from ..provisional import Array, transport
 from .network import SimulatedNetwork
 
 
@@ -37,18 +35,19 @@ class SimulatedMemory:
         self.slots: dict[tuple[int, int], Array] = {}
         self.ranks = [_RankMemory(self, rank) for rank in range(len(network.node_of))]
 
-    def node(self, rank: int, operation: int = 0, header: bytes = b"") -> SharedNode:
+    def node(self, rank: int, operation: int = 0, header: bytes = b"") -> transport.SharedNode:
         """Return the node object of a rank's operation."""
         return self.ranks[rank].node(operation, header, zlib.crc32(header))
 
 
-class _RankMemory(NodeMemory):
+class _RankMemory(transport.NodeMemory):
     """The memory of a simulated node, as one rank sees it."""
 
     def __init__(self, shared: SimulatedMemory, rank: int) -> None:
         ranks = shared.members[shared.network.node_of[rank]]
         self._shared = shared
-        super().__init__((), ranks.index(rank), ranks, array("q", bytes(8 * COUNTER_WORDS)))
+        super().__init__(
+            (), ranks.index(rank), ranks, array("q", bytes(8 * transport.COUNTER_WORDS)))
         self.words: Any = [_Words(shared, other, rank) for other in ranks]
         self.texts: Any = [shared.texts[other] for other in ranks]
         self.others = [words for words in self.words if words.owner != rank]
@@ -103,5 +102,6 @@ class _Texts(dict[Any, bytes]):
 
 
 def _is_flag(word: int) -> bool:
-    place = word % AREA_WORDS
-    return word < AREAS * AREA_WORDS and place < HEADER_WORD and place % LANE_WORDS == 0
+    place = word % transport.AREA_WORDS
+    return (word < transport.AREAS * transport.AREA_WORDS and place < transport.HEADER_WORD
+            and place % transport.LANE_WORDS == 0)

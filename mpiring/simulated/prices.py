@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..transport.base import Array
+from ..provisional import Array
 
 
 @dataclass(frozen=True)

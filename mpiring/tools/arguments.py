@@ -1,17 +1,16 @@
 """Parses command lines: types of arguments, and errors that a job prints once."""
 
+import difflib
 import itertools
 import shutil
 import textwrap
 import time
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, HelpFormatter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from ..arguments import MAX_INT32
-from ..errors import ConfigError
-from ..launch.environment import prints_for_job
-from ..names import suggestion
+from .. import ConfigError
+from ..provisional import arguments, launch
 from .terminal import WIDTH
 from .units import parse_count
 
@@ -23,6 +22,8 @@ _MOST = 1e9
 # Seconds by which other ranks outlive the rank that prints an error. Some launchers end all ranks
 # when one fails.
 _OUTLIVE_S = 2.0
+# Least similarity of names that are suggested, from 0 to 1: "gpu" does not mean "cpu".
+_SIMILAR = 0.7
 
 
 class UsageError(ConfigError):
@@ -58,14 +59,14 @@ class Parser(ArgumentParser):
         if unknown:
             wrong = next((word for word in unknown if word.startswith("-")), unknown[0])
             self.error(f"unrecognized arguments: {' '.join(unknown)}"
-                       f"{suggestion(wrong.partition('=')[0], self._option_string_actions)}")
+                       f"{_suggestion(wrong.partition('=')[0], self._option_string_actions)}")
         return options, unknown
 
     def _check_value(self, action: Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except ArgumentError as exc:
-            exc.message += suggestion(str(value), map(str, action.choices or ()))
+            exc.message += _suggestion(str(value), map(str, action.choices or ()))
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -79,13 +80,25 @@ class Parser(ArgumentParser):
         super().exit(status, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if prints_for_job():
+        if launch.prints_for_job():
             super()._print_message(message, file)
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a question about the known name that was probably meant; "" if none is similar.
+
+    Dashes at the beginning of the unknown name do not count.
+    """
+    names = {word.lstrip("-"): word for word in known}
+    bare = name.lstrip("-")
+    close = [word for word in names if bare and word.startswith(bare)] or (
+        difflib.get_close_matches(bare, names, 1, _SIMILAR))
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def outlive_message() -> None:
     """Wait until the rank that prints messages has printed one, if this is another rank."""
-    if not prints_for_job():
+    if not launch.prints_for_job():
         time.sleep(_OUTLIVE_S)
 
 
@@ -113,10 +126,10 @@ def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     return listed(parsed)
 
 
-def positive(text: str, least: int = 1, most: int = MAX_INT32) -> int:
+def positive(text: str, least: int = 1, most: int = arguments.MAX_INT32) -> int:
     """Parse a whole number that is at least `least` and at most `most`."""
     digits = text if text.isdecimal() else "-1"
-    if len(digits) > len(str(MAX_INT32)) or int(digits) > most:
+    if len(digits) > len(str(arguments.MAX_INT32)) or int(digits) > most:
         raise ArgumentTypeError(f"{text!r:.80}: expected at most {most}")
     if int(digits) < least:
         raise ArgumentTypeError(f"{text!r:.80}: expected {least} or more")

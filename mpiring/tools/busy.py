@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..launch.host import quota, usable_processors
-from ..text import count
+from ..provisional import count, launch
 from .terminal import line_width
 
 _SPIN_S = 0.1
@@ -44,7 +43,7 @@ def processor_use() -> ProcessorUse:
         pass
     share = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
     return ProcessorUse(share, os.uname().nodename, os.getloadavg()[0], os.cpu_count() or 1,
-                        frozenset(usable_processors()), quota())
+                        frozenset(launch.usable_processors()), launch.quota())
 
 
 def busy_warning(uses: Sequence[ProcessorUse], result: str) -> str:

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
-from ..errors import ConfigError, MpiringError
-from ..launch.environment import prints_for_job
+from .. import ConfigError, MpiringError
+from ..provisional import launch
 from .arguments import UsageError, outlive_message
 
 # Options with the name of a file; one of them may be "-", for standard output.
@@ -81,7 +81,7 @@ def _status(parse: Callable[[], Namespace]) -> int:
     try:
         return _act(parse())
     except MpiringError as error:
-        if not isinstance(error, UsageError) or prints_for_job():
+        if not isinstance(error, UsageError) or launch.prints_for_job():
             # In one write: ranks that print it at once would mix up their lines.
             sys.stderr.write(f"mpiring: {error}\n")
         else:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError
-from ..remedies import pip_install
+from .. import ConfigError, MissingDependencyError
+from ..provisional import remedies
 from .output import writing
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def refuse_undrawable(path: str) -> None:
         import matplotlib.figure
     except ImportError as exc:
         raise MissingDependencyError(
-            f"drawing needs matplotlib: {pip_install('[bench]')}") from exc
+            f"drawing needs matplotlib: {remedies.pip_install('[bench]')}") from exc
     known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in known:
         raise ConfigError(f"{path}: expected a name that ends in .{', .'.join(sorted(known))}")

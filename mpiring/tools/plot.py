@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ConfigError
-from ..text import ranks_on_nodes
+from .. import ConfigError
 from .entries import FLAG, Field, number, text, whole
 from .picture import (
     COLORS, GRAY, INCHES, INK, curve_style, label_measured, limit_style, name_bars, picture,
 )
 from .table import Environment, Row
-from .units import size_text
+from .units import ranks_on_nodes, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,11 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..errors import ConfigError
-from ..files import parsed, read
-from ..launch.environment import lab_options, relevant_variables
-from ..memory.pytrees import mapped
+from .. import ConfigError, __version__
+from ..provisional import files, launch, memory
 from .entries import OBJECT, Field, listed, problem_of, text
 from .output import Target, opened, refuse_unwritable
 from .picture import refuse_undrawable
@@ -94,7 +91,7 @@ def command() -> str:
 def machine() -> Environment:
     """Return the part of the environment that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
-    lab = lab_options()
+    lab = launch.lab_options()
     return {
         "date": now(),
         "command": command(),
@@ -107,7 +104,7 @@ def machine() -> Environment:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "scheduling": _scheduling(),
-        "variables": relevant_variables(),
+        "variables": launch.relevant_variables(),
     }
 
 
@@ -140,7 +137,7 @@ def _scheduling() -> str | None:
 def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
     """Write rows and environment; NaN is written as null."""
     content = {"benchmark": benchmark, "environment": about,
-               "rows": [mapped(row, _finite) for row in rows]}
+               "rows": [memory.mapped(row, _finite) for row in rows]}
     with opened(path) as file:
         file.write(json.dumps(content, indent=1) + "\n")
 
@@ -156,8 +153,8 @@ def read_json(path: str, fields: Mapping[str, Fields] | None = None,
         ConfigError: The file cannot be read, or is not from `write_json` for these benchmarks.
     """
     try:
-        content = parsed(_input().encode() if path == "-" else read(Path(path), _MAX_BYTES),
-                         _LEVELS)
+        content = files.parsed(_input().encode() if path == "-"
+                               else files.read(Path(path), _MAX_BYTES), _LEVELS)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:
@@ -167,7 +164,7 @@ def read_json(path: str, fields: Mapping[str, Fields] | None = None,
     if fields is not None and benchmark not in fields:
         raise ConfigError(f"{path}: it has results of {benchmark!r:.80}: expected those of "
                           f"{', '.join(fields)}")
-    rows = mapped(content["rows"], lambda x: float("nan") if x is None else x)
+    rows = memory.mapped(content["rows"], lambda x: float("nan") if x is None else x)
     about_fields, row_fields = ({}, {}) if fields is None else fields[benchmark]
     _refuse(path, "environment: ", about, about_fields)
     for number, row in enumerate(rows, 1):

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..text import ranks_on_nodes
 from .terminal import line_width, renderer
+from .units import ranks_on_nodes
 
 # A result; and the machine and the software with which results were measured.
 Row = dict[str, Any]

@@ -15,13 +15,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from .. import __version__
-from ..arguments import MAX_INT32
-from ..errors import ConfigError
-from ..files import regular
-from ..record.trace_file import MAX_BYTES
-from ..text import ranks_on_nodes
+from .. import ConfigError, __version__
+from ..provisional import arguments, files, trace_file
 from .entries import FLAG, OBJECT, Field, listed, number, problem_of, text, whole
+from .units import ranks_on_nodes
 
 Event = dict[str, Any]
 
@@ -49,8 +46,8 @@ _CLOCK = {"at_us": number(), "offset_us": number(), "error_us": number(0)}
 _DESCRIPTIONS: Mapping[str, Mapping[str, Field]] = {
     "mpiring": {"job": Field(lambda x: text().fits(x) and x.isprintable() and "/" not in x,
                              "a printable name without /"),
-                "rank": whole(0, MAX_INT32), "size": whole(1, MAX_INT32),
-                "node": whole(0, MAX_INT32)},
+                "rank": whole(0, arguments.MAX_INT32), "size": whole(1, arguments.MAX_INT32),
+                "node": whole(0, arguments.MAX_INT32)},
     "clock at start": _CLOCK, "clock at end": _CLOCK,
     "model": {"tensors": listed(Field(_is_tensor, "name, shape and dtype")), "overlap": FLAG}}
 _OPERATION = {"group": text(), "sequence": whole()}
@@ -233,10 +230,10 @@ def _events(path: Path) -> Iterator[tuple[int, Any]]:
 def _reading(path: Path) -> Iterator[BinaryIO]:
     """Open a trace; raise ConfigError if mpiring does not write files of this length."""
     try:
-        with open(path, "rb", opener=regular) as file:
-            if (nbytes := os.fstat(file.fileno()).st_size) > 2 * MAX_BYTES:
+        with open(path, "rb", opener=files.regular) as file:
+            if (nbytes := os.fstat(file.fileno()).st_size) > 2 * trace_file.MAX_BYTES:
                 raise ConfigError(f"{path} has {nbytes} bytes, but mpiring ends a trace after "
-                                  f"{MAX_BYTES}: the file is damaged; delete it")
+                                  f"{trace_file.MAX_BYTES}: the file is damaged; delete it")
             yield file
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror or exc}") from exc

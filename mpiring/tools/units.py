@@ -1,9 +1,10 @@
-"""Parses sizes, rates, times and counts, and formats sizes."""
+"""Parses and formats sizes, rates, times and counts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from ..errors import ConfigError
+from .. import ConfigError
+from ..provisional import count
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
 # Values of units, in lower case.
@@ -101,3 +102,14 @@ def size_text(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}"
         nbytes //= 1024
     return f"{nbytes:.0f} GiB"
+
+
+def ranks_on_nodes(ranks: int, nodes: int) -> str:
+    """Return "4 ranks on 1 node"."""
+    return f"{count(ranks, 'rank')} on {count(nodes, 'node')}"
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Return the least and the largest number, as "2 to 4"; "2" if they are the same."""
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"

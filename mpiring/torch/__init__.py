@@ -1,8 +1,9 @@
 """The adapter for PyTorch: a module wrapper, and the back end `mpiring` of torch.distributed."""
 
-from ..names import WeightCopies, publish
+from typing import TYPE_CHECKING
+
+from ..names import WeightCopies, later, publish
 from . import process_group, rendezvous
-from .asynchronous import AsyncDataParallel
 from .checkpoints import Checkpoints, TrainState, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .tensors import device_for
@@ -14,6 +15,9 @@ from .sharded import Sharded
 from .states import broadcast_optimizer_state, broadcast_parameters
 from .threads import share_cores
 
+if TYPE_CHECKING:
+    from ..asynchronous.torch import AsyncDataParallel
+
 process_group.register()
 rendezvous.register()
 
@@ -23,3 +27,4 @@ __all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "Distri
            "load_file", "random_state", "set_random_state", "share_cores", "whole"]
 
 publish(__name__)
+__getattr__ = later(__name__, AsyncDataParallel="mpiring.asynchronous.torch:AsyncDataParallel")

@@ -148,9 +148,6 @@ def without_subclasses() -> AbstractContextManager[None]:
 
 # Modules and optimizers
 
-# Base class of batch normalization with any number of dimensions.
-AnyBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
-
 
 def parameters_of(module: torch.nn.Module) -> Any:
     """Return the mapping that holds a module's own parameters by name.

@@ -18,6 +18,7 @@ from ..gpu.device import Device, Event
 from ..gpus import assign_gpu
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES, numpy_dtype
+from ..operations.consistency import same_on_all
 from ..world import or_world
 from . import private
 
@@ -184,13 +185,15 @@ def device_for(comm: Communicator | None = None) -> torch.device:
         comm: Communicator whose ranks use GPUs; by default, all ranks.
 
     Raises:
-        MissingDependencyError: PyTorch finds no GPU.
+        MissingDependencyError: PyTorch finds no GPU on some rank.
 
     Collective: yes. Blocking: yes.
     """
-    kind = accelerator.available().type
+    comm = or_world(comm)
+    with same_on_all(comm, "device_for"):
+        kind = accelerator.available().type
     gpus = torch.get_device_module(kind)
-    index = assign_gpu(or_world(comm), torch.accelerator.device_count(),
+    index = assign_gpu(comm, torch.accelerator.device_count(),
                        lambda index: str(gpus.get_device_properties(index).uuid))
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)

@@ -459,7 +459,8 @@ class SimulatedDevice(Device):
 def installed(monkeypatch):
     """Replace CuPy by a simulated package with one GPU; return this GPU's device."""
     device = SimulatedDevice(SimulatedGpu())
-    monkeypatch.setitem(sys.modules, "cupy", Cupy(device.gpu))
+    device.gpu.cupy = Cupy(device.gpu)
+    monkeypatch.setitem(sys.modules, "cupy", device.gpu.cupy)
     monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))
     monkeypatch.setattr(cuda, "_devices", {0: device})
     return device

@@ -4,7 +4,8 @@ import pytest
 
 from mpiring import ConfigError
 from mpiring.tools.units import (
-    parse_count, parse_rate, parse_size, parse_sizes, parse_time, size_text)
+    parse_count, parse_rate, parse_size, parse_sizes, parse_time, ranks_on_nodes,
+    size_text, span)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [
@@ -65,3 +66,8 @@ def test_sizes_as_text():
     for nbytes, text in ((0, "0 B"), (65536, "64 KiB"), (20_000_000, "20000000 B"),
                          (1 << 20, "1 MiB"), (3 << 30, "3 GiB")):
         assert size_text(nbytes) == text
+
+
+def test_counts_and_spans():
+    assert ranks_on_nodes(1, 2) == "1 rank on 2 nodes"
+    assert span([3]) == "3" and span([4, 2, 3]) == "2 to 4"

@@ -1,6 +1,6 @@
 """Horovod's functions for PyTorch: `import mpiring.horovod.torch as hvd`."""
 
-from ...names import publish
+from ...provisional import publish
 from ..compression import Compression
 from ..functions import allgather_object, broadcast_object, broadcast_object_fn
 from ..ops import Adasum, Average, Max, Min, Product, Sum

@@ -6,20 +6,16 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
-from ...gpu.arrays import OPENERS, is_gpu_tensor
-from ...memory.arrays import Array
-from ...memory.tensors import array_of
+from ... import ConfigError
+from ...provisional import Array, adapter, gpu, memory
 from ...torch.private import copy_all
-from ...torch.tensors import tensor_of, tensor_of_bytes
-from ...torch.vectors import TensorBuffers, refuse_overlap
 from ..arrays import scale
 
 
 class TensorArrays:
     """Functions that operations need from PyTorch; see requests.ArrayPackage."""
 
-    buffers = TensorBuffers
+    buffers = adapter.vectors.TensorBuffers
     copy_all = staticmethod(copy_all)
 
     def array(self, x: Any, *, written: bool = False) -> torch.Tensor:
@@ -32,7 +28,7 @@ class TensorArrays:
                 type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__):
             raise ValueError(f"a {type(x).__name__}: expected a torch.Tensor")
         if written and x.layout is torch.strided:
-            refuse_overlap(x)
+            adapter.vectors.refuse_overlap(x)
             if x.is_conj() or x.is_neg():
                 raise ConfigError("a view that conjugates or negates another tensor cannot take a "
                                   "result; pass x.resolve_conj().resolve_neg()")
@@ -48,7 +44,7 @@ class TensorArrays:
             raise ValueError(f"a {x.layout} tensor: expected a dense one; for gradients of "
                              f"embeddings there is sparse_allreduce_async")
         # Same result as `is_gpu_tensor`, in a third of the time.
-        if x.is_cpu and "cpu" not in OPENERS:
+        if x.is_cpu and "cpu" not in gpu.OPENERS:
             return ""
         return x.device.type
 
@@ -68,8 +64,8 @@ class TensorArrays:
         """Multiply a tensor, in place, and divide it; integers are rounded toward zero."""
         if factor == 1 and divisor == 1:
             return
-        if not is_gpu_tensor(x) and x.is_contiguous():
-            scale(array_of(x), factor, divisor)
+        if not gpu.is_gpu_tensor(x) and x.is_contiguous():
+            scale(memory.array_of(x), factor, divisor)
             return
         with torch.no_grad():
             if x.is_floating_point() or x.is_complex():
@@ -82,11 +78,11 @@ class TensorArrays:
 
     def to_bytes(self, x: torch.Tensor) -> Array:
         """Return a tensor's bytes, in host memory."""
-        return TensorBuffers(staged=True).raw(x)
+        return adapter.vectors.TensorBuffers(staged=True).raw(x)
 
     def from_bytes(self, raw: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Return bytes as a tensor, with the dtype and device of `like`."""
-        return tensor_of_bytes(raw, like.dtype, shape).to(like.device)
+        return adapter.tensors.tensor_of_bytes(raw, like.dtype, shape).to(like.device)
 
     def splits(self, given: Any) -> list[int]:
         """Return the number of rows for each rank as a list."""
@@ -103,5 +99,5 @@ class TensorArrays:
 
     def views(self, vector: Array, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return views of consecutive parts of a vector, in the shapes of tensors."""
-        parts = tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
+        parts = adapter.tensors.tensor_of(vector).split_with_sizes([x.numel() for x in tensors])
         return [part if x.dim() == 1 else part.view(x.shape) for part, x in zip(parts, tensors)]

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...torch.private import AnyBatchNorm
 from ..world import global_process_set
+
+# Base class of batch normalization with any number of dimensions.
+AnyBatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 
 
 class SyncBatchNorm(AnyBatchNorm):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ... import elastic
-from ...torch.states import broadcast_optimizer_state, broadcast_parameters
+from ...torch import broadcast_optimizer_state, broadcast_parameters
 from ..requests import HorovodInternalError, HostsUpdatedInterrupt
 from ..world import abandon, begin, global_process_set, is_initialized, rank, size, world
 

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ...communicator import Communicator
-from ...errors import BufferMismatchError, GradientError
-from ...launch.host import keep_freed_memory
-from ...operations.consistency import same_on_all
+from ... import BufferMismatchError, Communicator, GradientError
+from ...provisional import adapter, first_few, launch, same_on_all
 from ...reducers import Reducer
-from ...text import first_few
-from ...torch.averaging import Averaging, Settings
-from ...torch.modules import weak_hook
+from ...torch import share_cores
 from ...torch.private import current_pass
-from ...torch.tensors import described
-from ...torch.threads import share_cores
-from ...torch.withheld import WithheldGradients
 from ...training.weighing import Weighing
 from ..lending import Loan, give_back
 from ..ops import OP_NAMES, Average, Sum
@@ -80,7 +73,7 @@ class SumWeighing(Weighing):
         return float(self._comm.size)
 
 
-class StepAveraging(Averaging):
+class StepAveraging(adapter.averaging.Averaging):
     """Averages gradients in steps that `finish` ends, independently of backward passes.
 
     A sparse gradient that is averaged in dense form becomes sparse again.
@@ -141,7 +134,8 @@ class StepGradients:
         self._averagings: list[StepAveraging] = []
         self._averaging_of: dict[Parameter, StepAveraging] = {}
         self._hooked: set[Parameter] = set()
-        self._withheld = WithheldGradients(functools.partial(_refusal, process_set))
+        self._withheld = adapter.withheld.WithheldGradients(
+            functools.partial(_refusal, process_set))
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(self._withheld.release)
         self._loans: list[Loan] = []
@@ -162,7 +156,8 @@ class StepGradients:
             if p.requires_grad and p not in self._hooked:
                 self._hooked.add(p)
                 self._hooks.enter_context(
-                    p.register_post_accumulate_grad_hook(weak_hook(self._count_pass)))
+                    p.register_post_accumulate_grad_hook(
+                        adapter.modules.weak_hook(self._count_pass)))
 
     def _count_pass(self, p: Parameter) -> None:
         """Count a backward pass; send the gradient after the last pass."""
@@ -253,14 +248,14 @@ class StepGradients:
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
         """Begin to average more parameters, separately for each device. Collective, blocking."""
         share_cores(comm)
-        keep_freed_memory()
+        launch.keep_freed_memory()
         combination, bucket_bytes = self._combination, world().settings.bucket_bytes
         order = comm.broadcast_object(list(parameters), root=0)
         with same_on_all(comm, "DistributedOptimizer", error=BufferMismatchError,
                          remedy="pass the same, and freeze the same parameters, on every rank",
                          ) as same:
             same["named_parameters"] = {
-                name: described(parameters[name]) for name in sorted(parameters)}
+                name: adapter.tensors.described(parameters[name]) for name in sorted(parameters)}
             parts = _by_device({name: parameters[name] for name in order if name in parameters})
             same.update(op=combination.op, reducer=repr(combination.reducer()),
                         bucket_bytes=bucket_bytes, sparse_as_dense=combination.sparse_as_dense,
@@ -276,7 +271,7 @@ class StepGradients:
             averaging = StepAveraging(
                 part, {p for name, p in part.items() if name in sparse}, loan.comm,
                 (SumWeighing if combination.op == Sum else Weighing)(loan.comm),
-                Settings(bucket_bytes, reducers), completed=lambda: None)
+                adapter.averaging.Settings(bucket_bytes, reducers), completed=lambda: None)
             self._averagings.append(averaging)
             self._averaging_of.update(dict.fromkeys(part.values(), averaging))
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
-from ...memory.arrays import Array
-from ...operations.algorithms import NAMES
+from ... import ConfigError
+from ...provisional import Array, operations
 from ..arguments import above_zero, checked, names
 from ..table import Environment, Row
 from ..units import parse_sizes, size_text
@@ -40,9 +39,9 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
                         help="sizes in bytes, a list as 8,1K,64M, or a range in factors of 4 "
                              "(default: 8..64M)")
-    parser.add_argument("--algorithms", type=names(NAMES), metavar="A,B",
+    parser.add_argument("--algorithms", type=names(operations.NAMES), metavar="A,B",
                         help=f"mpiring algorithms to measure in addition to auto (default: "
-                             f"{','.join(NAMES)})")
+                             f"{','.join(operations.NAMES)})")
     parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
                         help="kinds of memory, empty (comm.empty) or private (numpy.empty). On a "
                              "GPU, ranks access each other's empty arrays directly, and private "

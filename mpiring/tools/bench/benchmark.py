@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...launch.environment import launched_size, launcher_of
-from ...launch.start import required_mpiexec
 from ...progress import Progress
+from ...provisional import launch
 from ..arguments import UsageError, checked, counts, names, not_negative, positive, ranks, share
 from ..output import OutputError
 from ..plot import DRAWINGS, Drawing
@@ -161,8 +160,8 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
         UsageError: `--ranks` is given in a job of several ranks.
         ConfigError: A file cannot be written.
     """
-    size, source = launched_size()
-    launched = launcher_of() != "" and (size > 1 or launcher_of() != "WORLD_SIZE")
+    size, source = launch.launched_size()
+    launched = launch.launcher_of() != "" and (size > 1 or launch.launcher_of() != "WORLD_SIZE")
     if options.part or launched and options.ranks is None:
         return _run_here(benchmark, options)
     if launched and size > 1:
@@ -207,7 +206,7 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     """Run one or more jobs, and report the results of all of them."""
     check_files(options)
     jobs = plan(options.levels, options.rounds)
-    mpiexec = required_mpiexec()
+    mpiexec = launch.required_mpiexec()
     cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
                 for job in jobs)
     with (tempfile.TemporaryDirectory() as folder,

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...collectives import native
-from ...errors import ConfigError
-from ...memory.arrays import Array
-from ...names import AlgorithmName
-from ...operations.algorithms import NAMES
+from ... import AlgorithmName, ConfigError
+from ...provisional import Array, collectives, operations
 from ..arguments import UsageError, names
 from . import peers
 from .world import World
@@ -117,7 +114,7 @@ def mpi(world: World) -> Contender:
 
 def refuse_unknown(dtype: np.dtype[Any]) -> None:
     """Raise ConfigError if MPI cannot sum a dtype."""
-    if not native.supports(dtype, "sum"):
+    if not collectives.native.supports(dtype, "sum"):
         raise ConfigError(f"MPI has no {dtype.name}")
 
 
@@ -217,6 +214,7 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
 def mpiring_contenders(world: World, kinds: Sequence[str] | None,
                        algorithms: Sequence[str] | None) -> list[Contender]:
     """Return mpiring with the requested algorithms; see `chosen`."""
-    wanted = NAMES if algorithms is None else algorithms
+    wanted = operations.NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds
-    return [mpiring(world, name) for name in NAMES if name == "auto" or ours and name in wanted]
+    return [mpiring(world, name) for name in operations.NAMES
+            if name == "auto" or ours and name in wanted]

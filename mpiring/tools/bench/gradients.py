@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...memory.arrays import Array
+from ...provisional import Array
 from .contenders import ALONE, GLOO, OURS
 from .inputs import WrongAnswerError
 from .memory import Growth, NodeGrowth

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...gpu.arrays import is_on_gpu
-from ...memory.arrays import Array, dtype_named
+from ...provisional import Array, gpu, memory
 from .world import World
 
 
@@ -53,7 +52,7 @@ class WrongAnswerError(Exception):
 
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype with a name in DTYPES."""
-    return dtype_named(name, DTYPES)
+    return memory.dtype_named(name, DTYPES)
 
 
 def series_length(dtype: np.dtype[Any], size: int) -> int:
@@ -72,7 +71,7 @@ def fill(x: Array, rank: int, size: int) -> None:
     The array, of NumPy or CuPy, has shape (n,) and a dtype in DTYPES. At each offset, the values of
     all ranks have the same sign.
     """
-    if is_on_gpu(x):
+    if gpu.is_on_gpu(x):
         host = np.empty(x.shape, x.dtype)
         fill(host, rank, size)
         cast(Any, x).set(host)
@@ -134,7 +133,7 @@ def first_wrong(x: Array, size: int) -> int | None:
 
 def check(world: World, x: Array, contender: str) -> None:
     """Raise WrongAnswerError on all ranks if `x` on any is not the sum of the filled arrays."""
-    if is_on_gpu(x):
+    if gpu.is_on_gpu(x):
         x = cast(Any, x).get()
     refuse_wrong(world, x, first_wrong(x, world.size), contender, "the sum")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...memory.arrays import Array, chunks_of, slice_of
+from ...provisional import Array, memory
 from ..arguments import checked, names, positive
 from ..table import Environment, Row
 from ..units import parse_sizes, size_text
@@ -139,7 +139,8 @@ def _other_subjects(world: World, array: Callable[[int], Array], length: int, te
     if test == "allgather":
         right = np.concatenate([contribution(rank) for rank in range(world.size)])
         initial = np.zeros_like(x)
-        slice_of(initial, world.rank, world.size)[...] = slice_of(right, world.rank, world.size)
+        memory.slice_of(initial, world.rank, world.size)[...] = memory.slice_of(
+            right, world.rank, world.size)
         calls = {"MPI_Allgather": lambda: (raw.Allgather(world.mpi.IN_PLACE, x), x)[1],
                  _AUTO: lambda: comm.allgather(x), _PERSISTENT: comm.persistent_allgather(x)}
     elif test == "bcast":
@@ -148,8 +149,8 @@ def _other_subjects(world: World, array: Callable[[int], Array], length: int, te
                  _AUTO: lambda: comm.broadcast(x), _PERSISTENT: comm.persistent_broadcast(x)}
     else:
         total = np.sum([contribution(rank) for rank in range(world.size)], axis=0)
-        right, counts = slice_of(total, world.rank, world.size), [
-            chunk.size for chunk in chunks_of(x, world.size)]
+        right, counts = memory.slice_of(total, world.rank, world.size), [
+            chunk.size for chunk in memory.chunks_of(x, world.size)]
         # In place, MPI would overwrite the input of the next call with its result.
         result = np.empty_like(right)
         calls = {"MPI_Reduce_scatter": lambda: (raw.Reduce_scatter(x, result, counts), result)[1],

@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from ...memory.arrays import Array
 from ...numpy import DataParallel
+from ...provisional import Array
 from .contenders import ALONE, OURS, Contender, chosen
 from .gradients import means_over_ranks
 from .world import World

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
-from ...gpu.arrays import device_named, vector_of
-from ...gpu.device import Device, DeviceVector
+from ... import ConfigError
 from ...gpus import cupy_for
+from ...provisional import gpu
 from . import peers
 from .contenders import (
     DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, mpiring_contenders,
@@ -26,12 +25,9 @@ class GpuArrays:
     """
 
     def __init__(self, world: World) -> None:
-        from ...gpu import cuda
         self._world = world
-        # Otherwise, ranks with a GPU would wait for a rank without one.
-        world.call_on_all(cuda.cupy)
         self._cupy = cupy_for(world.comm)
-        self.device: Device = device_named("cuda", world.comm.local_rank)
+        self.device = gpu.device_named("cuda", world.comm.local_rank)
 
     def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Any:
         """Return an array: private, or shared with the node's ranks if `buffer` is "empty"."""
@@ -82,12 +78,12 @@ def naive_pinned(world: World) -> Contender:
     """Return the naive method with a pinned buffer, which is reused."""
     def call(x: Any) -> Call:
         refuse_unknown(x.dtype)
-        vector = vector_of(x)
-        gpu = vector.device.gpu
-        stream, host = gpu.stream(), gpu.pinned(vector.nbytes).view(vector.dtype)
+        vector = gpu.vector_of(x)
+        device = vector.device.gpu
+        stream, host = device.stream(), device.pinned(vector.nbytes).view(vector.dtype)
 
         def run() -> None:
-            stream.wait(gpu.mark())
+            stream.wait(device.mark())
             stream.download(vector, host)
             finish(stream.record())
             world.raw.Allreduce(world.mpi.IN_PLACE, host, op=world.mpi.SUM)
@@ -104,7 +100,7 @@ def device_copy() -> Contender:
     A copy reads n bytes and writes n bytes per rank, as an allreduce must.
     """
     def call(x: Any) -> Call:
-        vector = vector_of(x)
+        vector = gpu.vector_of(x)
         stream, other = vector.device.gpu.stream(), _like(vector)
 
         def run() -> None:
@@ -123,10 +119,10 @@ def pinned_copies(p: int) -> Contender:
     summed. Both directions run at the same time; with 2 ranks, each direction has n bytes.
     """
     def call(x: Any) -> Call:
-        vector = vector_of(x)
-        gpu = vector.device.gpu
-        down, up, other = gpu.stream(), gpu.stream(), _like(vector)
-        hosts = [gpu.pinned(vector.nbytes).view(vector.dtype) for _ in range(2)]
+        vector = gpu.vector_of(x)
+        device = vector.device.gpu
+        down, up, other = device.stream(), device.stream(), _like(vector)
+        hosts = [device.pinned(vector.nbytes).view(vector.dtype) for _ in range(2)]
         upload_size = 2 * (p - 1) * vector.size // p
 
         def run() -> None:
@@ -180,5 +176,5 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
     return [Contender("NCCL", call)]
 
 
-def _like(x: DeviceVector) -> DeviceVector:
+def _like(x: Any) -> Any:
     return x.device.allocate(x.nbytes).view(x.dtype)

@@ -7,8 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ...memory.arrays import Array
-from ...text import count
+from ...provisional import Array, count
 from ..arguments import above_zero, checked, names
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from ...errors import ConfigError, MissingDependencyError
-from ...launch.host import ipv4_address, ipv4_addresses
-from ...memory.arrays import Array
-from ...remedies import pip_install
+from ... import ConfigError, MissingDependencyError
+from ...provisional import Array, launch, remedies
 from .world import World
 
 NAMES = ("gloo", "horovod")
@@ -36,7 +34,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 def refuse_missing_torch() -> None:
     """Raise MissingDependencyError if a package that `mpiring.torch` needs is not installed."""
     if missing(*TORCH):
-        raise MissingDependencyError(f"this needs PyTorch: {pip_install('[torch]')}")
+        raise MissingDependencyError(f"this needs PyTorch: {remedies.pip_install('[torch]')}")
 
 
 def _refuse_missing(name: str) -> None:
@@ -54,9 +52,9 @@ def missing(*packages: str) -> list[str]:
 
 def tensor_of(x: Array) -> Any:
     """Return a tensor in the memory of `x`; raise ConfigError if PyTorch lacks the dtype."""
-    from ...torch.tensors import seen_as_tensor
+    from ...provisional import adapter
     try:
-        return seen_as_tensor(x)
+        return adapter.tensors.seen_as_tensor(x)
     except TypeError as exc:
         raise ConfigError(f"PyTorch has no {x.dtype.name}") from exc
 
@@ -65,7 +63,7 @@ def interface_for(world: World) -> str:
     """Return the network interface for Gloo, or raise ConfigError if none has an address."""
     if world.comm.num_nodes == 1:
         return "lo"
-    for name in ipv4_addresses():
+    for name in launch.ipv4_addresses():
         return name
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     raise ConfigError(f"none of the network interfaces {names} has an IPv4 address; name one with "
@@ -77,8 +75,8 @@ def store_of_rank_0(world: World, interface: str) -> Any:
     import torch.distributed as dist
     if world.rank == 0:
         # Port 0: the system picks a free one.
-        store = dist.TCPStore(ipv4_address(interface), 0, is_master=True, wait_for_workers=False,
-                              timeout=_TIMEOUT)
+        store = dist.TCPStore(launch.ipv4_address(interface), 0, is_master=True,
+                              wait_for_workers=False, timeout=_TIMEOUT)
         world.raw.bcast((store.host, store.port))
         return store
     return dist.TCPStore(*world.raw.bcast(None), is_master=False, timeout=_TIMEOUT)

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ...record.statistics import Statistics
+from ... import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
 from ..arguments import UsageError, checked, names, positive
 from ..table import Column, Environment, Row

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ...gpu.device import Event
 from .world import World
 
 # Smallest and largest number of calls per case and round.
@@ -32,7 +31,7 @@ def by_clock(action: Action) -> float:
     return time.perf_counter() - began
 
 
-def finish(event: Event) -> None:
+def finish(event: Any) -> None:
     """Spin until a GPU has reached an event; a sleep would lengthen the measured time."""
     while not event.test():
         pass

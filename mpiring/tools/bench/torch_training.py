@@ -19,8 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ...gpu import accelerator
-from ...memory.arrays import Array
+from ...provisional import Array
 from ...torch import DataParallel, Sharded, device_for, share_cores
 from . import peers, timing
 from .contenders import ALONE, OURS, Call, Contender, Shares, horovod
@@ -183,8 +182,6 @@ def device_named(world: World, name: str) -> ModelDevice:
     """Return the host, "cpu", or this rank's GPU, "cuda"; without one, MissingDependencyError."""
     if name == "cpu":
         return ModelDevice(torch.device("cpu"), timing.by_clock)
-    # Otherwise, ranks with a GPU would wait for a rank without one.
-    world.call_on_all(accelerator.available)
     return ModelDevice(device_for(world.comm), _by_events)
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...communicator import Communicator
-from ...config import Config
-from ...errors import MpiringError
-from ...launch.start import load_mpi, mpi_world, thread_level
+from ... import Communicator, Config, MpiringError
+from ...provisional import launch
 from ..busy import busy_warning, processor_use
 from ..results import machine
 from ..table import Environment
@@ -33,11 +31,11 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.mpi = load_mpi()
-        world = mpi_world(allow_singleton=False)
+        self.mpi = launch.load_mpi()
+        world = launch.mpi_world(allow_singleton=False)
         self.raw: Any = world.Dup()
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
-        self.thread_level = thread_level(self.mpi)
+        self.thread_level = launch.thread_level(self.mpi)
         # The choice of "auto", but without its warning: a benchmark sets levels on purpose.
         config = Config() if self.thread_level == "multiple" else Config(progress="inline")
         self.comm = Communicator(world, config=config)

@@ -5,15 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
-from ...errors import CheckpointError
-from ...memory.pytrees import leaves
-from ...resilience.consolidated import consolidate
-from ...resilience.contents import (
-    Checkpoint, arrays_in, arrays_of, checkpoints, chosen, damaged_files)
-from ...resilience.tree import Stored
-from ...sharding.sliced import Sliced
-from ...text import count
+from ... import CheckpointError, __version__
+from ...provisional import checkpoints, count
 from .. import table
 from ..arguments import not_negative
 from ..output import refuse_unwritable
@@ -66,7 +59,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def _list(options: argparse.Namespace) -> int:
     if options.json:
         refuse_unwritable(options.json)
-    listed = checkpoints(options.folder)
+    listed = checkpoints.checkpoints(options.folder)
     rows = [{"name": each.path.name, "step": each.step, "written": each.manifest.get("written"),
              "ranks": each.manifest.get("size"), "bytes": each.nbytes if each.manifest else None,
              "state": each.state} for each in listed]
@@ -84,27 +77,27 @@ def _list(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     if options.folder.is_file():
-        _print_arrays([("", *array) for array in arrays_in(options.folder)])
+        _print_arrays([("", *array) for array in checkpoints.arrays_in(options.folder)])
         return 0
-    checkpoint = chosen(options.folder, options.step)
+    checkpoint = checkpoints.chosen(options.folder, options.step)
     facts = checkpoint.manifest
     print(f"{checkpoint.path.name}: step {facts['step']}, saved by {count(facts['size'], 'rank')}, "
           f"{facts['written']}; {_size(checkpoint)}\n"
           + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()) + "\n")
-    _print_arrays(list(arrays_of(checkpoint)))
+    _print_arrays(list(checkpoints.arrays_of(checkpoint)))
     if facts["size"] > 1:
         print("\nreplicated: equal on all ranks; sharded: complete arrays, saved in slices by the "
               "ranks;\nown: arrays of rank 0, as an example of all ranks")
     return 0
 
 
-def _size(checkpoint: Checkpoint) -> str:
+def _size(checkpoint: checkpoints.Checkpoint) -> str:
     """Return the number and the total length of the files."""
     files = count(len(checkpoint.manifest["files"]), "file")
     return f"{files}, {table.significant(checkpoint.nbytes / 1e6, 3)} MB"
 
 
-def _print_arrays(arrays: Iterable[tuple[str, str, Stored, int]]) -> None:
+def _print_arrays(arrays: Iterable[tuple[str, str, checkpoints.Stored, int]]) -> None:
     rows = [{"state": state, "array": name, "dtype": leaf.dtype, "bytes": f"{nbytes:,}",
              "shape": " x ".join(map(str, leaf.shape)) or "scalar"}
             for state, name, leaf, nbytes in arrays]
@@ -120,13 +113,14 @@ def _verify(options: argparse.Namespace) -> int:
     """Print a line for each checkpoint and each damaged file; return 1 if a file is damaged."""
     if options.folder.is_file():
         return _verify_file(options.folder)
-    matching = [each for each in checkpoints(options.folder) if each.step is not None
+    matching = [each for each in checkpoints.checkpoints(options.folder) if each.step is not None
                 and options.step in (None, each.step)]
     if not matching:
-        chosen(options.folder, options.step)
+        checkpoints.chosen(options.folder, options.step)
     is_damaged = False
     for each in matching:
-        problems = list(damaged_files(each)) if each.manifest else [each.state.partition(": ")[2]]
+        problems = (list(checkpoints.damaged_files(each)) if each.manifest
+                    else [each.state.partition(": ")[2]])
         is_damaged |= bool(problems)
         for problem in problems:
             print(f"{each.path.name}: DAMAGED: {problem}", flush=True)
@@ -138,7 +132,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _verify_file(file: Path) -> int:
     try:
-        number = sum(1 for _ in arrays_in(file))
+        number = sum(1 for _ in checkpoints.arrays_in(file))
     except CheckpointError as error:
         print(f"{file}: DAMAGED: {error}")
         return 1
@@ -147,8 +141,7 @@ def _verify_file(file: Path) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    saved = consolidate(options.folder, options.out, options.step)
-    joined = sum(isinstance(leaf, Sliced) for _, leaf in leaves(saved.sharded))
+    saved, joined = checkpoints.consolidated(options.folder, options.out, options.step)
     print(f"{options.out}: step {saved.step}, {count(joined, 'tensor')} of the slices of "
           f"{count(saved.size, 'rank')}")
     return 0

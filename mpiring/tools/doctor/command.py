@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-from ...launch import child_job
-from ...launch.environment import launched_rank, launched_size, launcher_of
+from ...provisional import child_job, launch
 from ..arguments import above_zero
 from . import gather, hardware, software
 from .examine import examine
@@ -29,7 +28,7 @@ _GROUPS: Mapping[str, Callable[[Rank], Hashable]] = {
 _SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[..., Rows]]]] = {
     "Python and MPI": (("rank", software.installed), ("job", software.mpirun),
                        ("rank", software.threads)),
-    "Launch": (("job", software.launch), ("job", software.slurm), ("rank", software.settings)),
+    "Launch": (("job", software.launching), ("job", software.slurm), ("rank", software.settings)),
     "Containers": (("rank", software.container), ("job", software.images),
                    ("machine", software.shared)),
     "Processors": (("node", hardware.processors), ("rank", hardware.slurm_share)),
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     began = time.monotonic()
     facts, failure = _examine_in_child(options.deadline)
-    rank = launched_rank() or 0 if launcher_of() else 0
+    rank = launch.launched_rank() or 0 if launch.launcher_of() else 0
     library = facts.pop("library", Library(error=failure.reason if failure else ""))
     if "ranks" not in facts:
         facts |= {"ranks": [gather.rank(rank, library)], "size": 0}
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         if failure is not None:
             _report_failure(rank, failure, reporter, began + options.deadline + _LINGER_S)
         return 0
-    wanted, wanted_by = launched_size()
+    wanted, wanted_by = launch.launched_size()
     job = JobFacts(**facts, failure=failure, wanted=wanted, wanted_by=wanted_by,
                    mpirun=gather.mpirun(reporter.library), slurm=gather.slurm(reporter.variables))
     findings = judge(job)
@@ -143,11 +142,11 @@ def _report_failure(rank: int, failure: Failure, facts: Rank, until: float) -> N
     This process must stay alive until the time `until` of time.monotonic.
     """
     # One rank per node prints failures of the start. Every rank prints later failures.
-    is_printed = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
+    is_printed = launch.launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
     if not failure.timed_out and not software.is_mismatched(facts) and is_printed:
         print(f"mpiring doctor: rank {rank} on {facts.host}: {failure.stage}: {failure.reason}; "
               f"{' '.join(failure.printed[-2:])}", file=sys.stderr, flush=True)
     # If all ranks time out, rank 0 looks for the processes of the others.
-    if (failure.timed_out or launcher_of(facts.variables) != "srun") and failure.stage not in (
-            LOADING, ENDING):
+    launcher = launch.launcher_of(facts.variables)
+    if (failure.timed_out or launcher != "srun") and failure.stage not in (LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

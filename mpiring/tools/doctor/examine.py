@@ -17,12 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ...communicator import Communicator
-from ...config import Config
-from ...errors import MpiringError
-from ...launch import child_job
-from ...launch.start import thread_level
-from ...launch.topology import topology
+from ... import Communicator, Config, MpiringError
+from ...provisional import child_job, gpu, launch
 from . import gather
 from .facts import (
     ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank, cma_fails,
@@ -89,11 +85,11 @@ def _describe_library(mpi: Any) -> Library:
 def _examine_ranks(mpi: Any, library: Library, report: Callable[..., None]) -> None:
     world = mpi.COMM_WORLD.Dup()
     rank = gather.rank(world.rank, library)
-    rank = replace(rank, thread_level=thread_level(mpi),
+    rank = replace(rank, thread_level=launch.thread_level(mpi),
                    gpus=_query_gpu_support(rank.gpus, Path(library.path)))
     report(EXCHANGING, ranks=[rank], size=world.size)
     leaders = _leaders(mpi, world)
-    place = topology(world.rank, leaders)
+    place = launch.topology.topology(world.rank, leaders)
     rank = replace(rank, node=place.node_rank, gpus=with_cupy(rank.gpus, place.local_rank))
     ranks = world.gather(rank) or [rank]
     report(TRYING, ranks=ranks)
@@ -173,11 +169,10 @@ def with_cupy(gpus: Gpus, local_rank: int) -> Gpus:
     if gpus.kind != "NVIDIA":
         return gpus
     try:
-        from ...gpu import cuda
-        package = cuda.cupy()
+        device: Any = gpu.device_named("cuda", local_rank)
+        package = device.gpu.cupy
         count = package.cuda.runtime.getDeviceCount()
         visible = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))
-        device = cuda.device(local_rank % count)
         sharing_error = ""
         try:
             device.gpu.export(device.allocate(_BLOCK_BYTES))

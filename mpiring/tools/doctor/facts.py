@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...launch.environment import Launcher, launcher_of, launchers
+from ...provisional import launch
 
 # Names of vendors in the version texts of libraries and launchers. MPICH is the last one, because
 # other vendors' texts also contain it.
@@ -365,11 +365,11 @@ class JobFacts:
         return self.reporter.variables
 
     @property
-    def launcher(self) -> Launcher:
+    def launcher(self) -> launch.Launcher:
         """The launcher of the ranks; its name is "" if no launcher has started them."""
-        name = launcher_of(self.variables)
-        return next((launcher for launcher in launchers(self.variables) if launcher.name == name),
-                    Launcher("", ""))
+        name = launch.launcher_of(self.variables)
+        return next((launcher for launcher in launch.launchers(self.variables)
+                     if launcher.name == name), launch.Launcher("", ""))
 
     @property
     def is_split(self) -> bool:

@@ -15,12 +15,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ...config import Config, unknown_variables
-from ...errors import ConfigError
-from ...launch import child_job
-from ...launch.environment import CONTAINERS, launch_variables, launched_first
-from ...launch.host import count_cores, quota, text_of, usable_processors
-from ...launch.start import find_mpiexec
+from ... import Config, ConfigError
+from ...provisional import child_job, launch
 from .facts import (
     Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm,
     incompatible, vendor_of, version_of)
@@ -57,7 +53,7 @@ _SHM_MOUNT_POINTS = ("/dev/shm", "/dev", "/")
 
 def rank(number: int, library: Library) -> Rank:
     """Return the facts about this process; its number is 0 if unknown."""
-    variables = launch_variables()
+    variables = launch.launch_variables()
     return Rank(
         rank=number, host=socket.gethostname(), python=platform.python_version(),
         executable=sys.executable, versions=_versions(), library=library,
@@ -79,9 +75,6 @@ def _versions() -> dict[str, str]:
 
 
 def _settings_error() -> str:
-    unknown = unknown_variables()
-    if unknown:
-        return "; ".join(f"{name} is no setting; {hint}" for name, hint in unknown.items())
     try:
         Config()
     except ConfigError as error:
@@ -91,9 +84,10 @@ def _settings_error() -> str:
 
 def processors(root: Path = _ROOT) -> Processors:
     """Return the processors that this process may use."""
-    allowed = frozenset(usable_processors())
-    return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
-                      quota=quota(root), load=os.getloadavg()[0])
+    allowed = frozenset(launch.usable_processors())
+    return Processors(allowed=allowed, cores=launch.count_cores(allowed, root),
+                      online=os.cpu_count() or 1,
+                      quota=launch.quota(root), load=os.getloadavg()[0])
 
 
 def memory(root: Path = _ROOT) -> Memory:
@@ -104,7 +98,7 @@ def memory(root: Path = _ROOT) -> Memory:
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
     leftover = _leftover_sizes(root)
     # For example "always [madvise] never".
-    chosen = re.search(r"\[(\w+)\]", text_of(
+    chosen = re.search(r"\[(\w+)\]", launch.text_of(
         root / "sys/kernel/mm/transparent_hugepage/enabled"))
     return Memory(leftover_files=len(leftover), leftover_bytes=sum(leftover), shm_bytes=total,
                   shm_free_bytes=free, locked_bytes=_soft_limit(resource.RLIMIT_MEMLOCK),
@@ -126,7 +120,7 @@ def _leftover_sizes(root: Path) -> Collection[int]:
                     sizes[path.name] = status.st_size
     if sizes:
         for maps in (root / "proc").glob("[0-9]*/maps"):
-            for name in _SHM_FILES.finditer(text_of(maps)):
+            for name in _SHM_FILES.finditer(launch.text_of(maps)):
                 sizes.pop(name[0], None)
     return sizes.values()
 
@@ -139,19 +133,19 @@ def _soft_limit(which: int) -> int | None:
 def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
     """Yield the network devices. The TCP interfaces of fast devices are separate devices."""
     for path in sorted((root / "sys/class/net").glob("*")):
-        if text_of(path / "type") in _ARPHRD:
+        if launch.text_of(path / "type") in _ARPHRD:
             is_virtual = "/devices/virtual/" in str(path.resolve())
-            speed = text_of(path / "speed")
+            speed = launch.text_of(path / "speed")
             yield NetworkDevice(
                 name=path.name, kind="virtual" if is_virtual else "Ethernet",
                 # The speed of a virtual device is not real.
                 gbit=int(speed) / 1000 if speed.isdigit() and not is_virtual else 0.0,
-                active=text_of(path / "operstate") != "down")
+                active=launch.text_of(path / "operstate") != "down")
     for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         name = path.parent.parent.name
-        yield NetworkDevice(name=name, kind=_rdma_kind(name, text_of(path / "link_layer")),
+        yield NetworkDevice(name=name, kind=_rdma_kind(name, launch.text_of(path / "link_layer")),
                             gbit=_first_number(path / "rate"),
-                            active="ACTIVE" in text_of(path / "state"))
+                            active="ACTIVE" in launch.text_of(path / "state"))
     for path in sorted((root / "sys/class/cxi").glob("*")):
         yield NetworkDevice(name=path.name, kind="Slingshot",
                             gbit=_first_number(path / "device/properties/speed"))
@@ -159,7 +153,7 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
 
 def _first_number(path: Path) -> float:
     """Return the first number in a file, such as 200 in "200 Gb/sec (4X HDR)", or 0."""
-    number = re.search(r"\d[\d.]*", text_of(path))
+    number = re.search(r"\d[\d.]*", launch.text_of(path))
     return float(number[0]) if number else 0.0
 
 
@@ -178,11 +172,12 @@ def gpus(root: Path = _ROOT) -> Gpus:
     count = len(list((root / "dev").glob("nvidia[0-9]*")))
     if count:
         return Gpus(kind="NVIDIA", count=count, modules=modules,
-                    driver=version_of(text_of(root / "proc/driver/nvidia/version")))
+                    driver=version_of(launch.text_of(root / "proc/driver/nvidia/version")))
     amd = [path for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-           if text_of(path) not in ("", "0")]
+           if launch.text_of(path) not in ("", "0")]
     if amd:
-        return Gpus(kind="AMD", count=len(amd), driver=text_of(root / "sys/module/amdgpu/version"))
+        return Gpus(kind="AMD", count=len(amd),
+                    driver=launch.text_of(root / "sys/module/amdgpu/version"))
     return Gpus()
 
 
@@ -193,7 +188,7 @@ def mpirun(library: Library) -> Mpirun:
     candidates = [file for home in homes for name in _MPIRUNS
                   if (file := shutil.which(name, path=str(home / "bin")))]
     if not candidates and not library.path:
-        candidates = list(filter(None, [find_mpiexec()]))
+        candidates = list(filter(None, [launch.find_mpiexec()]))
     of_library = next((file for file in candidates if not incompatible(
         vendor_of(_version_text(file)), library.vendor)), "")
     return Mpirun(path=path, text=_version_text(path) if path else "", of_library=of_library)
@@ -229,7 +224,7 @@ def output_of(command: list[str]) -> str:
 
 def loaded_libraries() -> list[Path]:
     """Return the shared libraries that this process has loaded."""
-    lines = text_of(_ROOT / "proc/self/maps").splitlines()
+    lines = launch.text_of(_ROOT / "proc/self/maps").splitlines()
     names = {line.split(maxsplit=5)[-1] for line in lines if ".so" in line}
     return sorted(Path(name) for name in names if name.startswith("/"))
 
@@ -241,17 +236,17 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
     return Container(
         kinds=tuple(_container_kinds(variables, root)),
         image=next((variables[name] for name in _IMAGE_VARIABLES if variables.get(name)), ""),
-        machine=text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
+        machine=launch.text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
         processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
-        private=launched_first(variables, proc),
+        private=launch.launched_first(variables, proc),
         other_shm=sum(other != shm for other in _other_doctors_shm(proc) if other and shm),
         missing_folder=folder if folder and not (root / folder.lstrip("/")).exists() else "")
 
 
 def _container_kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yield the container runtimes that were detected, in the order of `_CONTAINER_FILES`."""
-    group = text_of(root / "proc/self/cgroup")
-    kinds = {kind for name, kind in CONTAINERS.items() if kind and name in variables}
+    group = launch.text_of(root / "proc/self/cgroup")
+    kinds = {kind for name, kind in launch.CONTAINERS.items() if kind and name in variables}
     kinds |= {kind for name, kind in _CONTAINER_FILES.items() if (root / name).exists()}
     kinds |= {kind for name, kind in _CGROUP_NAMES.items() if name in group}
     yield from (kind for kind in _CONTAINER_FILES.values() if kind in kinds)
@@ -268,7 +263,7 @@ def shared_memory(process: Path) -> str:
     device and of the folder in it, and is unique on the machine.
     """
     mounts = {}
-    for line in text_of(process / "mountinfo").splitlines():
+    for line in launch.text_of(process / "mountinfo").splitlines():
         _, _, device, folder, place, *_ = line.split()
         mounts[place] = f"{device} {folder}"    # The last mount hides earlier ones.
     return next((mounts[place] for place in _SHM_MOUNT_POINTS if place in mounts), "")
@@ -277,7 +272,7 @@ def shared_memory(process: Path) -> str:
 def _other_doctors_shm(proc: Path) -> Iterator[str]:
     """Yield the file system at /dev/shm of each visible doctor process of this user."""
     for path in proc.glob("[0-9]*/cmdline"):
-        words = text_of(path).split("\0")
+        words = launch.text_of(path).split("\0")
         # The command of a launcher also contains these words.
         is_doctor = (Path(words[0]).name.startswith("python") and "--examine" not in words
                      and {"mpiring", "doctor"} <= set(words))

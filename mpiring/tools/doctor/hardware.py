@@ -5,7 +5,8 @@ import operator
 import statistics
 from collections.abc import Sequence
 
-from ...text import count, span
+from ...provisional import count
+from ..units import span
 from .facts import JobFacts, NetworkDevice, Pair, Rank, first_set
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check, location
 

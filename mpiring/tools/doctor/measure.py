@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...launch.topology import ranks_of_nodes
+from ...provisional import launch
 from .facts import Pair
 
 _LATENCY_S, _BANDWIDTH_S = 0.1, 0.35
@@ -25,7 +25,7 @@ def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     The pairs of a round are measured at the same time. A leader is the lowest rank on a rank's
     node.
     """
-    nodes = ranks_of_nodes(leaders, range(len(leaders)))
+    nodes = launch.topology.ranks_of_nodes(leaders, range(len(leaders)))
     inside = [(ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1]
     neighbors = [(ranks[0], others[0]) for ranks, others in zip(nodes, nodes[1:])]
     return [pairs for pairs in (inside, neighbors[::2], neighbors[1::2]) if pairs]

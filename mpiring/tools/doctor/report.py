@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ... import __version__
-from ...text import count, first_few, ranks_text
+from ...provisional import count, first_few, ranks_text
 from ..terminal import line_width, styled
 from .facts import JobFacts
 

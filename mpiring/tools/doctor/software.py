@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ...launch.environment import launched_here, launcher_of, survives_deaths
-from ...remedies import CPU_TORCH, get_mpi, pip_install, pip_install_cupy
-from ...text import count, ranks_on_nodes, span
+from ...provisional import count, launch, remedies
+from ..units import ranks_on_nodes, span
 from .facts import (
     ENDING, STARTING, Failure, JobFacts, Rank, cma_fails, incompatible, vendor_of, version_of)
 from .hardware import shm_is_short
@@ -56,7 +55,7 @@ def installed(job: JobFacts, rank: Rank) -> Rows:
     library = job.library
     yield _compared(job, "Python", rank, lambda each: each.python, rank.executable)
     if "mpi4py" not in job.reporter.versions:
-        yield Finding("mpi4py", PROBLEM, "not installed", pip_install("mpi4py"))
+        yield Finding("mpi4py", PROBLEM, "not installed", remedies.pip_install("mpi4py"))
         return
     yield _compared(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
     if library.text:
@@ -66,7 +65,7 @@ def installed(job: JobFacts, rank: Rank) -> Rows:
     variables = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
     unset = f"unset {' '.join(variables)}, which mpi4py obeys; or " if variables else ""
     yield Finding("MPI library", PROBLEM, f"mpi4py cannot load one\n{library.error or 'unknown'}",
-                  unset + get_mpi())
+                  unset + remedies.get_mpi())
 
 
 def _compared(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
@@ -95,9 +94,9 @@ def mpirun(job: JobFacts, *_: Rank) -> Rows:
         (not path and matching, WARNING, "not in PATH",
          f"use {matching}, or put its folder in PATH"),
         (not path and job.slurm.installed, OK, "none; srun does without"),
-        (not path, WARNING, "there is none", get_mpi()),
+        (not path, WARNING, "there is none", remedies.get_mpi()),
         (not library.text, NOTE, f"{text}; there is no library that it could belong to",
-         get_mpi()),
+         remedies.get_mpi()),
         (incompatible(vendor, library.vendor), WARNING if is_launched else PROBLEM,
          f"{text}, but mpi4py loads {library.name}: each rank would be alone, or not start",
          reinstall if is_replaced else remedy),
@@ -134,14 +133,15 @@ def packages(job: JobFacts, rank: Rank) -> Rows:
 def _optional() -> Mapping[str, tuple[str, str]]:
     """Return the use of each optional package, and the command that installs the package."""
     return {
-        "torch": ("PyTorch models", f"{pip_install('[torch]')}; without a GPU, first: {CPU_TORCH}"),
+        "torch": ("PyTorch models", f"{remedies.pip_install('[torch]')}; without a GPU, first: "
+                                    f"{remedies.CPU_TORCH}"),
         "numba": ("16-bit sums on a node and codecs, several times as fast",
-                  pip_install("[fast]")),
-        "xxhash": ("faster hashes of checkpoints and weights", pip_install("[fast]")),
-        "ml_dtypes": ("bfloat16 in NumPy", pip_install("ml_dtypes")),
-        "matplotlib": ("plots of benchmarks and traces", pip_install("[bench]")),
+                  remedies.pip_install("[fast]")),
+        "xxhash": ("faster hashes of checkpoints and weights", remedies.pip_install("[fast]")),
+        "ml_dtypes": ("bfloat16 in NumPy", remedies.pip_install("ml_dtypes")),
+        "matplotlib": ("plots of benchmarks and traces", remedies.pip_install("[bench]")),
         "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",
-                 pip_install_cupy())}
+                 remedies.pip_install_cupy())}
 
 
 def launch_command(job: JobFacts) -> str:
@@ -167,7 +167,7 @@ def is_mismatched(rank: Rank) -> bool:
 
     srun is incompatible if it does not offer the PMI that the library needs.
     """
-    launcher, library = launcher_of(rank.variables), rank.library
+    launcher, library = launch.launcher_of(rank.variables), rank.library
     if library.vendor and launcher == "srun":
         return (_pmi_offered(rank) == "PMIx") != (library.pmi == "pmix")
     return incompatible(launcher, library.vendor)
@@ -189,7 +189,7 @@ def _pmi_text(job: JobFacts) -> str:
     return f"{used} by --mpi={asked}" if asked else used
 
 
-def launch(job: JobFacts, *_: Rank) -> Rows:
+def launching(job: JobFacts, *_: Rank) -> Rows:
     """Judge the launcher, and report the results of the examination."""
     launcher, library, command = job.launcher.name, job.library, launch_command(job)
     title, is_srun = job.launcher.title, launcher == "srun"
@@ -314,7 +314,7 @@ def survival(job: JobFacts, *_: Rank) -> Rows:
         (is_old, NOTE, f"{text}; since 5.0 the others can continue", _CHECKPOINTS),
         (is_open and job.launcher.name == "srun", NOTE, "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
-        (is_open and survives_deaths(job.variables), OK,
+        (is_open and launch.survives_deaths(job.variables), OK,
          "the other ranks can continue (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} was launched without fault tolerance (ULFM)",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
@@ -331,7 +331,7 @@ def container(job: JobFacts, rank: Rank) -> Rows:
 def _is_private(job: JobFacts) -> bool:
     """Return whether MPI has failed and the ranks on this node have different /dev/shm."""
     container = job.reporter.container
-    several = (launched_here(job.variables) or 1) > 1
+    several = (launch.launched_here(job.variables) or 1) > 1
     return job.failure is not None and (container.other_shm > 0 or container.private and several)
 
 

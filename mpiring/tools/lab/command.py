@@ -3,7 +3,7 @@
 import argparse
 from contextlib import nullcontext
 
-from ...errors import ConfigError
+from ... import ConfigError
 from ..arguments import Parser, positive, ranks
 from . import lab
 

@@ -22,10 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ConfigError, LaunchError, MissingDependencyError
-from ...launch.environment import LAB_OPTIONS
-from ...launch.start import find_mpiexec
-from ...remedies import pip_install
+from ... import ConfigError, LaunchError, MissingDependencyError
+from ...provisional import launch, remedies
 
 PLACEMENTS = ("block", "round-robin")
 
@@ -104,7 +102,7 @@ class Lab:
         options = (f"--hosts {hosts} --ranks-per-host {ranks_per_host} "
                    f"--rate {self.rate} --placement {placement}")
         mpiexec = shlex.join([
-            *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", f"{LAB_OPTIONS}={options}",
+            *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", f"{launch.LAB_OPTIONS}={options}",
             *_UCX, _mpich_mpiexec(),
             "-launcher", "ssh", "-launcher-exec", "/run/remote-shell", "-iface", "bridge0",
             "-hosts", names, "-n", str(hosts * ranks_per_host), *command])
@@ -156,13 +154,13 @@ def _check_tools() -> None:
 
 def _mpich_mpiexec() -> str:
     """Return the path of MPICH's mpiexec."""
-    mpiexec = find_mpiexec()
+    mpiexec = launch.find_mpiexec()
     if mpiexec is not None:
         version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
         if "HYDRA" in version:
             return mpiexec
     raise MissingDependencyError(
-        f"the lab needs MPICH's mpiexec, but finds {mpiexec}; {pip_install('[mpich]')}")
+        f"the lab needs MPICH's mpiexec, but finds {mpiexec}; {remedies.pip_install('[mpich]')}")
 
 
 def _start(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":

@@ -10,18 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ...collectives.operation import Tuning
-from ...memory.arrays import Array, bounds_of, slice_of
-from ...memory.reduction import Combine
-from ...operations.algorithms import NAMES, Case, choose, named
-from ...operations.model import Curve, Model
-from ...operations.collectives import Collectives
-from ...operations.resources import alone
-from ...operations.windows import Windows
+from ...provisional import (
+    Array, Channel, Collectives, Schedule, collectives, memory, operations, transport,
+)
 from ...simulated.network import cyclic, pairwise
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
-from ...transport.base import HEADER_BYTES, Channel, Node, Schedule
 from . import mpich
 from .cluster import Cluster, Symmetry
 
@@ -46,14 +40,15 @@ class SimulatedTime(NamedTuple):
         return 100 * limit_s / self.seconds if self.seconds else math.nan
 
 
-class _Windows(Windows):
+class _Windows(operations.Windows):
     """Windows that contain the vectors of all ranks."""
 
     def position_of(self, x: Array) -> tuple[int, int]:
         return 0, 0
 
-    def slices(self, node: Node, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
-        return [slice_of(x, node.rank, node.size) for _ in positions]
+    def slices(self, node: transport.Node, positions: Sequence[tuple[int, ...]],
+               x: Array) -> list[Array]:
+        return [memory.slice_of(x, node.rank, node.size) for _ in positions]
 
     def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
         return [x[:] for _ in positions]
@@ -79,7 +74,7 @@ class Simulation:
         self.network = cluster.network(symmetry, in_python=in_python)
         self.memory = SimulatedMemory(
             self.network, barrier_s=cluster.barrier_s,
-            slot_bytes=max(Tuning.short_bytes, Tuning.eager_bytes))
+            slot_bytes=max(collectives.Tuning.short_bytes, collectives.Tuning.eager_bytes))
         r = cluster.ranks_per_node
         self.nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
         self.how = "stepped" if symmetry is None else "symmetry"
@@ -108,7 +103,7 @@ class SimulatedOperation(Collectives):
     __slots__ = ("_simulation", "work")
 
     def __init__(self, simulation: Simulation, net: Channel, number: int) -> None:
-        super().__init__(alone(net, simulation.nodes, _Windows()),
+        super().__init__(operations.alone(net, simulation.nodes, _Windows()),
                          simulation.memory.node(net.rank, number), number)
         self._simulation = simulation
         self.work = partial(simulation.network.work, net.rank)
@@ -122,7 +117,7 @@ class SimulatedOperation(Collectives):
         """Lend a vector without memory."""
         return contextlib.nullcontext(self.vector(n, dtype))
 
-    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> memory.Combine:
         """Return a Combine that only takes time."""
         cluster = self._simulation.cluster
         return PricedCombine(self.work, cluster.reduction_rate, cluster.node_bandwidth)
@@ -132,7 +127,7 @@ class SimulatedOperation(Collectives):
         r, net = self._simulation.cluster.ranks_per_node, self.net
         headers = []
         if self.node.rank == 0 and len(self.nodes) > 1:
-            header, after = ghost(HEADER_BYTES, np.uint8), (net.rank + r) % net.size
+            header, after = ghost(transport.HEADER_BYTES, np.uint8), (net.rank + r) % net.size
             # If one node represents all, and nodes exchange in pairs, the receiver sends its own.
             in_pairs = self._simulation.symmetry is pairwise
             before = after if in_pairs else (net.rank - r) % net.size
@@ -142,7 +137,7 @@ class SimulatedOperation(Collectives):
         yield from schedule
 
 
-ALGORITHMS = NAMES[1:]
+ALGORITHMS = operations.NAMES[1:]
 # A reduce-scatter of gradients and an allgather of weights. Each rank, or each node, has a copy of
 # the weights.
 SHARDED = ("sharded", "once per node")
@@ -152,7 +147,7 @@ _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 
 def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
     """Return the symmetry by which one node represents all; None if all ranks must be simulated."""
-    tuning = Tuning()
+    tuning = collectives.Tuning()
     is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
                    and cluster.nodes > tuning.direct_nodes)
     if name in SHARDED and is_doubling:
@@ -171,8 +166,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     The name is one of ALGORITHMS or SHARDED. Without `fold`, all ranks are simulated even if one
     node could represent all.
     """
-    schedule = _schedule(
-        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning()))
+    schedule = _schedule(name, _case(cluster, nbytes))
     if schedule is None or cluster.ranks == 1:
         return None
     fold &= cluster.nodes > 1 and not cluster.cores
@@ -189,11 +183,16 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
     return SimulatedTime(network.time_s - began_s, simulation.how)
 
 
-def _schedule(name: str, case: Case) -> VectorBuild | None:
+def _case(cluster: Cluster, nbytes: int) -> operations.Case:
+    return operations.Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes,
+                           collectives.Tuning())
+
+
+def _schedule(name: str, case: operations.Case) -> VectorBuild | None:
     """Return the function that builds the schedule of an algorithm; None if it cannot run."""
     if name in SHARDED:
         return lambda call, x: call.announced(_exchange(call, x, once=name == "once per node"))
-    row = named(name)
+    row = operations.named(name)
     if row is None or row.refusal(case):
         return None
     if name == "native":
@@ -215,14 +214,14 @@ def scatter(call: SimulatedOperation, x: Array) -> Schedule[None]:
 
 def gather(call: SimulatedOperation, x: Array, *, once: bool) -> Schedule[None]:
     """Run the allgather of weights of a sharded step; with `once`, each node stores them once."""
-    return (call.allgather_once(x, bounds=bounds_of(x.size, call.size)) if once else
+    return (call.allgather_once(x, bounds=memory.bounds_of(x.size, call.size)) if once else
             call.allgather(x))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:
     """Return the algorithm that "auto" would use for a sum of float32, given the time of each."""
-    model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
-    case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())
-    chosen = choose(case, model=model)
+    model = operations.Model(tuple((name, operations.Curve(((nbytes, time_s),)))
+                                   for name, time_s in seconds.items()))
+    chosen = operations.choose(_case(cluster, nbytes), model=model)
     return {"eager": "shared", "short": "hierarchical", "doubling": "ring"}.get(
         chosen.name, chosen.name)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...errors import ConfigError
+from ... import ConfigError
 from ...simulated.network import SimulatedNetwork, SymmetricNetwork
 from ...simulated.prices import Computing, Link
 

@@ -6,12 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...buckets.bucket import Bucket, BucketPlan, TensorSpec
-from ...operations.collectives import Collectives
-from ...operations.resources import alone
+from ...provisional import Collectives, Schedule, buckets, operations
 from ...reducers import Cast, Compressor, Int8, OneBit, PowerSGD, TopK
 from ...simulated.network import SimulatedNetwork
-from ...transport.base import Schedule
 from .counted import counted
 from .profile import Profile
 
@@ -53,7 +50,7 @@ def measured(profile: Profile) -> list[CodecPrices]:
             for _, _, make in counted("simulate step: measure codecs", REDUCERS)]
 
 
-def _sample(profile: Profile) -> Iterator[TensorSpec]:
+def _sample(profile: Profile) -> Iterator[buckets.TensorSpec]:
     """Yield the largest tensors of the model, truncated to the length of the sample."""
     nbytes, dtype = 0, np.dtype(np.float32)
     for tensor in sorted(profile.tensors, key=lambda tensor: -tensor.size):
@@ -66,7 +63,7 @@ def _sample(profile: Profile) -> Iterator[TensorSpec]:
             nbytes += dtype.itemsize * cut.size
 
 
-def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> CodecPrices:
+def _measured(make: Callable[[], Compressor], tensors: Sequence[buckets.TensorSpec]) -> CodecPrices:
     two, three = (_Nodes(make, tensors, count) for count in (2, 3))
     encode_s, decode_s = two.seconds()
     # Each of 2 nodes sends reduced + gathered, and each of 3 sends 4/3 reduced + 2 gathered.
@@ -78,12 +75,12 @@ def _measured(make: Callable[[], Compressor], tensors: Sequence[TensorSpec]) -> 
 class _Nodes:
     """A few simulated nodes with one rank each and random gradients in one bucket."""
 
-    def __init__(self, make: Callable[[], Compressor], tensors: Sequence[TensorSpec],
+    def __init__(self, make: Callable[[], Compressor], tensors: Sequence[buckets.TensorSpec],
                  count: int) -> None:
         self._network = SimulatedNetwork(count)
         self._reducers = [make() for _ in range(count)]
         self._buckets = [
-            Bucket(0, BucketPlan(tuple(tensors)), np.empty) for _ in range(count)]
+            buckets.Bucket(0, buckets.BucketPlan(tuple(tensors)), np.empty) for _ in range(count)]
         self.nbytes, self._operations = self._buckets[0].flat.nbytes, 0
         order = [tensor.name for tensor in tensors]
         self._run(lambda call: self._reducers[call.rank].attach_buckets(
@@ -118,4 +115,4 @@ class _Nodes:
         nodes = [[rank] for rank in range(self._network.size)]
         self._operations += 1
         self._network.run(lambda net: build(
-            Collectives(alone(net, nodes), None, self._operations)))
+            Collectives(operations.alone(net, nodes), None, self._operations)))

@@ -3,8 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from ... import __version__
-from ...errors import ConfigError
+from ... import ConfigError, __version__
 from .. import table
 from ..arguments import UsageError, checked
 from ..entries import Field, listed, number, text, whole

@@ -16,16 +16,14 @@ operations in MPICH", IJHPCA 19(1), 2005, and MPICH's MPIR_Allreduce_intra_auto.
 
 from collections.abc import Sequence
 
-from ...memory.arrays import Array, chunks_of
-from ...memory.reduction import Combine
-from ...transport.base import Channel, Members, Schedule
+from ...provisional import Array, Channel, Schedule, memory, transport
 
 # MPIR_CVAR_ALLREDUCE_SHORT_MSG_SIZE.
 SHORT_BYTES = 2048
 
 
 def allreduce(net: Channel, ranks_per_node: int, x: Array, inbox: Array,
-              combine: Combine) -> Schedule[None]:
+              combine: memory.Combine) -> Schedule[None]:
     """Combine `x` within each node, then over the first ranks of all nodes, and copy it to all.
 
     Ranks r with equal `r // ranks_per_node` share a node. The result overwrites `x`, of shape (n,),
@@ -34,15 +32,15 @@ def allreduce(net: Channel, ranks_per_node: int, x: Array, inbox: Array,
     Collective: yes. Blocking: no (a schedule).
     """
     first = net.rank - net.rank % ranks_per_node
-    node = Members(net, range(first, first + ranks_per_node))
+    node = transport.Members(net, range(first, first + ranks_per_node))
     yield from _reduce(node, x, inbox, combine)
     if node.rank == 0:
-        leaders = Members(net, range(0, net.size, ranks_per_node))
+        leaders = transport.Members(net, range(0, net.size, ranks_per_node))
         yield from _between(leaders, x, inbox, combine)
     yield from _broadcast(node, x)
 
 
-def _reduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+def _reduce(net: Channel, x: Array, inbox: Array, combine: memory.Combine) -> Schedule[None]:
     """Combine on rank 0, along a binomial tree."""
     p, r, mask = net.size, net.rank, 1
     while mask < p:
@@ -68,7 +66,7 @@ def _broadcast(net: Channel, x: Array) -> Schedule[None]:
             yield (net.isend(x, r + mask),)
 
 
-def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+def _between(net: Channel, x: Array, inbox: Array, combine: memory.Combine) -> Schedule[None]:
     """Combine pairs of ranks until a power of two remain; then combine the remaining ranks."""
     p, r = net.size, net.rank
     q = 1 << p.bit_length() - 1
@@ -80,7 +78,7 @@ def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule
         yield (net.irecv(inbox, r - 1),)
         combine.accumulate(x, inbox)
     if not drops_out:
-        remaining = Members(net, [*range(1, paired, 2), *range(paired, p)])
+        remaining = transport.Members(net, [*range(1, paired, 2), *range(paired, p)])
         algorithm = _doubling if x.nbytes <= SHORT_BYTES or x.size < q else _halving
         yield from algorithm(remaining, x, inbox, combine)
     if drops_out:
@@ -93,7 +91,7 @@ def _distances(p: int) -> Sequence[int]:
     return [1 << step for step in range(p.bit_length() - 1)]
 
 
-def _doubling(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+def _doubling(net: Channel, x: Array, inbox: Array, combine: memory.Combine) -> Schedule[None]:
     """Exchange everything with ranks at distance 1, 2, 4 …: recursive doubling."""
     for distance in _distances(net.size):
         peer = net.rank ^ distance
@@ -101,12 +99,12 @@ def _doubling(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedul
         combine.accumulate(x, inbox)
 
 
-def _halving(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+def _halving(net: Channel, x: Array, inbox: Array, combine: memory.Combine) -> Schedule[None]:
     """Exchange half of the rest at each distance, then gather in reverse order (Rabenseifner)."""
     halves = []
     for distance in _distances(net.size):
         peer, upper = net.rank ^ distance, bool(net.rank & distance)
-        give, keep = chunks_of(x, 2)[::1 if upper else -1]
+        give, keep = memory.chunks_of(x, 2)[::1 if upper else -1]
         got = inbox[:keep.size]
         yield net.irecv(got, peer), net.isend(give, peer)
         combine.accumulate(keep, got)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from ...buckets.bucket import TensorSpec
-from ...errors import ConfigError
-from ...memory.arrays import COMPLEX, FLOATING, dtype_named
+from ... import ConfigError
+from ...provisional import buckets, memory
 from ..traces import Event, JobTrace, RankTrace, open_job
 from .cluster import refuse_large
 
@@ -52,7 +51,7 @@ class Profile:
         overlap: Whether buckets were sent during the backward pass.
     """
 
-    tensors: Sequence[TensorSpec]
+    tensors: Sequence[buckets.TensorSpec]
     steps: Sequence[StepCompute]
     step_s: float
     ranks: int
@@ -155,12 +154,12 @@ def _step(recorded: _Events, began: float, ended: float, ready: Event) -> StepCo
         (ended - began) / 1e6)
 
 
-def _tensors(model: Mapping[str, Any], trace: JobTrace) -> list[TensorSpec]:
+def _tensors(model: Mapping[str, Any], trace: JobTrace) -> list[buckets.TensorSpec]:
     # NumPy alone lacks bfloat16; only lengths matter here.
     names = {"bfloat16": "float16"}
     try:
-        tensors = [TensorSpec(name, tuple(shape), dtype_named(
-                       names.get(dtype, dtype), (*FLOATING, *COMPLEX)))
+        tensors = [buckets.TensorSpec(name, tuple(shape), memory.dtype_named(
+                       names.get(dtype, dtype), (*memory.FLOATING, *memory.COMPLEX)))
                    for name, shape, dtype in model["tensors"]]
         refuse_large(sum(tensor.size * tensor.dtype.itemsize for tensor in tensors))
     except ConfigError as exc:

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...buckets.bucket import BucketPlan, backward_order, plan, usual_bytes
-from ...config import Config
+from ... import Config
+from ...provisional import Schedule, buckets
 from ...simulated.network import SimulatedNetwork, cyclic
-from ...transport.base import Schedule
 from .algorithms import SimulatedOperation, Simulation, VectorBuild
 from .cluster import Cluster
 from .profile import Profile, StepCompute
@@ -60,7 +59,7 @@ class BucketOperation(NamedTuple):
 
     after: Sequence[Flag]
     build: VectorBuild
-    bucket: BucketPlan
+    bucket: buckets.BucketPlan
     done: Flag
 
 
@@ -71,7 +70,7 @@ class RankStep:
     computes: list[Compute] = field(default_factory=list)
     operations: list[BucketOperation] = field(default_factory=list)
 
-    def submit(self, after: Sequence[Flag], build: VectorBuild, bucket: BucketPlan) -> Flag:
+    def submit(self, after: Sequence[Flag], build: VectorBuild, bucket: buckets.BucketPlan) -> Flag:
         """Add an operation on a bucket; return the event that is set when it is complete."""
         in_flight = Config().operations_in_flight
         if len(self.operations) >= in_flight:
@@ -89,10 +88,10 @@ class Workload:
     bucket_bytes: int | None = None
 
     @cached_property
-    def buckets(self) -> Sequence[BucketPlan]:
+    def buckets(self) -> Sequence[buckets.BucketPlan]:
         """The buckets, in the order in which they are sent."""
-        return plan(backward_order(self.profile.tensors),
-                    self.bucket_bytes or usual_bytes(self.cluster.nodes))
+        return buckets.plan(buckets.backward_order(self.profile.tensors),
+                            self.bucket_bytes or buckets.usual_bytes(self.cluster.nodes))
 
     def full_s(self, step: StepCompute) -> list[float]:
         """Return the time at which each bucket, and all buckets before it, are full."""

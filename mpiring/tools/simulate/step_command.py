@@ -5,9 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ... import __version__
-from ...errors import ConfigError
-from ...text import ranks_on_nodes
+from ... import ConfigError, __version__
 from .. import table
 from ..arguments import UsageError, checked
 from ..busy import busy_warning, processor_use
@@ -15,7 +13,7 @@ from ..plot import CLUSTER, Drawing, over_nodes
 from ..results import check_files, declare_files, write_files
 from ..table import Column, Row
 from ..terminal import line_width
-from ..units import parse_size, size_text
+from ..units import parse_size, ranks_on_nodes, size_text
 from .cluster import Cluster
 from .counted import counted
 from .options import caveat_of, cluster_of, declare_cluster, environment_of

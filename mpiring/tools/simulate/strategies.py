@@ -6,10 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from ...collectives import ring
-from ...memory.arrays import Array, bounds_of
-from ...operations.algorithms import candidates
-from ...transport.base import Channel, Schedule
+from ...provisional import Array, Channel, Schedule, collectives, memory, operations
 from .algorithms import SimulatedOperation, VectorBuild, gather, scatter
 from .codecs import REDUCERS, CodecPrices, measured
 from .profile import Profile, StepCompute
@@ -87,7 +84,7 @@ def _allreduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
     """
     algorithm = "auto"
     if call.algorithm_of(x, "mean").name == "native":
-        names = candidates(call.size, len(call.nodes))
+        names = operations.candidates(call.size, len(call.nodes))
         algorithm = [name for name in names if name != "native"][-1]
     return call.allreduce(x, op="mean", algorithm=algorithm)
 
@@ -100,7 +97,7 @@ def _compressed(codec: CodecPrices, workload: Workload) -> StepTime | None:
 
     def reduce(call: SimulatedOperation, x: Array) -> Schedule[None]:
         yield from call.between_nodes(
-            x, bounds_of(x.size, call.slices),
+            x, memory.bounds_of(x.size, call.slices),
             lambda net, part, _: _exchange(call, net, part, codec))
 
     return predict_step(workload, lambda work, step: _reduced(work, step, reduce))
@@ -113,12 +110,13 @@ def _exchange(call: SimulatedOperation, net: Channel, part: Array,
     call.work(codec.encode_s * part.nbytes)
     reduced = call.vector(int(codec.reduced * part.nbytes), _BYTES)
     if reduced.size:
-        inbox = call.vector(ring.inbox_size(reduced.size, net.size, 1, piece_bytes), _BYTES)
-        yield from ring.allreduce(
+        n = collectives.ring.inbox_size(reduced.size, net.size, 1, piece_bytes)
+        inbox = call.vector(n, _BYTES)
+        yield from collectives.ring.allreduce(
             net, reduced, inbox, call.combiner("sum", _BYTES, net.size), piece_bytes)
     gathered = int(codec.gathered * part.nbytes)
     if gathered:
-        yield from ring.allgather(
+        yield from collectives.ring.allgather(
             net, [call.vector(gathered, _BYTES) for _ in range(net.size)], piece_bytes)
     call.work(codec.decode_s * part.nbytes)
     return True

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from ...record.trace_file import OPERATIONS
+from ...provisional import trace_file
 from ..traces import JobTrace, RankTrace
 
 # Steps longer than this multiple of the median contain other work, such as validation.
@@ -130,7 +130,8 @@ def activity_of(trace: RankTrace) -> Activity:
             # A trace may contain an operation twice: incomplete, and after its end.
             key = _key(args)
             operations[key] = TracedOperation(
-                *span, event["tid"] - OPERATIONS, event["name"], args["algorithm"], args["bytes"],
+                *span, event["tid"] - trace_file.OPERATIONS, event["name"], args["algorithm"],
+                args["bytes"],
                 key)
     activity.operations = list(operations.values())
     spans = [*(each[:2] for each in activity.operations), *(wait[:2] for wait in activity.waits)]

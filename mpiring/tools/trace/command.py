@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...files import regular
-from ...record.trace_file import PROGRAM
+from ...provisional import files, trace_file
 from ..arguments import not_negative
 from ..output import opened
 from . import report
@@ -65,7 +64,7 @@ def merge(options: argparse.Namespace) -> int:
         deque(rank.events(), maxlen=0)
     count = 0
     # Another user may have created a link with the default name.
-    with opened(path, None if options.output else regular) as file:
+    with opened(path, None if options.output else files.regular) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         file.write(json.dumps({"job": job.name, "about": job.caption, "warnings": job.warnings}))
         file.write(',"traceEvents":[')
@@ -83,9 +82,9 @@ def _with_compute(rank: RankTrace) -> Iterator[Event]:
     """Yield the events of a rank, and a "compute" event between successive waits of its program."""
     free = None
     for event in rank.events():
-        if event.get("cat") in ("wait", "data") and event["tid"] == PROGRAM:
+        if event.get("cat") in ("wait", "data") and event["tid"] == trace_file.PROGRAM:
             if free is not None and event["ts"] > free:
                 yield {"name": "compute", "cat": "compute", "ph": "X", "pid": rank.rank,
-                       "tid": PROGRAM, "ts": free, "dur": round(event["ts"] - free, 3)}
+                       "tid": trace_file.PROGRAM, "ts": free, "dur": round(event["ts"] - free, 3)}
             free = max(free or 0.0, event["ts"] + event["dur"])
         yield event

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import astuple
 from statistics import fmean
 
-from ...text import ranks_text
+from ...provisional import ranks_text
 from ..table import significant
 from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, mean, step_at
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from ...errors import ConfigError
+from ... import ConfigError
 from .. import table
 from ..output import refuse_unwritable
 from ..picture import refuse_undrawable

@@ -6,18 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...communicator import Communicator
-from ...errors import ConfigError
-from ...operations.consistency import same_on_all
-from ...operations.model import Curve, Model
-from ...text import ranks_on_nodes
-from ...world import init
+from ... import Communicator, ConfigError, init
+from ...provisional import operations, same_on_all
 from .. import table
 from ..busy import busy_warning, processor_use
 from ..output import refuse_unwritable
 from ..results import declare_json, machine, write_json
 from ..table import Column, Row
-from ..units import size_text
+from ..units import ranks_on_nodes, size_text
 from .rates import measure
 
 _SMALLEST, _LARGEST = 8, 1 << 30
@@ -85,18 +81,19 @@ def _report(comm: Communicator, title: str, shown: bool) -> list[Row]:
             for name, curve in _curves(model, by_auto).items() for size, seconds in curve.points]
 
 
-def _selected(model: Model, size: int) -> str:
+def _selected(model: operations.Model, size: int) -> str:
     """Return the algorithm that auto uses."""
     names = [name for name, _ in model.curves]
     return _SHARED if _SHARED in names else model.best(size, names)
 
 
-def _curves(model: Model, by_auto: Curve | None) -> dict[str, Curve]:
+def _curves(model: operations.Model,
+            by_auto: operations.Curve | None) -> dict[str, operations.Curve]:
     """Return the times by algorithm, also those of ordinary calls."""
     return dict(model.curves) | ({} if by_auto is None else {_AUTO: by_auto})
 
 
-def _by_auto(comm: Communicator, model: Model) -> Curve:
+def _by_auto(comm: Communicator, model: operations.Model) -> operations.Curve:
     """Measure ordinary calls on all ranks together; short calls bypass the engine."""
     points = []
     for size, _ in model.curves[0][1].points:
@@ -111,10 +108,10 @@ def _by_auto(comm: Communicator, model: Model) -> Curve:
         slowest = np.array([min(seconds)])
         comm.allreduce(slowest, op="max")
         points.append((size, float(slowest[0])))
-    return Curve(tuple(points))
+    return operations.Curve(tuple(points))
 
 
-def _print(model: Model, by_auto: Curve | None, title: str) -> None:
+def _print(model: operations.Model, by_auto: operations.Curve | None, title: str) -> None:
     curves = _curves(model, by_auto)
     sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
     columns = [Column("name", -12, title="microseconds"),
@@ -131,7 +128,7 @@ def _print(model: Model, by_auto: Curve | None, title: str) -> None:
     print(f"bucket_bytes: {model.bucket_bytes} ({size_text(model.bucket_bytes)}) is long enough\n")
 
 
-def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
+def _choices(model: operations.Model, by_auto: operations.Curve | None) -> Iterator[str]:
     """Yield lines with the algorithm of each range of sizes, and why it is used if not fastest."""
     if by_auto is not None:
         yield f"auto takes {_SHARED} from {size_text(_SMALLEST)}"
@@ -150,7 +147,7 @@ def _choices(model: Model, by_auto: Curve | None) -> Iterator[str]:
                    f"measured times makes {other} {factor:.1f} times as fast.")
 
 
-def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
+def _faster(model: operations.Model, by_auto: operations.Curve) -> Iterator[str]:
     """Yield a line about the largest speedup of another algorithm over ordinary calls, if clear."""
     factors = [(*_fastest(model, size, seconds)[::-1], size) for size, seconds in by_auto.points]
     factor, name, size = max(factors)
@@ -159,13 +156,13 @@ def _faster(model: Model, by_auto: Curve) -> Iterator[str]:
                f"idle cores, use algorithm=\"{name}\"\nthere, or MPIRING_ALGORITHM={name}.")
 
 
-def _fastest(model: Model, size: int, seconds: float) -> tuple[str, float]:
+def _fastest(model: operations.Model, size: int, seconds: float) -> tuple[str, float]:
     """Return the fastest algorithm at a size, and its speedup relative to `seconds`."""
     name, curve = min(model.curves, key=lambda named: named[1].time_s(size))
     return name, seconds / curve.time_s(size)
 
 
-def _ranges(model: Model) -> Iterator[tuple[int, str]]:
+def _ranges(model: operations.Model) -> Iterator[tuple[int, str]]:
     """Yield the algorithms that are used, each with the first size of its range, in bytes."""
     names = [name for name, _ in model.curves]
     last, size = "", _SMALLEST

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...collectives.operation import Tuning
-from ...communicator import Communicator
-from ...memory.arrays import Array
-from ...memory.reduction import reduction
+from ... import Communicator
+from ...provisional import Array, collectives, memory
 
 # Total length of a rank's vectors, which exceeds the caches, and number of ranks of a typical node.
 _BYTES, _VECTORS = 64 << 20, 8
@@ -40,7 +38,7 @@ def measure(comm: Communicator) -> Rates:
 
     Collective: yes. Blocking: yes, for less than a second.
     """
-    n, op = _BYTES // _VECTORS // _DTYPE.itemsize, reduction("sum", _DTYPE, comm.size)
+    n, op = _BYTES // _VECTORS // _DTYPE.itemsize, memory.Reduction("sum", _DTYPE, comm.size)
     vectors = [np.ones(n, _DTYPE) for _ in range(_VECTORS)]
     combining_s = _seconds(comm, vectors, lambda pieces: op.combine(pieces, pieces[0]))
     copying_s = _seconds(comm, vectors, lambda pieces: op.copy(*pieces, past_caches=True))
@@ -53,7 +51,7 @@ def measure(comm: Communicator) -> Rates:
 def _seconds(comm: Communicator, vectors: list[Array],
              work: Callable[[list[Array]], None]) -> float:
     """Return the shortest time of `work` on all pieces of vectors."""
-    step, seconds = Tuning.chunk_bytes // _DTYPE.itemsize, []
+    step, seconds = collectives.Tuning.chunk_bytes // _DTYPE.itemsize, []
     for _ in range(_ROUNDS):
         comm.barrier()
         began_s = time.perf_counter()

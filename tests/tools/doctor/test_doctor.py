@@ -111,7 +111,7 @@ def test_without_mpi4py(tmp_path):
     assert ended.returncode == 1 and ended.stderr == ""
     assert "problem  mpi4py: not installed" in ended.stdout
     assert "-> pip install mpi4py" in ended.stdout
-    assert "MPIRING_STALL_TIME_S is no setting; did you mean MPIRING_STALL" in " ".join(
+    assert "variable MPIRING_STALL_TIME_S='9'; did you mean MPIRING_STALL" in " ".join(
         ended.stdout.split())
 
 

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from launching import ROOT, python
 
+from mpiring.launch import host
 from mpiring.launch.environment import launch_variables
 from mpiring.tools.doctor import gather, hardware
 from mpiring.tools.doctor.facts import Library
@@ -58,7 +59,7 @@ def test_of_two_libraries_in_one_folder_the_launcher_is_told_by_its_version(
 ])
 def test_the_tightest_cgroup_counts(tmp_path, files, quota):
     machine(tmp_path, **files)
-    assert gather.quota(tmp_path) == quota
+    assert host.quota(tmp_path) == quota
 
 
 def test_network_devices(tmp_path):

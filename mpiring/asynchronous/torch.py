@@ -6,19 +6,13 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ..asynchronous import ParameterServer
-from ..communicator import Communicator
-from ..errors import ConfigError, GradientError
-from ..optim.optimizer import Optimizer
-from ..record.statistics import Statistics
-from ..world import or_world
-from .modules import Wrapper, broadcast_model
-from .states import broadcast_parameters
-from .tensors import tensor_of
-from .threads import share_cores
+from .. import Communicator, ConfigError, GradientError, Statistics
+from ..provisional import adapter, optimizers, world
+from ..torch import broadcast_parameters, share_cores
+from .server import ParameterServer
 
 
-class AsyncDataParallel(Wrapper):
+class AsyncDataParallel(adapter.modules.Wrapper):
     """A module that all ranks train, each at its own speed; see mpiring.asynchronous.
 
         model = AsyncDataParallel(model, comm, optimizer=partial(AdamW, lr=1e-3), staleness=4)
@@ -52,16 +46,16 @@ class AsyncDataParallel(Wrapper):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator | None = None, *,
-                 optimizer: Callable[[Any], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[Any], optimizers.Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        comm = or_world(comm)
-        trained = broadcast_model(module, comm)
+        comm = world.or_world(comm)
+        trained = adapter.modules.broadcast_model(module, comm)
         super().__init__(module)
         self._comm = comm
         share_cores(comm)
         self.server = ParameterServer(trained, comm, optimizer=optimizer, staleness=staleness,
                                       damped=damped)
-        self._gradients = [(p, tensor_of(self.server.grads[name]), p.data_ptr())
+        self._gradients = [(p, adapter.tensors.tensor_of(self.server.grads[name]), p.data_ptr())
                            for name, p in trained.items()]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
