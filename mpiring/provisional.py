@@ -21,22 +21,21 @@ from .text import count, first_few, ranks_text
 from .transport.base import Channel, Schedule
 
 if TYPE_CHECKING:
-    from . import optim as optimizers, sharding, torch as adapter
+    from . import optim as optimizers, sharding, torch as adapter, training
     from .launch import child_job
     from .reducers import codecs
     from .resilience import contents as checkpoints
-        from .training import fused
     from .transport import survivors
 
 __all__ = [
     "Array", "Call", "Channel", "Collectives", "Schedule", "adapter", "arguments", "buckets",
-    "checkpoints", "child_job", "codecs", "collectives", "count", "files", "first_few", "fused",
-    "gpu", "launch", "memory", "operations", "optimizers", "publish", "ranks_text", "remedies",
-    "same_on_all", "sharding", "survivors", "trace_file", "transport", "world"]
+    "checkpoints", "child_job", "codecs", "collectives", "count", "files", "first_few", "gpu",
+    "launch", "memory", "operations", "optimizers", "publish", "ranks_text", "remedies",
+    "same_on_all", "sharding", "survivors", "trace_file", "training", "transport", "world"]
 
 # These need PyTorch or MPI, or few guests need them.
 __getattr__ = later(
     __name__, adapter="mpiring.torch", checkpoints="mpiring.resilience.contents",
     child_job="mpiring.launch.child_job", codecs="mpiring.reducers.codecs",
-    fused="mpiring.training.fused", optimizers="mpiring.optim",
-    sharding="mpiring.sharding", survivors="mpiring.transport.survivors")
+    optimizers="mpiring.optim", sharding="mpiring.sharding",
+    survivors="mpiring.transport.survivors", training="mpiring.training")

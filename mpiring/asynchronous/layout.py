@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .. import BufferMismatchError, Communicator, ConfigError
-from ..provisional import Array, buckets, fused, memory, same_on_all
+from ..provisional import Array, buckets, memory, same_on_all, training
 
 
 class FlatModel:
@@ -25,8 +25,8 @@ class FlatModel:
         self.buckets = [buckets.Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
         self.flats = [bucket.flat for bucket in self.buckets]
         self.bounds = [bucket.bounds(size) for bucket in self.buckets]
-        self.views = fused.Views({name: view for bucket in self.buckets
-                                  for name, view in bucket.views.items()}, holder)
+        self.views = training.Views({name: view for bucket in self.buckets
+                                     for name, view in bucket.views.items()}, holder)
         self.slices = list(zip(*map(memory.cut, self.flats, self.bounds)))
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 

@@ -35,7 +35,8 @@ class SliceStore:
         states = [sharding.SliceState(bucket.plan, bounds[comm.rank], bounds[comm.rank + 1], None)
                   for bucket, bounds in zip(model.buckets, model.bounds)]
         self._buckets = [
-            optimizers.parts_of(state, gradient, [weights[tensor.elements] for tensor in state.ranges])
+            optimizers.parts_of(state, gradient, [weights[tensor.elements]
+                                                  for tensor in state.ranges])
             for state, gradient, weights in zip(states, self._gradients, self.weights)]
         self._parts = list(chain.from_iterable(self._buckets))
         # The first update makes the state and compiles code for seconds. This must not happen while

@@ -1,4 +1,4 @@
-"""Averages gradients during backward, by hooks on parameters and views into buckets."""
+"""Averages gradients during backward, by hooks on parameters and on outputs of the model."""
 
 import contextlib
 import functools
@@ -15,17 +15,14 @@ from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..text import first_few
 from ..training.averager import Averager
-from ..training.fused import Fusion, Placement
+from ..training.fused import Fusion
 from ..training.weighing import Weighing
+from .gradients import GradientBuckets
 from .modules import weak_hook
 from .private import (
     adds_to_gradients, call_after_backward, leaf_nodes, versions_of, without_subclasses,
 )
-from .sparse import SparseGradients
-from .tensors import (
-    gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, spec_of, tensors_in,
-)
-from .threads import fill_only_node
+from .tensors import tensors_in
 from .withheld import WithheldGradient, substitutes
 
 
@@ -97,24 +94,20 @@ def _no_pass() -> None:
 
 
 class Averaging:
-    """Writes gradients of parameters into buckets, and averages them during backward.
+    """Averages gradients in the backward passes of a model.
 
-    A complete gradient is written to its bucket, and a full bucket is sent. When backward ends, all
-    gradients have arrived, or are in flight with `defer_wait`. Collective, blocking.
+    When a pass ends, all gradients have arrived, or are in flight with `defer_wait`. Collective,
+    blocking.
 
     Args:
-        parameters: Parameters by name, in the same order on every rank; at least one, all on one
-            device. Those named in `sparse` have sparse gradients.
         completed: Function that is called when all gradients of a step have arrived.
-        before: Averager of the gradients that this one replaces.
 
     Attributes:
         active: Whether backward passes average if they reach no output of the model.
         averaged: Whether the last complete backward pass has averaged.
-        sends_early: Whether buckets are sent during backward, as soon as they are full.
-        dense: Parameters with dense gradients, by name.
         placeholders: Substitutes for the parameters' gradients if an owner has the means, by name.
-        gradients: Averager of the dense gradients, with the statistics of all gradients.
+
+    GradientBuckets documents the other arguments and attributes; `gradients` is its `averager`.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
@@ -123,7 +116,6 @@ class Averaging:
         self.active, self.averaged, self.in_flight, self._weighing = True, True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
-        self.dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
         # For each dense parameter, whether this rank has a gradient; later, whether any rank has.
         self._has_gradient = np.empty(0, bool)
@@ -133,30 +125,15 @@ class Averaging:
         # Versions of the parameters after the last update.
         self._latest_versions: Sequence[int] = ()
         self.updated()
-        specs = [spec_of(name, p) for name, p in self.dense.items()]
-        # All parameters are on one device.
-        first = next(iter(parameters.values()))
-        self._select_gpu, gpu = selector_of(first), gpu_of(first)
-        self.sends_early = not fill_only_node(comm) or gpu is not None
-        with self._select_gpu():
-            self.gradients = Averager(
-                specs, comm, settings, Placement(gpu, marker_of(first)),
-                weighing=weighing, before=before, overlap=self.sends_early)
-        self._sparse = SparseGradients(
-            {name: p for name, p in parameters.items() if p in sparse}, comm, self.gradients)
-        self._views = {name: in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
-                       for name, p in self.dense.items()}
+        self._buckets = GradientBuckets(parameters, sparse, comm, weighing, settings, before=before)
+        self.dense, self.gradients = self._buckets.dense, self._buckets.averager
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, WithheldGradient] = {}
         self._hooks = contextlib.ExitStack()
-        self._attach()
-        weakref.finalize(self, self._hooks.close).atexit = False
-
-    def _attach(self) -> None:
-        """Register `_accumulated` for each parameter to whose gradient a pass has added."""
-        for name, p in self._parameters.items():
+        for name, p in parameters.items():
             self._hooks.enter_context(
                 p.register_post_accumulate_grad_hook(weak_hook(self._accumulated, name)))
+        weakref.finalize(self, self._hooks.close).atexit = False
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
@@ -188,10 +165,8 @@ class Averaging:
     def close(self) -> None:
         """Detach from the parameters; their gradients remain unchanged."""
         self.wait()
-        self.gradients.close()
+        self._buckets.close()
         self._hooks.close()
-        # The memory of the gradients is freed, although an owner may still have this object.
-        self._views = {}
 
     def load_own_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from this rank's own state; see Averager. Collective, blocking."""
@@ -219,10 +194,8 @@ class Averaging:
         if not self.in_flight:
             return
         self.in_flight = False
-        # Sparse gradients come first, since they also determine whether Reducers count the step.
-        self._sparse.wait()
-        with self._select_gpu():
-            self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
+        with self._buckets.select_gpu():
+            self._buckets.wait()
             if self._owner is None:
                 self._assign_gradients()
             else:
@@ -235,17 +208,17 @@ class Averaging:
         if self._settings.find_unused_parameters:
             self.comm.allreduce(self._has_gradient, op="max")
             unreached = {name for name, has in zip(self.dense, self._has_gradient) if not has}
-        withheld, self._withheld = self._withheld, {}
+        views, withheld, self._withheld = self._buckets.views, self._withheld, {}
         for name, p in self.dense.items():
             if name in withheld:
                 if p.grad is not withheld[name]:
                     # The user has replaced the gradient, which is not needed any more.
                     continue
                 if withheld[name].is_zeroed:
-                    self._views[name].zero_()
+                    views[name].zero_()
             elif name in unreached:
                 continue
-            p.grad = None if name in unreached else self._views[name]
+            p.grad = None if name in unreached else views[name]
 
     def _reached_output(self, leaves: list[Any], forward: ForwardPass, _: object) -> None:
         """Record that a pass has reached an output; only backward passes are steps.
@@ -279,53 +252,7 @@ class Averaging:
             running.accumulated.add(name)
         # Tracebacks of errors must not keep the pass.
         del running
-        self._add(name, p, averages=averages)
-
-    def _add(self, name: str, p: Parameter, *, averages: bool) -> None:
-        """Put a gradient into its bucket; if `averages`, it is complete."""
-        gradient = p.grad
-        if gradient is not None and gradient.requires_grad:
-            raise GradientError(
-                f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
-                f"(create_graph=True), which averaging would tear; call backward on the bare "
-                f"module, or use torch.autograd.grad for the inner derivative")
-        if name in self.dense:
-            self._put(name, p, averages=averages)
-        if averages:
-            self._ready(name)
-
-    def _put(self, name: str, p: Parameter, *, averages: bool) -> None:
-        """Replace a gradient by its view, weighed if it will be averaged; or write zeros."""
-        view, gradient = self._views[name], p.grad
-        weight = self._weighing.factor if averages else 1.0
-        if gradient is None or weight == 0:
-            view.zero_()
-            p.grad = None if gradient is None else view
-        elif gradient is not view:
-            if gradient.layout is not torch.strided:
-                raise GradientError(
-                    f"rank {self.comm.rank}: the gradient of {name} is {gradient.layout}; only "
-                    f"those of Embedding and EmbeddingBag may be sparse")
-            if weight == 1:
-                view.copy_(gradient)
-            else:
-                torch.mul(gradient, weight, out=view)
-            p.grad = view
-        elif weight != 1:
-            view.mul_(weight)
-
-    def _ready(self, name: str) -> None:
-        if name not in self.dense:
-            self._sparse.ready(name, self._weighing.factor)
-            return
-        if name not in self.gradients.home[name].missing:
-            raise GradientError(
-                f"rank {self.comm.rank}: the gradient of {name} was completed twice in one "
-                f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "
-                f"needs use_reentrant=False; and after an exception in backward no step can "
-                f"follow: other ranks may have gone on; start again from a checkpoint")
-        with self._select_gpu():
-            self.gradients.ready(name)
+        self._buckets.put(name, complete=averages)
 
     def _end(self, running: BackwardPass) -> None:
         """End a backward pass; if it has averaged, complete the step."""
@@ -334,7 +261,7 @@ class Averaging:
         self.averaged = running.averages
         if not running.averages:
             return
-        missing = [*self.gradients.missing, *self._sparse.missing]
+        missing = self._buckets.missing
         self._refuse_replaced({*missing})
         unreached = [name for name in missing if name not in running.accumulated]
         if unreached and not self._settings.find_unused_parameters:
@@ -365,7 +292,7 @@ class Averaging:
     def _refuse_replaced(self, missing: Set[str]) -> None:
         """Raise GradientError if hooks have replaced gradients, which the step would not notice."""
         replaced = [name for name, p in self.dense.items()
-                    if p.grad is not self._views[name] and name not in missing]
+                    if p.grad is not self._buckets.views[name] and name not in missing]
         if replaced:
             raise GradientError(
                 f"rank {self.comm.rank}: the gradients of {first_few(replaced, 3)} were dropped or "
@@ -381,9 +308,7 @@ class Averaging:
     def _contribute(self, unreached: Sequence[str]) -> None:
         """Complete this rank's step: contribute gradients, or zeros, that no pass has reached."""
         for name in unreached:
-            if name in self.dense:
-                self._put(name, self.dense[name], averages=True)
-            self._ready(name)
+            self._buckets.put(name, complete=True)
         self.in_flight = True
         if self._settings.find_unused_parameters:
             self._has_gradient = np.array([name not in unreached or p.grad is not None

@@ -17,6 +17,7 @@ from ..memory.arrays import Array, may_overlap
 from ..memory.tensors import array_of
 from ..operations.collectives import Build
 from ..transport.base import T, Schedule
+from .private import copy_all
 from .tensors import DEVICE_TYPES, viewed_as
 
 _Kind = dist.ReduceOp.RedOpType
@@ -95,6 +96,8 @@ class TensorBuffers:
         self._where: torch.device | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sums: list[tuple[torch.Tensor, int]] = []
+
+    copy_all = staticmethod(copy_all)
 
     def numbers(self, tensor: torch.Tensor, *, written: bool = False, factor: Any = None,
                 divisor: int | None = None) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..memory.pytrees import mapped
-from .private import empty_shell, only_reads, version_of, without_subclasses
+from .private import current_pass, empty_shell, only_reads, version_of, without_subclasses
 from .tensors import tensors_in
 
 Refusal = Callable[[str], Exception]
@@ -129,6 +129,11 @@ class WithheldGradients:
                     continue
             changed.append(name)
         return changed[::-1]
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return current_pass() >= 0
 
 
 def substitutes(parameters: Mapping[str, torch.Tensor], refusal: Refusal, *,

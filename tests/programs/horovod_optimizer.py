@@ -15,7 +15,7 @@ from mpiring.horovod.process_sets import ProcessSet
 from mpiring.horovod.torch.optimizer import DistributedOptimizer
 from mpiring.horovod.world import global_process_set, init, rank, shutdown, size
 from mpiring.reducers import PowerSGD
-from mpiring.torch import averaging
+from mpiring.torch import gradients
 
 PAIR = ProcessSet([0, 2])
 init(process_sets=[PAIR])
@@ -147,9 +147,9 @@ CHANGES = {
 
 def gradients_are_withheld_until_they_are_averaged():
     """In each step, on one node and on several, where gradients are in flight."""
-    fills_node = averaging.fill_only_node
+    fills_node = gradients.fill_only_node
     for sends_early in (False, True):
-        averaging.fill_only_node = lambda comm: fills_node(comm) and not sends_early
+        gradients.fill_only_node = lambda comm: fills_node(comm) and not sends_early
         for name, change in CHANGES.items():
             model = net()
             optimizer = distributed(model)
@@ -177,7 +177,7 @@ def gradients_are_withheld_until_they_are_averaged():
                 assert global_process_set.comm.allgather_object(weights) == SIZE * [weights]
             elif name != "former view":
                 same(model, alone(steps=3))
-    averaging.fill_only_node = fills_node
+    gradients.fill_only_node = fills_node
 
 
 def gradients_return_without_the_optimizer():

@@ -8,7 +8,6 @@ import torch
 
 from ... import ConfigError
 from ...provisional import Array, adapter, gpu, memory
-from ...torch.private import copy_all
 from ..arrays import scale
 
 
@@ -16,7 +15,7 @@ class TensorArrays:
     """Functions that operations need from PyTorch; see requests.ArrayPackage."""
 
     buffers = adapter.vectors.TensorBuffers
-    copy_all = staticmethod(copy_all)
+    copy_all = staticmethod(adapter.vectors.TensorBuffers.copy_all)
 
     def array(self, x: Any, *, written: bool = False) -> torch.Tensor:
         """Return an argument, which must be a tensor, in any memory order.

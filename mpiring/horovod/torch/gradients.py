@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,17 @@ import torch
 from torch.nn import Parameter
 
 from ... import BufferMismatchError, Communicator, GradientError
-from ...provisional import adapter, first_few, launch, same_on_all
+from ...provisional import adapter, first_few, launch, same_on_all, training
 from ...reducers import Reducer
 from ...torch import share_cores
-from ...torch.private import current_pass
-from ...training.weighing import Weighing
 from ..lending import Loan, give_back
 from ..ops import OP_NAMES, Average, Sum
 from ..process_sets import ProcessSet
 from ..reducing import reducer_for
 from ..requests import STEP
 from ..world import world
+
+GradientBuckets = adapter.gradients.GradientBuckets
 
 
 @dataclass(frozen=True)
@@ -64,51 +64,13 @@ class Combination:
         return [group for group in groups if group] + [[name] for name in name_of.values()]
 
 
-class SumWeighing(Weighing):
+class SumWeighing(training.Weighing):
     """Weighs each gradient by the number of ranks, so that the mean is the sum."""
 
     @property
     def factor(self) -> float:
         """The number of ranks."""
         return float(self._comm.size)
-
-
-class StepAveraging(adapter.averaging.Averaging):
-    """Averages gradients in steps that `finish` ends, independently of backward passes.
-
-    A sparse gradient that is averaged in dense form becomes sparse again.
-    """
-
-    def _attach(self) -> None:
-        self._sparse_dims: dict[str, int] = {}
-
-    def add(self, name: str, *, complete: bool) -> None:
-        """Put a gradient into its bucket, after a pass has added to it.
-
-        A `complete` gradient can be sent, because no other pass of this step adds to it.
-        """
-        self._add(name, self._parameters[name], averages=complete)
-
-    def finish(self, names: Collection[str]) -> None:
-        """Send the remaining gradients, and return when all averages have arrived.
-
-        The gradients of `names` are sent first, in that order. Collective, blocking.
-        """
-        missing = dict.fromkeys([*self.gradients.missing, *self._sparse.missing])
-        self._contribute([*(name for name in names if name in missing),
-                          *(name for name in missing if name not in names)])
-        self.wait()
-
-    def _put(self, name: str, p: Parameter, *, averages: bool) -> None:
-        if p.grad is not None and p.grad.layout is torch.sparse_coo:
-            self._sparse_dims[name] = p.grad.sparse_dim()
-            p.grad = p.grad.to_dense()
-        super()._put(name, p, averages=averages)
-
-    def _assign_gradients(self) -> None:
-        super()._assign_gradients()
-        for name, dims in self._sparse_dims.items():
-            self.dense[name].grad = self._views[name].to_sparse(dims)
 
 
 class StepGradients:
@@ -131,8 +93,10 @@ class StepGradients:
         self.names, self._process_set = dict(names), process_set
         self._combination = combination
         self._base: Communicator | None = None
-        self._averagings: list[StepAveraging] = []
-        self._averaging_of: dict[Parameter, StepAveraging] = {}
+        self._buckets: list[GradientBuckets] = []
+        self._buckets_of: dict[Parameter, GradientBuckets] = {}
+        # Number of sparse dimensions of gradients that are averaged in dense form.
+        self._sparse_dims: dict[Parameter, int] = {}
         self._hooked: set[Parameter] = set()
         self._withheld = adapter.withheld.WithheldGradients(
             functools.partial(_refusal, process_set))
@@ -171,14 +135,22 @@ class StepGradients:
         if not self._combination.eager:
             return
         # After an elastic restart, ranks have another communicator from the next step on.
-        averaging = self._averaging_of.get(p) if comm is self._base else None
-        if averaging is not None:
-            averaging.add(self.names[p], complete=count == self.passes)
+        buckets = self._buckets_of.get(p) if comm is self._base else None
+        if buckets is not None:
+            self._put(buckets, self.names[p], complete=count == self.passes)
         if count == self.passes:
             # In a bucket, it may be in flight, or be multiplied for a sum.
             self._withheld.withhold(
                 self.names[p], p, readable=self._combination.op != Sum and not (
-                    averaging is not None and averaging.sends_early))
+                    buckets is not None and buckets.sends_early))
+
+    def _put(self, buckets: GradientBuckets, name: str, *, complete: bool) -> None:
+        """Put a gradient into its bucket; a sparse one may have to be averaged in dense form."""
+        p = buckets.dense.get(name)
+        if p is not None and p.grad is not None and p.grad.layout is torch.sparse_coo:
+            self._sparse_dims[p] = p.grad.sparse_dim()
+            p.grad = p.grad.to_dense()
+        buckets.put(name, complete=complete)
 
     def forget(self) -> None:
         """Forget the passes of an incomplete step; its gradients are on this rank only."""
@@ -205,7 +177,9 @@ class StepGradients:
         self._refuse("a change", self._withheld.release())
         if self.comm is not None:
             self._process_set.arrive(STEP, self._name, OP_NAMES.get(self._combination.op, ""))
-            self._average(groups)
+            for buckets in self._complete(groups):
+                buckets.wait()
+                self._give(buckets)
         self.counts.clear()
 
     def step_without_batch(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -218,32 +192,44 @@ class StepGradients:
                       for p in group["params"] if self.counts.get(p) != self.passes}
         for p in incomplete:
             p.grad = None
-        self._average(groups)
+        for buckets in self._complete(groups):
+            buckets.wait()
+            self._give(buckets)
         for p, gradient in incomplete.items():
             p.grad = gradient
         for p in self.counts.keys() - incomplete.keys():
             del self.counts[p]
 
-    def _average(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Return when gradients are averaged; other ranks arrived or joined.
+    def _complete(self, groups: Sequence[Mapping[str, Any]]) -> list[GradientBuckets]:
+        """Complete this rank's step, for which other ranks arrived or joined; return the buckets.
 
         Collective, blocking.
         """
         comm = self.comm
-        if comm is not None:
-            if comm is not self._base:
-                self._base, self._averagings, self._averaging_of = comm, [], {}
-            trained = [(i, j, p) for i, group in enumerate(groups)
-                       for j, p in enumerate(group["params"]) if p.requires_grad]
-            new = [p for *_, p in trained if p not in self._averaging_of]
-            if new:
-                for i, j, p in trained:
-                    self.names.setdefault(p, noname(i, j))
-                self._begin(comm, {self.names[p]: p for p in new})
-                self._hook(new)
-            order = dict.fromkeys(self.names[p] for p in self.counts)
-            for averaging in self._averagings:
-                averaging.finish(order)
+        if comm is None:
+            return []
+        if comm is not self._base:
+            self._base, self._buckets, self._buckets_of, self._sparse_dims = comm, [], {}, {}
+        trained = [(i, j, p) for i, group in enumerate(groups)
+                   for j, p in enumerate(group["params"]) if p.requires_grad]
+        new = [p for *_, p in trained if p not in self._buckets_of]
+        if new:
+            for i, j, p in trained:
+                self.names.setdefault(p, noname(i, j))
+            self._begin(comm, {self.names[p]: p for p in new})
+            self._hook(new)
+        # The gradients that backward passes have reached are sent first.
+        order = {self.names[p]: i for i, p in enumerate(self.counts)}
+        for buckets in self._buckets:
+            for name in sorted(buckets.missing, key=lambda name: order.get(name, len(order))):
+                self._put(buckets, name, complete=True)
+        return self._buckets
+
+    def _give(self, buckets: GradientBuckets) -> None:
+        """Give parameters the averages that have arrived."""
+        for name, p in buckets.dense.items():
+            view, dims = buckets.views[name], self._sparse_dims.get(p)
+            p.grad = view if dims is None else view.to_sparse(dims)
 
     def _begin(self, comm: Communicator, parameters: Mapping[str, Parameter]) -> None:
         """Begin to average more parameters, separately for each device. Collective, blocking."""
@@ -268,12 +254,12 @@ class StepGradients:
             reducers = {name: reducer for group in combination.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
                 for reducer in [combination.reducer()] for name in group}
-            averaging = StepAveraging(
+            weighing = SumWeighing if combination.op == Sum else training.Weighing
+            buckets = GradientBuckets(
                 part, {p for name, p in part.items() if name in sparse}, loan.comm,
-                (SumWeighing if combination.op == Sum else Weighing)(loan.comm),
-                adapter.averaging.Settings(bucket_bytes, reducers), completed=lambda: None)
-            self._averagings.append(averaging)
-            self._averaging_of.update(dict.fromkeys(part.values(), averaging))
+                weighing(loan.comm), training.Fusion(bucket_bytes, reducers))
+            self._buckets.append(buckets)
+            self._buckets_of.update(dict.fromkeys(part.values(), buckets))
 
 
 def _by_device(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
@@ -297,7 +283,7 @@ def _too_many_passes(rank: int, name: str) -> AssertionError:
 
 def _refusal(process_set: ProcessSet, name: str, function: str) -> Exception:
     rank = process_set.comm.rank
-    if current_pass() >= 0:
+    if adapter.withheld.in_backward():
         return _too_many_passes(rank, name)
     return GradientError(
         f"rank {rank}: {function} of the gradient of {name} while it was being averaged; call "

@@ -91,7 +91,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "consider using optimizer.skip_synchronize() context if you use "
                 "optimizer.synchronize() in your code.", stacklevel=2)
         if closure is None:
-            self.synchronize()
+            self._gradients.finish(self.param_groups)
         result = self._plain.step(self, closure and synchronized)
         self._synchronized = False
         return result
