@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 
+import interface
 import pytest
 from launching import ROOT, python, tracked_files
 
@@ -40,6 +41,9 @@ LAYERS = [
     ["tools"],
     ["__main__", "__init__"],
 ]
+GUESTS = ("simulated", "asynchronous", "elastic", "horovod", "tools")
+# Modules of users that export no list of names.
+LISTED = {"mpiring.gpus": ["cupy_for"], "mpiring.progress": ["Progress"]}
 # What users of PyTorch and of NumPy know by the same names.
 OF_EACH_ADAPTER = {"AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD",
                    "TrainState"}
@@ -108,6 +112,53 @@ def test_imports_go_down_only():
         upward += [f"{name_of(path)} imports {other}" for other in rooms
                    if layer_of(other) > layer_of(room)]
     assert not upward
+
+
+def exported(module):
+    """Return the names that the door, or a module of users, exports; else none."""
+    if module not in {"mpiring.provisional", *interface.MODULES}:
+        return LISTED.get(module, [])
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return [*next(ast.literal_eval(node.value) for node in tree_of(path).body
+                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"),
+            "__version__"]
+
+
+def names_from_core(path):
+    """Yield the module and the name of what a file imports from the package without its guests."""
+    folders = path.relative_to(ROOT).parts
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom):
+            module = ".".join([*folders[:-node.level or -len(folders)],
+                               *filter(None, [node.module])])
+            for alias in node.names:
+                whole = f"{module}.{alias.name}".split(".")
+                if whole[0] == "mpiring" and whole[1] not in GUESTS:
+                    yield module, alias.name
+
+
+def shown_by(room):
+    """Return the names that a folder of the package shows, which its `__init__` imports."""
+    return {alias.name for node in tree_of(PACKAGE / room / "__init__.py").body
+            if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+def test_guests_stand_on_the_door():
+    """Of the core, they import names that users import, and those of the door."""
+    wrong = []
+    for path in ALL_FILES:
+        if path.is_relative_to(PACKAGE) and room_of(path) not in GUESTS:
+            continue
+        names = [*names_from_core(path)]
+        wrong += [f"{name_of(path)} imports {name} of {module}" for module, name in names
+                  if name not in exported(module)]
+        rooms = {name for _, name in names if (PACKAGE / name / "__init__.py").exists()}
+        wrong += [f"{name_of(path)}: {ast.unparse(node)}" for node in ast.walk(tree_of(path))
+                  if isinstance(node, ast.Attribute) and ast.unparse(node.value) in rooms
+                  and node.attr not in shown_by(ast.unparse(node.value))]
+    assert not wrong
+    assert len(exported("mpiring.provisional")) - 1 <= 30
 
 
 def test_one_file_knows_the_insides_of_pytorch():

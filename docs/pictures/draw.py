@@ -25,7 +25,8 @@ text { font-family: Helvetica, Arial, sans-serif; font-size: 13px; fill: #1f2933
 # right of that step if its name begins with "=".
 GRADIENT = (
     ("backward", 0, ["backward() writes", "a gradient into p.grad"], []),
-    ("=ready", 1, ["a hook marks it as ready"], ["torch/averaging.py"]),
+    ("=ready", 1, ["a hook marks it as ready"],
+     ["torch/averaging.py", "torch/gradients.py"]),
     ("full", 1, ["its bucket is full, and all", "earlier ones are sent"],
      ["training/averager.py", "training/fused.py"]),
     ("schedule", 1, ["the Reducer builds a schedule;", "the table has the algorithm"],
@@ -79,13 +80,14 @@ BLOCKING_LANES = ("a call like an earlier one", "an ordinary call")
 
 # Layers from the top, each with its name and its rooms. Imports go down.
 LAYERS = (
-    ("commands", ["tools/"]),
-    ("adapters", ["torch/", "numpy/", "elastic/", "horovod/"]),
-    ("training methods", ["training/", "optim/", "asynchronous/"]),
+    ("guests", ["tools/", "horovod/", "asynchronous/", "elastic/", "simulated/"]),
+    ("names for guests", ["provisional"]),
+    ("adapters", ["torch/", "numpy/"]),
+    ("training methods", ["training/", "optim/"]),
     ("gradients, data, checkpoints", ["reducers/", "data/", "resilience/"]),
     ("public interface", ["communicator", "persistent", "objects"]),
     ("progress", ["engine/", "record/"]),
-    ("one operation", ["operations/", "collectives/", "simulated/"]),
+    ("one operation", ["operations/", "collectives/"]),
     ("messages and memory", ["transport/", "launch/", "buckets/", "sharding/"]),
     ("vectors", ["gpu/", "memory/", "jit/", "config"]),
 )

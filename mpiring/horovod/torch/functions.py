@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ...torch import states
+from ...provisional import adapter
 from ..functions import allgather_object, broadcast_object, named
 from ..world import global_process_set
 
@@ -25,7 +25,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     Collective: yes. Blocking: yes.
     """
     tensors = list(named(params, torch.Tensor))
-    states.broadcast_named(
+    adapter.states.broadcast_named(
         tensors, global_process_set.arrive("broadcast_parameters"), root_rank)
 
 
@@ -49,7 +49,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int,
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
-    states.broadcast_optimizer_state(
+    adapter.states.broadcast_optimizer_state(
         optimizer, global_process_set.arrive("broadcast_optimizer_state"), root=root_rank)
     if isinstance(optimizer, torch.optim.SparseAdam):
         return
