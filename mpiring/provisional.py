@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Array", "Call", "Channel", "Collectives", "Schedule", "adapter", "arguments", "buckets",
     "checkpoints", "child_job", "codecs", "collectives", "count", "files", "first_few", "gpu",
-    "launch", "memory", "operations", "optimizers", "publish", "ranks_text",
-    "remedies", "same_on_all", "survivors", "trace_file", "training", "transport", "world"]
+    "launch", "memory", "operations", "optimizers", "publish", "ranks_text", "remedies",
+    "same_on_all", "sharding", "survivors", "trace_file", "training", "transport", "world"]
 
 # These need PyTorch or MPI, or few guests need them.
 __getattr__ = later(

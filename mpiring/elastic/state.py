@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import Communicator, ConfigError, TransportError
-from ..provisional import memory as host_memory, world
+from ..provisional import memory, world
 
 # Types of immutable values, which need no copy.
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
@@ -111,9 +111,9 @@ class Commits:
 
     def add(self, attributes: dict[str, Any]) -> None:
         """Commit a copy of the attributes, in the memory of the commit before the last one."""
-        memory = self._commits.pop(self.count - 2, {})
+        earlier = self._commits.pop(self.count - 2, {})
         self._commits[self.count] = {
-            name: _commit_value(name, value, memory.get(name))
+            name: _commit_value(name, value, earlier.get(name))
             for name, value in attributes.items()}
         self.count += 1
 
@@ -162,8 +162,8 @@ def _commit_value(name: str, value: Any, old: Any) -> Any:
     try:
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             _refuse_communicating(value)
-            memory = old.state if isinstance(old, _Saved) else None
-            return _Saved(value, copy_value(value.state_dict(), memory))
+            earlier = old.state if isinstance(old, _Saved) else None
+            return _Saved(value, copy_value(value.state_dict(), earlier))
         return copy_value(value, old)
     except ConfigError as error:
         raise ConfigError(f"attribute {name!r} of the state: {error}") from error
@@ -189,22 +189,22 @@ def restore_value(committed: Any, present: Any) -> Any:
     return committed.owner
 
 
-def copy_value(value: Any, memory: Any = None) -> Any:
+def copy_value(value: Any, earlier: Any = None) -> Any:
     """Return a copy of an array, a number, a string, or a pytree of these.
 
-    If `memory`, an earlier copy or the original, has the same form, it is overwritten and returned.
-    The reason is that a copy to new memory takes three times as long.
+    If `earlier`, which is a copy or the original, has the same form, it is overwritten and
+    returned. The reason is that a copy to new memory takes three times as long.
 
     Raises:
         ConfigError: The value contains another object.
     """
-    old = dict(host_memory.leaves(memory))
-    paths = iter([path for path, _ in host_memory.leaves(value)])
-    return host_memory.mapped(
-        value, lambda leaf: _copy_leaf(leaf, old.get(next(paths, ()))), into=memory)
+    old = dict(memory.leaves(earlier))
+    paths = iter([path for path, _ in memory.leaves(value)])
+    return memory.mapped(
+        value, lambda leaf: _copy_leaf(leaf, old.get(next(paths, ()))), into=earlier)
 
 
-def _copy_leaf(value: Any, memory: Any) -> Any:
+def _copy_leaf(value: Any, earlier: Any) -> Any:
     if isinstance(value, _VALUES):
         return value
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
@@ -213,11 +213,11 @@ def _copy_leaf(value: Any, memory: Any) -> Any:
             f"lists and tuples of them, or, by itself, an object with state_dict and "
             f"load_state_dict")
     # Only the data of a tensor that requires gradients may be overwritten.
-    plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, memory))
+    plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, earlier))
     writeable = getattr(getattr(target, "flags", None), "writeable", True)
     if type(target) is type(plain) and writeable and all(
             getattr(target, name, None) == getattr(plain, name, None)
             for name in ("shape", "dtype", "device")):
         target[...] = plain
-        return memory
+        return earlier
     return plain.clone() if hasattr(plain, "clone") else plain.copy()
