@@ -43,11 +43,8 @@ class CallingGroup(Protocol):
     lane: Lane
 
     gpus: GpuOperations
+    windows: Windows
     fast_calls: "FastCalls"
-
-    @property
-    def windows(self) -> Windows:
-        """The arrays in node-shared memory."""
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
         """Begin an operation in the background; see group.Group."""

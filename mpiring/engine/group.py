@@ -58,6 +58,7 @@ class Group(forks.OfRank):
 
     Attributes:
         lane: Lane of the engine in which the operations queue.
+        windows: Arrays in node-shared memory.
         gpus: GPUs that operations have used.
         closed: True after `close`, or after a rank has died.
 
@@ -101,7 +102,7 @@ class Group(forks.OfRank):
 
     def _create_resources(self) -> None:
         """Create empty pools, which releases the memory of earlier operations."""
-        windows = Windows()
+        self.windows = windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
@@ -251,11 +252,6 @@ class Group(forks.OfRank):
     def _record(self, flight: Flight) -> None:
         self.recorder.add(flight)
         self._watch.last = flight
-
-    @property
-    def windows(self) -> Windows:
-        """The arrays in node-shared memory."""
-        return self._resources.windows
 
     def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
         """Return the collectives of an operation; see Collectives."""

@@ -57,33 +57,23 @@ class Call:
     prepares: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return " ".join(text for text in (self.kind, self.detail, self.label) if text)
+        return " ".join(filter(None, (self.kind, self.detail, self.label)))
 
     @functools.cached_property
     def header(self) -> bytes:
         """HEADER_BYTES bytes, which differ if the calls differ."""
-        return _header(str(self))
+        header = str(self).encode()
+        if len(header) > HEADER_BYTES:
+            # Long texts may differ only in their tails.
+            tail = f"… ({zlib.crc32(header):08x})".encode()
+            header = header[:HEADER_BYTES - len(tail)] + tail
+        return header.ljust(HEADER_BYTES)
 
     @functools.cached_property
     def digest(self) -> int:
         """63 bits, which differ if the headers differ."""
-        return _digest(self.header)
-
-
-# Cached, because most calls repeat an earlier text, and both together take 7 µs.
-@functools.lru_cache(maxsize=1024)
-def _header(text: str) -> bytes:
-    header = text.encode()
-    if len(header) > HEADER_BYTES:
-        # Long texts may differ only in their tails.
-        tail = f"… ({zlib.crc32(header):08x})".encode()
-        header = header[:HEADER_BYTES - len(tail)] + tail
-    return header.ljust(HEADER_BYTES)
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest(header: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(header, digest_size=8).digest(), "little") >> 1
+        hashed = hashlib.blake2b(self.header, digest_size=8).digest()
+        return int.from_bytes(hashed, "little") >> 1
 
 
 def op_named(op: Any, dtype: "np.dtype[Any]") -> str:

@@ -84,7 +84,9 @@ class Buffers:
         # Unlike writes to the tensors, writes to `data` do not invalidate retained graphs, nor do
         # the updates by BatchNorm itself.
         buffers = {name: x.data for name, x in self.module.named_buffers()} if self.copied else {}
-        if buffers and self.model:
+        if not buffers:
+            return
+        if self.model:
             # Copies are not compared by model.
             self.comm.run(Call("buffers", self.model), lambda collectives: collectives.barrier())
         try:
@@ -150,21 +152,22 @@ def _nothing(*_: object) -> None:
     """Do nothing, in place of a hook."""
 
 
-def weak_hook(method: Callable[..., object], *args: Any,
+def weak_hook(method: Any, *args: Any,
               gone: Callable[[], None] = _nothing) -> Callable[..., None]:
     """Return a hook that calls a method, with `args` first, or `gone` without the method's object.
 
     Python's garbage collector does not find cycles through tensor hooks, and some hooks are never
     removed.
     """
-    reference = weakref.WeakMethod(method)
+    # A WeakMethod would take longer.
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def hook(*more: Any) -> None:
         living = reference()
         if living is None:
             gone()
         else:
-            living(*args, *more)
+            function(living, *args, *more)
 
     return hook
 

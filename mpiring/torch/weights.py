@@ -42,7 +42,7 @@ class WeightBuckets:
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         self._parameters, self.comm = dict(parameters), comm
-        self._costs, self._model = gradients.costs, gradients.weighing.model
+        self._gradients, self._model = gradients, gradients.weighing.model
         first = next(iter(parameters.values()))
         self._device = gpu_of(first)
         self._mark = marker_of(first)
@@ -141,7 +141,7 @@ class WeightBuckets:
                 handle.wait()
                 handle = self._handles.pop(index, None)
                 if handle is not None:
-                    self._costs.append(handle.flight)
+                    self._gradients.costs.append(handle.flight)
 
     def synchronize(self) -> None:
         """Wait until all weights are complete."""

@@ -1,6 +1,7 @@
 """Averages named tensors in buckets, which are sent in an agreed order once they are full."""
 
 import difflib
+import functools
 import logging
 import math
 import time
@@ -63,7 +64,6 @@ class Averager(FusedTensors):
         finite: Whether all means of the last completed step are finite; the same on all ranks. True
             before the first step.
         costs: Records of this step's operations, including those on gradients in no bucket.
-        statistics: Costs of the last completed step's operations only.
         weighing: Weighing whose factor multiplies gradients before they are ready.
         replicas: Replicas that an optimizer compares before it updates them; None if the adapter
             does so.
@@ -79,7 +79,9 @@ class Averager(FusedTensors):
         self._overlaps = overlap
         self._autotuner = Autotuner(comm, overlaps=overlap) if is_wanted(fusion, comm) else None
         self.weighing = weighing or Weighing(comm)
-        self.nonfinite, self.statistics = NonFinite(comm), Statistics()
+        self.nonfinite = NonFinite(comm)
+        # Function that adds up the costs of the last completed step, since few programs ask.
+        self._statistics: Callable[[], Statistics] = Statistics
         self.costs: list[Flight] = []
         self._agreement = comm.prepared(
             Call("finite"), Pattern("allreduce", "max", np.dtype(np.bool_), 1))
@@ -105,12 +107,17 @@ class Averager(FusedTensors):
         self.weighing, self.nonfinite, self.replicas = (
             before.weighing, before.nonfinite, before.replicas)
         self.compared, self.label = before.compared, before.label
-        self.steps, self.finite, self.statistics = before.steps, before.finite, before.statistics
+        self.steps, self.finite, self._statistics = before.steps, before.finite, before._statistics
         self._autotuner = None
         if self.tensors == before.tensors and (
                 self.choice.bucket_bytes == before.choice.bucket_bytes):
             self._apply(before.choice)
             self._autotuner = before._autotuner
+
+    @property
+    def statistics(self) -> Statistics:
+        """The costs of the last completed step's operations only."""
+        return self._statistics()
 
     @property
     def step_label(self) -> str:
@@ -196,13 +203,13 @@ class Averager(FusedTensors):
         is_finite, bad_means = self._await_means()
         self.finite = is_finite and finite
         self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)
-        cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
-        self.statistics = replace(
-            statistics_of(self.costs, self._comm.size), dense_bytes=self.dense_bytes,
-            encode_s=cost.encode_s, wire_s=cost.wire_s, decode_s=cost.decode_s)
-        self.costs.clear()
+        cost = Cost()
         for compressor in self.compressors:
+            cost += compressor.take_cost()
             compressor.commit_step(self.finite)
+        self._statistics = functools.partial(
+            _statistics_of, self.costs, self._comm.size, cost, self.dense_bytes)
+        self.costs = []
         for bucket in self.buckets:
             bucket.expect_all()
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
@@ -373,6 +380,12 @@ class Averager(FusedTensors):
         if self.replicas is not None:
             self.replicas.by_optimizer = True
         self._optimizer = weakref.ref(optimizer)
+
+
+def _statistics_of(flights: Sequence[Flight], ranks: int, cost: Cost,
+                   dense_bytes: int) -> Statistics:
+    return replace(statistics_of(flights, ranks), dense_bytes=dense_bytes, encode_s=cost.encode_s,
+                   wire_s=cost.wire_s, decode_s=cost.decode_s)
 
 
 def _no_optimizer() -> None:
