@@ -17,7 +17,6 @@ from ..jit import cache, copies, sums
 from ..launch.cache import folder_of
 from ..launch.environment import variables_for_another_job
 from ..transport import compiled
-from ..transport.layout import COUNTER_SEQUENCE
 
 if TYPE_CHECKING:
     import subprocess
@@ -128,8 +127,7 @@ class BackgroundCompiler:
         return [calls for user in tuple(self._users) if (calls := user()) is not None]
 
     def _operation_count(self) -> int:
-        return sum(int(fast_calls.group.sharing.counter.words[COUNTER_SEQUENCE])
-                   for fast_calls in self._live_users())
+        return sum(int(calls.group.sharing.counter.sequence) for calls in self._live_users())
 
 
 def _start_child(name: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":

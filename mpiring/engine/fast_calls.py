@@ -20,8 +20,7 @@ from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
-    BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS, DISAGREE, DONE,
-    FALLBACK, GATED, GATE_STARTED, HELD, IDLE, LATE, POLL, PUBLISH, RESUME)
+    BEGIN, DISAGREE, DONE, FALLBACK, GATED, GATE_STARTED, HELD, IDLE, LATE, POLL, PUBLISH, RESUME)
 from ..transport.node_call import NodeCall
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
@@ -101,7 +100,7 @@ class FastCalls:
                 return status == DONE
             # From here on it is an ordinary operation.
             self.hand_over()
-            handle = FastHandle(self, call, x, None, time.monotonic_ns() - call[CALL_BEGAN])
+            handle = FastHandle(self, call, x, None, time.monotonic_ns() - call.began)
             handle.hand_over()
         handle.wait()
         return True
@@ -153,7 +152,7 @@ class FastCalls:
 
     def fail(self, call: NodeCall, error: BaseException) -> None:
         """Make later calls fail if an error interrupted a call, because other ranks continue."""
-        if call[CALL_STAGE]:
+        if call.stage:
             self.group.engine.fail(error)
 
 
@@ -172,7 +171,7 @@ class FastHandle(Handle[T]):
         self.lane, self.complete, self.patience_s = calls.group.lane, False, 0.0
         self._calls, self._node_call, self._call, self._result = calls, call, call.call, result
         self._x: Any = x
-        self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
+        self._sequence, self._began_ns = call.sequence, call.began
         self._waited_ns, self._ended_ns, self._moved_s = waited_ns, 0, self._began_ns / 1e9
         self._is_running = self._is_adopted = False
         self._counter = calls.group.sharing.counter
@@ -200,7 +199,7 @@ class FastHandle(Handle[T]):
     @property
     def _is_stopped(self) -> bool:
         """Whether the call cannot continue: an operation failed, or this process is a fork."""
-        return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
+        return bool(self._counter.gate & ~GATE_STARTED)
 
     def _run(self, mode: int) -> bool:
         """Run the rest in this thread, which holds the lock; return whether it is complete."""
@@ -220,8 +219,7 @@ class FastHandle(Handle[T]):
             self.complete, self._ended_ns, self._x = True, ended_ns, None
             # The protocol has recorded all the time since the call began. Keep only the time during
             # which the caller waited.
-            self._counter.words[COUNTER_NANOSECONDS] -= (
-                ended_ns - self._began_ns - self._waited_ns)
+            self._counter.fast_ns -= ended_ns - self._began_ns - self._waited_ns
             self._calls.remove(self)
         return self.complete
 
@@ -232,7 +230,7 @@ class FastHandle(Handle[T]):
                 self.task = Task(_finish(
                     self._calls.group, self._node_call, self._x, self._result))
                 # The engine records it, not the protocol.
-                self._node_call[CALL_BEGAN] = 0
+                self._node_call.began = 0
                 self._is_adopted, self._x = True, None
                 self._calls.group.adopt(self)
                 self._calls.remove(self)
@@ -281,11 +279,11 @@ def _finish(group: CallingGroup, call: NodeCall, x: Any, result: T) -> Schedule[
     if request.status == FALLBACK:
         # Some vectors are not in windows.
         node = call.node()
-        operation = group.collectives(node, call[CALL_SEQUENCE])
+        operation = group.collectives(node, call.sequence)
         yield from shared.located(operation, node.notes(2), x, call.op,
                                   operation.combiner(call.op, call.dtype, node.size))
         node.leave()
-        call[CALL_STAGE] = IDLE
+        call.stage = IDLE
     return result
 
 
@@ -296,7 +294,7 @@ class _Remainder:
         self.status, self._call, self._x = LATE, call, x
 
     def __repr__(self) -> str:
-        return f"stage {self._call[CALL_STAGE]} of a node call"
+        return f"stage {self._call.stage} of a node call"
 
     def test(self) -> bool:
         if self.status == LATE:

@@ -29,7 +29,7 @@ from ..record.statistics import Statistics
 from ..record.trace_file import TraceFile
 from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
-from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
+from ..transport.layout import GATE_CLOSED, GATE_TRACED
 from .engine import Engine, has_communicated
 from .fast_calls import FastCalls
 from .handle import Handle
@@ -79,7 +79,7 @@ class Group(forks.OfRank):
         self.rank, self.size = self._transport.rank, self._transport.size
         self.closed = False
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._counter, self._words = self.sharing.counter, self.sharing.counter.words
+        self._counter = self.sharing.counter
         self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
@@ -189,7 +189,7 @@ class Group(forks.OfRank):
         with self._counter:
             flight, schedule = self._prepare(call, build)
             try:
-                self._words[COUNTER_SEQUENCE] += 1
+                self._counter.sequence += 1
                 handle = Handle(self.lane, flight, Task(schedule))
                 if self.size > 1:
                     self._watch.enter(handle)
@@ -218,7 +218,7 @@ class Group(forks.OfRank):
             with self._counter:
                 flight, schedule = self._prepare(call, build)
                 task = Task(schedule)
-                self._words[COUNTER_SEQUENCE] += 1
+                self._counter.sequence += 1
             if costs is not None:
                 costs.append(flight)
             if self.size > 1 and not self._run_at_once(task, flight):
@@ -295,7 +295,7 @@ class Group(forks.OfRank):
         self.check_open()
         if self.fast_calls.started:
             self.fast_calls.hand_over()
-        sequence, sharing = self._words[COUNTER_SEQUENCE], self.sharing
+        sequence, sharing = self._counter.sequence, self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
         collectives = self.collectives(node, sequence)

@@ -220,7 +220,7 @@ def _share(comm: "MPI.Intracomm", config: Config, first_rank: int,
     rivals = [*zip(leaders, processor_sets)].count((leaders[comm.rank], processor_sets[comm.rank]))
     patience = engine.patience if engine else waiting.patience(rivals, len(processors))
     memory = None if segments is None else NodeMemory(
-        segments, node.rank, node.ranks, counter.words, patience)
+        segments, node.rank, node.ranks, counter, patience)
     order = node_order(leaders)
     groups = ranks_of_nodes(memory_leaders, order)
     return Sharing(

@@ -15,8 +15,7 @@ from ..operations.collectives import Build, Collectives, returning
 from ..record.flight import Flight
 from ..transport import compiled
 from ..transport.base import Schedule, T
-from ..transport.layout import (
-    AREAS, BEGIN, CALL_STAGE, DONE, GATED, IN_SLOT, NOWHERE, WINDOWS)
+from ..transport.layout import AREAS, BEGIN, DONE, GATED, IN_SLOT, NOWHERE, WINDOWS
 from ..transport.node_call import NodeCall, piece_call, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .fast_calls import BY_SLICES, BY_SLOTS, CallingGroup
@@ -238,7 +237,7 @@ class Prepared:
         if not self._can_start:
             return None
         for node_call in self._started:
-            if not node_call[CALL_STAGE]:
+            if not node_call.stage:
                 return node_call
         if len(self._started) == _MAX_STARTED:
             return None

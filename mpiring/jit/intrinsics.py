@@ -4,7 +4,8 @@ This module imports numba, so `cache` imports it only to compile. Addresses are 
 """
 
 import platform
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba.extending
@@ -18,10 +19,8 @@ _WORD = ir.IntType(64)
 # Number of bytes of a cache line.
 LINE_BYTES = 64
 
-# Functions of the C library, which every process has.
+# Function of the C library, which every process has.
 give_way = types.ExternalFunction("sched_yield", types.int32())
-clock_gettime = types.ExternalFunction(
-    "clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
@@ -39,6 +38,34 @@ def pointer_to(dtype: "np.dtype[Any]") -> Any:
         return kind(types.int64), generate
 
     return numba.extending.intrinsic(pointer)
+
+
+class _Struct(types.Record):  # type: ignore[misc]
+    """A record whose fields may be pointers, for which NumPy has no dtype."""
+
+    # numba asks only for its size, which it does not use for a pointer to the record.
+    dtype = np.dtype(np.void)
+
+
+numba.extending.register_model(_Struct)(numba.extending.models.RecordModel)
+
+
+def struct_at(words: Sequence[str], arrays: Sequence[str]) -> Any:
+    """Return a function that converts an address to a structure, whose fields have 8 bytes each.
+
+    The fields are words, then the addresses of arrays of words.
+    """
+    kinds = [(name, types.int64) for name in words]
+    kinds += [(name, types.CPointer(types.int64)) for name in arrays]
+    kind = _Struct([(name, {"type": of_field, "offset": 8 * i, "alignment": 8})
+                    for i, (name, of_field) in enumerate(kinds)], 8 * len(kinds), aligned=True)
+
+    def struct(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(kind))
+        return kind(types.int64), generate
+
+    return numba.extending.intrinsic(struct)
 
 
 @numba.extending.intrinsic
@@ -80,6 +107,18 @@ def relax(typing: Any) -> Any:
                   [ir.Constant(number, 1)])
         return context.get_dummy_value()
     return types.void(), generate
+
+
+@numba.extending.intrinsic
+def monotonic_ns(typing: Any) -> Any:
+    """Return the time of CLOCK_MONOTONIC in ns."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number, parts = ir.IntType(32), cgutils.alloca_once(builder, _WORD, 2)
+        _call(builder, "clock_gettime", ir.FunctionType(number, [number, parts.type]),
+              [ir.Constant(number, time.CLOCK_MONOTONIC), parts])
+        seconds, ns = (builder.load(cgutils.gep(builder, parts, i)) for i in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(_WORD, 1_000_000_000)), ns)
+    return types.int64(), generate
 
 
 @numba.extending.intrinsic

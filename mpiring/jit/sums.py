@@ -77,7 +77,7 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)
             # `opaque` keeps the compiler from making a separate copy of the code for each case.
-            add(sources, 0, opaque(p), start * itemsize, length, total, number(divisor))
+            add(sources, opaque(p), start * itemsize, length, total, number(divisor))
             if opaque(divides):
                 for i in range(length):
                     total[i] /= number(divisor)
@@ -133,45 +133,45 @@ def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) 
 def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
     """Return a function for compiled code that adds p vectors, at least two, in their order.
 
-    Its arguments are a pointer to words, the index of the first word with a vector's address, and
-    p. Then follow the offset in bytes from these addresses to the numbers, the count of numbers, a
-    pointer to the result, and a divisor for `finish`. The function reads several vectors at a time,
-    which keeps more loads in flight.
+    Its arguments are a pointer to the vectors' addresses, p, and the offset in bytes from these
+    addresses to the numbers. Then follow the count of numbers, a pointer to the result, and a
+    divisor for `finish`. The function reads several vectors at a time, which keeps more loads in
+    flight.
 
     `widen` and `finish` are functions of a number and of a sum, for up to four vectors. They return
     the value to add and the value to store.
     """
     @inlined
-    def first_ones(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        a, b = pointer(words[first] + offset), pointer(words[first + 1] + offset)
+    def first_ones(sources, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        a, b = pointer(sources[0] + offset), pointer(sources[1] + offset)
         if p == 2:
             for i in range(n):
                 out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
             return
-        c = pointer(words[first + 2] + offset)
+        c = pointer(sources[2] + offset)
         if p == 3:
             for i in range(n):
                 out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
             return
-        d = pointer(words[first + 3] + offset)
+        d = pointer(sources[3] + offset)
         if p < 8:
             for i in range(n):
                 out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
             return
-        e, f = pointer(words[first + 4] + offset), pointer(words[first + 5] + offset)
-        g, h = pointer(words[first + 6] + offset), pointer(words[first + 7] + offset)
+        e, f = pointer(sources[4] + offset), pointer(sources[5] + offset)
+        g, h = pointer(sources[6] + offset), pointer(sources[7] + offset)
         for i in range(n):
             out[i] = a[i] + b[i] + c[i] + d[i] + e[i] + f[i] + g[i] + h[i]
 
     @inlined
-    def add(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        first_ones(words, first, p, offset, n, out, divisor)
-        for r in range(first + (8 if p >= 8 else 4), first + p - 1, 2):
-            a, b = pointer(words[r] + offset), pointer(words[r + 1] + offset)
+    def add(sources, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        first_ones(sources, p, offset, n, out, divisor)
+        for r in range(8 if p >= 8 else 4, p - 1, 2):
+            a, b = pointer(sources[r] + offset), pointer(sources[r + 1] + offset)
             for i in range(n):
                 out[i] = out[i] + a[i] + b[i]
         if p > 4 and p % 2 == 1:
-            a = pointer(words[first + p - 1] + offset)
+            a = pointer(sources[p - 1] + offset)
             for i in range(n):
                 out[i] += a[i]
 

@@ -1,15 +1,11 @@
 """Operation counter of a group, in memory that compiled code can update."""
 
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 
 from ..launch import forks
 from ..operations.agreement import Call
-from ..transport.layout import (
-    COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING,
-    COUNTER_SEQUENCE, COUNTER_WORDS, GATE_CLOSED, GATE_FORKED, RING, RING_BEGAN, RING_ENDED,
-    RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
+from ..transport.layout import ENTRY_WORDS, GATE_CLOSED, GATE_FORKED, RING, Counter
 from .flight import Flight
 
 # Number of calls that are known by their identities. Beyond it, the older half is forgotten, except
@@ -18,7 +14,7 @@ _MAX_CALLS = 4 * RING
 _FORGOTTEN = Call("a fast call", "of long ago")
 
 
-class OperationCounter:
+class OperationCounter(Counter):
     """The number of a group's next operation, and its last fast calls; see transport.layout.
 
     It is also a lock. A thread holds it (`with counter:`) to number an operation in Python, and to
@@ -27,13 +23,12 @@ class OperationCounter:
     holds the engine's lock. It is reentrant, because a signal handler may make a call.
 
     Attributes:
-        words: COUNTER_WORDS words, which compiled code also changes; never resized.
         group: Name of the group in reports; see Recorder.name.
         ranks: Its ranks, as numbered in the first group.
     """
 
     def __init__(self) -> None:
-        self.words = array("q", bytes(8 * COUNTER_WORDS))
+        super().__init__()
         self.group = ""
         self.ranks: Sequence[int] = ()
         self._lock = threading.RLock()
@@ -43,44 +38,34 @@ class OperationCounter:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self.words[COUNTER_HELD] += 1
+        self.held += 1
 
     def __exit__(self, *error: object) -> None:
-        self.words[COUNTER_HELD] -= 1
+        self.held -= 1
         self._lock.release()
-
-    @property
-    def sequence(self) -> int:
-        """The number of the next operation."""
-        return self.words[COUNTER_SEQUENCE]
-
-    @property
-    def fast_calls(self) -> int:
-        """Number of fast calls that were completed without the engine."""
-        return self.words[COUNTER_CALLS]
 
     @property
     def fast_s(self) -> float:
         """Number of seconds that callers spent in these calls."""
-        return self.words[COUNTER_NANOSECONDS] / 1e9
+        return float(self.fast_ns / 1e9)
 
     @property
     def closed(self) -> bool:
         """Whether the group was closed."""
-        return bool(self.words[COUNTER_GATE] & GATE_CLOSED)
+        return bool(self.gate & GATE_CLOSED)
 
     def close(self, reason: int) -> None:
         """Close the gate for a reason, such as layout.GATE_CLOSED, so that no fast call begins."""
-        self.words[COUNTER_GATE] |= reason
+        self.gate |= reason
 
     def open(self, reason: int) -> None:
         """Open the gate again, unless it is closed for another reason."""
-        self.words[COUNTER_GATE] &= ~reason
+        self.gate &= ~reason
 
     def fork(self) -> None:
         """Close the gate in a forked process, where no thread may be left to release the lock."""
         self._lock = threading.RLock()
-        self.words[COUNTER_HELD] = 0
+        self.held = 0
         self.close(GATE_FORKED)
 
     def identity_of(self, call: Call, algorithm: str) -> int:
@@ -101,10 +86,9 @@ class OperationCounter:
     def _ring_entries(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
         calls = self.fast_calls
         for k in range(max(0, calls - min(last, RING)), calls):
-            entry = COUNTER_RING + k % RING * RING_WORDS
-            words = self.words[entry:entry + RING_WORDS]
-            yield (words[RING_IDENTITY], words[RING_SEQUENCE], words[RING_BEGAN],
-                   words[RING_ENDED])
+            entry = k % RING * ENTRY_WORDS
+            identity, sequence, began_ns, ended_ns = self.ring[entry:entry + ENTRY_WORDS]
+            yield identity, sequence, began_ns, ended_ns
 
     def _flight(self, identity: int, sequence: int, began_ns: int, ended_ns: int) -> Flight:
         call, algorithm = self._calls.get(identity, (_FORGOTTEN, ""))

@@ -1,7 +1,6 @@
 """The shared memory of a simulated node: words and slots as in NodeMemory, visible with delay."""
 
 import zlib
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -46,8 +45,7 @@ class _RankMemory(transport.NodeMemory):
     def __init__(self, shared: SimulatedMemory, rank: int) -> None:
         ranks = shared.members[shared.network.node_of[rank]]
         self._shared = shared
-        super().__init__(
-            (), ranks.index(rank), ranks, array("q", bytes(8 * transport.COUNTER_WORDS)))
+        super().__init__((), ranks.index(rank), ranks, transport.Counter())
         self.words: Any = [_Words(shared, other, rank) for other in ranks]
         self.texts: Any = [shared.texts[other] for other in ranks]
         self.others = [words for words in self.words if words.owner != rank]

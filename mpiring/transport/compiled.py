@@ -5,7 +5,6 @@ most. It is released during longer waits, and for long vectors.
 """
 
 import sys
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,8 @@ from ..jit.sums import adding, adding_both, of_two
 from ..memory.arrays import SIXTEEN_BIT
 from .base import HEADER_BYTES
 from .layout import (
-    CALL_AREA, CALL_BASES, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
-    CALL_ITEMSIZE, CALL_KIND, CALL_RANK, CALL_RANKS, CALL_VECTOR, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, ROWS, SLOTS, SLOT_WORD)
+    CALL_ARRAYS, CALL_CONSTANTS, CALL_VARIABLES, COUNTER_ARRAYS, COUNTER_WORDS, HEADER_WORD, PIECES,
+    ROWS, SLOTS, SLOT_WORD)
 from .protocol import protocol
 
 # The code for any dtype also runs calls that reduce nothing. Such calls use the code for this
@@ -33,7 +31,7 @@ _BLOCK_BYTES = 4096
 # Python's lock prevents two threads from using the same operation number. If there is no lock,
 # Python code runs the calls.
 _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-_CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
+_FAST_CALLS, _FAST_NS = (8 * COUNTER_WORDS.index(name) for name in ("fast_calls", "fast_ns"))
 
 
 def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Code | None:
@@ -60,52 +58,46 @@ def is_compilable(op: str, name: str, ranks: int) -> bool:
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
     """Return the function to compile for a dtype.
 
-    Its arguments are the address of a call's words, a multiple of 8, plus the mode, and the address
-    of the vector.
+    Its arguments are the address of a call, a multiple of 8, plus the mode, and the address of the
+    vector.
     """
-    words_at = intrinsics.pointer_to(np.dtype(np.int64))
-    run = intrinsics.inlined(protocol(_dialect(intrinsics, name, words_at)))
+    call_at = intrinsics.struct_at(CALL_VARIABLES + CALL_CONSTANTS, CALL_ARRAYS)
+    run = intrinsics.inlined(protocol(_dialect(intrinsics, name)))
 
     def run_at(address_and_mode, vector):  # type: ignore[no-untyped-def]
         mode = address_and_mode & 7
-        return run(words_at(address_and_mode - mode), mode, vector)
+        return run(call_at(address_and_mode - mode), mode, vector)
 
     return run_at
 
 
-def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
+def _dialect(intrinsics: Any, name: str) -> Any:
     """Return the protocol's dialect for a dtype; see protocol.protocol."""
-    inlined, clock_gettime = intrinsics.inlined, intrinsics.clock_gettime
-    add_atomic = intrinsics.add_atomic
+    inlined, add_atomic = intrinsics.inlined, intrinsics.add_atomic
+    counter_at = intrinsics.struct_at(COUNTER_WORDS, COUNTER_ARRAYS)
     slot, write_header, write, read, write_back = _copying(intrinsics)
 
     @inlined
     def bind(call, vector):  # type: ignore[no-untyped-def]
-        call[CALL_VECTOR] = vector
-
-    @inlined
-    def now(address):  # type: ignore[no-untyped-def]
-        clock = words_at(address)
-        clock_gettime(np.int32(_CLOCK), clock)
-        return clock[0] * 1_000_000_000 + clock[1]
+        call.vector = vector
 
     @inlined
     def count(call, ns):  # type: ignore[no-untyped-def]
-        add_atomic(call[CALL_COUNTER] + 8 * COUNTER_NANOSECONDS, ns)
-        return add_atomic(call[CALL_COUNTER] + 8 * COUNTER_CALLS, 1)
+        add_atomic(call.counter + _FAST_NS, ns)
+        return add_atomic(call.counter + _FAST_CALLS, 1)
 
-    load, all_arrived, store, publish = _words(intrinsics, words_at)
+    load, all_arrived, store, publish = _words(intrinsics)
     return SimpleNamespace(
-        form=1, inlined=inlined, counter=inlined(lambda call: words_at(call[CALL_COUNTER])),
+        form=1, inlined=inlined, counter=inlined(lambda call: counter_at(call.counter)),
         bind=bind, load=load, all_arrived=all_arrived, store=store, publish=publish,
         write_header=write_header, write=write, read=read, write_back=write_back,
-        reduce=_reducing(intrinsics, name, slot), now=now, count=count, relax=intrinsics.relax,
-        give_way=intrinsics.give_way)
+        reduce=_reducing(intrinsics, name, slot), now=intrinsics.monotonic_ns, count=count,
+        relax=intrinsics.relax, give_way=intrinsics.give_way)
 
 
-def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
+def _words(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
     """Return the functions that load and store words of segments."""
-    inlined = intrinsics.inlined
+    inlined, words_at = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.int64))
     load_acquire, store_release = intrinsics.load_acquire, intrinsics.store_release
 
     @inlined
@@ -113,9 +105,9 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
         return load_acquire(base + 8 * word)
 
     @inlined
-    def all_arrived(call, flag, value):  # type: ignore[no-untyped-def]
-        for r in range(call[CALL_RANKS]):
-            if load(call[CALL_BASES + r], flag) < value:
+    def all_arrived(call, value):  # type: ignore[no-untyped-def]
+        for r in range(call.ranks):
+            if load(call.segments[r], call.area) < value:
                 return False
         return True
 
@@ -136,28 +128,27 @@ def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any, Any]:
 
     @inlined
     def slot(call, r, at):  # type: ignore[no-untyped-def]
-        return (call[CALL_BASES + r] + 8 * (call[CALL_AREA] + SLOT_WORD)
-                + at * call[CALL_ITEMSIZE])
+        return call.segments[r] + 8 * (call.area + SLOT_WORD) + at * call.itemsize
 
     @inlined
     def write_header(call):  # type: ignore[no-untyped-def]
-        copy_bytes(call[CALL_BASES + call[CALL_RANK]] + 8 * (call[CALL_AREA] + HEADER_WORD),
-                   call[CALL_HEADER], HEADER_BYTES)
+        copy_bytes(call.segments[call.rank] + 8 * (call.area + HEADER_WORD),
+                   call.header_address, HEADER_BYTES)
 
     @inlined
     def write(call, at, start, n):  # type: ignore[no-untyped-def]
-        size = call[CALL_ITEMSIZE]
-        copy_bytes(slot(call, call[CALL_RANK], at), call[CALL_VECTOR] + start * size, n * size)
+        size = call.itemsize
+        copy_bytes(slot(call, call.rank, at), call.vector + start * size, n * size)
 
     @inlined
     def read(call, r, at, start, n):  # type: ignore[no-untyped-def]
-        size = call[CALL_ITEMSIZE]
-        copy_bytes(call[CALL_VECTOR] + start * size, slot(call, r, at), n * size)
+        size = call.itemsize
+        copy_bytes(call.vector + start * size, slot(call, r, at), n * size)
 
     @inlined
     def write_back(call, r, at, start, n):  # type: ignore[no-untyped-def]
-        size = call[CALL_ITEMSIZE]
-        copy_bytes(slot(call, r, at), call[CALL_VECTOR] + start * size, n * size)
+        size = call.itemsize
+        copy_bytes(slot(call, r, at), call.vector + start * size, n * size)
 
     return slot, write_header, write, read, write_back
 
@@ -176,27 +167,27 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
 
     @intrinsics.inlined
     def reduce(call, at, start, n):  # type: ignore[no-untyped-def]
-        p, kind, divisor = call[CALL_RANKS], call[CALL_KIND], number(call[CALL_DIVISOR])
-        vector, slot = call[CALL_VECTOR] + start * itemsize, slot_of(call, call[CALL_RANK], at)
-        # The sources begin `offset` bytes after the addresses in the words from `first` on.
-        first, offset, out, step = CALL_BASES, slot - call[CALL_BASES + call[CALL_RANK]], vector, n
+        p, kind, divisor = call.ranks, call.kind, number(call.divisor)
+        vector, slot = call.vector + start * itemsize, slot_of(call, call.rank, at)
+        # The sources begin `offset` bytes after the addresses in `sources`.
+        sources, offset, out, step = call.segments, slot - call.segments[call.rank], vector, n
         if kind != SLOTS:
-            first, offset, out, step = CALL_BASES + p, start * itemsize, slot, block
+            sources, offset, out, step = call.vectors, start * itemsize, slot, block
         if kind == PIECES or kind == ROWS:
             for r in range(p):
-                call[first + r] = slot_of(call, r, at)
-            call[first + call[CALL_RANK]], offset = vector, 0
+                sources[r] = slot_of(call, r, at)
+            sources[call.rank], offset = vector, 0
         if kind != SLOTS and p == 2:
-            add_both(call[first] + offset, call[first + 1] + offset, n, divisor)
+            add_both(sources[0] + offset, sources[1] + offset, n, divisor)
             return
         done = 0
         while done < n:
             length, total = min(step, n - done), pointer(out)
-            add(call, first, offset + done * itemsize, length, total, divisor)
+            add(sources, p, offset + done * itemsize, length, total, divisor)
             # With the variable `kind`, the compiler would duplicate the loop.
-            if call[CALL_KIND] != SLOTS:
-                for r in range(first, first + p):
-                    result = pointer(call[r] + offset + done * itemsize)
+            if call.kind != SLOTS:
+                for r in range(p):
+                    result = pointer(sources[r] + offset + done * itemsize)
                     for i in range(length):
                         result[i] = total[i]
             done += step
@@ -207,8 +198,7 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
 def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
     """Return functions for a dtype that convert the divisor, and that add two vectors into both.
 
-    A third function adds n numbers of each rank, at `offset` from the addresses in the words from
-    `first` on.
+    A third function adds n numbers of each rank, at `offset` from the addresses of its vectors.
     """
     inlined = intrinsics.inlined
     number, widen, narrow, divides = _arithmetic(intrinsics, name)
@@ -222,10 +212,10 @@ def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
     sums = adding(inlined, pointer, widen, finish)
 
     @inlined
-    def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+    def add(sources, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
         # Sums of more than four vectors are stored in `out` on the way. They are never 16-bit, see
         # is_compilable.
-        sums(call, first, call[CALL_RANKS], offset, n, out, divisor)
+        sums(sources, p, offset, n, out, divisor)
         if divides and divisor != 1:
             for i in range(n):
                 out[i] /= divisor

@@ -1,10 +1,13 @@
 """Layout of the memory that Python and compiled code share: node memory, counter, and call.
 
-Offsets are in words of 8 bytes (int64). All constants are numbers, because compiled code adds
-offsets to addresses.
+Offsets are in words of 8 bytes (int64). Python and compiled code use the same names for the words
+of the counter and of a call. An address in compiled code is an object in Python.
 """
 
-from typing import Final
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final
 
 from .base import HEADER_BYTES, LANES
 
@@ -37,74 +40,77 @@ ENDED: Final = (1 << COUNT_BITS) - 1
 
 # The counter of a group: state of its operations on this rank. Private memory.
 
-# Number of the next operation, from 0.
-COUNTER_SEQUENCE: Final = 0
-# 0 while the fast path is open; otherwise one bit per reason. The group is closed, an operation has
-# failed, every operation must be traced, this process is a fork, or started calls must be run
-# first.
-COUNTER_GATE: Final = 1
+COUNTER_WORDS: Final = (
+    # Number of the next operation, from 0.
+    "sequence",
+    # 0 while the fast path is open; otherwise one bit per reason (GATE_CLOSED, …).
+    "gate",
+    # Number of completed fast calls, and time (in ns) that callers spent in them.
+    "fast_calls", "fast_ns",
+    # Number of times that the counter's lock is held. Compiled code does not acquire the lock, but
+    # begins no call while it is held.
+    "held")
+COUNTER_ARRAYS: Final = (
+    # For each area, the identity of the call whose header this rank wrote there last; 0 if Python
+    # wrote the header. It is written with each header.
+    "headers",
+    # The last fast calls: call number k (`fast_calls` counts them) has entry `k % RING`. The words
+    # of an entry are the call's identity, its number, and its begin and end in ns of
+    # CLOCK_MONOTONIC.
+    "ring")
+RING: Final = 1024
+ENTRY_WORDS: Final = 4
+# Reasons for a closed gate: the group is closed, an operation has failed, every operation must be
+# traced, this process is a fork, or started calls must be run first.
 GATE_CLOSED, GATE_FAILED, GATE_TRACED, GATE_FORKED, GATE_STARTED = (
     1 << bit for bit in range(5))
-# Number of completed fast calls, and time (in ns) that callers spent in them.
-COUNTER_CALLS: Final = 2
-COUNTER_NANOSECONDS: Final = 3
-# Number of times that the counter's lock is held. Compiled code does not acquire the lock, but
-# begins no call while it is held.
-COUNTER_HELD: Final = 4
-# For each area, the identity of the call whose header this rank wrote there last; 0 if Python wrote
-# the header. It is written with each header.
-COUNTER_HEADERS: Final = 8
-# The last fast calls: recorded call number k (COUNTER_CALLS counts them) is in entry `k % RING`.
-COUNTER_RING: Final = 16
-RING: Final = 1024
-# An entry: identity of the call, its number, and its begin and end in ns of CLOCK_MONOTONIC.
-RING_IDENTITY, RING_SEQUENCE, RING_BEGAN, RING_ENDED, RING_WORDS = range(5)
-COUNTER_WORDS: Final = COUNTER_RING + RING * RING_WORDS
 
-# A call: a series of equal operations, see protocol. Private memory. Compiled code uses the
-# addresses of the counter's words, of the call itself and of the segments; Python uses objects
-# instead.
+# A call: a series of equal operations, see protocol. Private memory: variables, constants, and the
+# addresses of arrays.
 
-# Constants. The address of the counter's words, the call's identity there (never 0), the number of
-# ranks of the node, and this rank's number. The kind (below), the length of the vector, and the
-# divisor of a result (1 except for a mean).
-(CALL_COUNTER, CALL_IDENTITY, CALL_RANKS, CALL_RANK, CALL_KIND, CALL_LENGTH,
- CALL_DIVISOR) = range(7)
-# Digest of the header, and address of its HEADER_BYTES bytes.
-CALL_DIGEST, CALL_HEADER = 7, 8
-# Number of checks of the flags while the rank keeps its core, then of those between which it gives
-# the core away, and the number for POLL.
-CALL_SPINS, CALL_YIELDS, CALL_POLLS = 9, 10, 11
-# This rank's note, see collectives.shared.allreduce: the vector's window, and the offset there.
-# Then the number of barriers at which the rank arrives when its vector is in its slot.
-CALL_NOTE: Final = 12
-CALL_BARRIERS: Final = 14
-# The first and the last phase; 1 if the call is a complete operation, 0 if it is a part of one.
-CALL_FIRST, CALL_LAST, CALL_IS_OPERATION = 15, 16, 17
-# In elements: the ranges to write and to reduce.
-CALL_WRITE_START, CALL_WRITE_LENGTH, CALL_REDUCE_START, CALL_REDUCE_LENGTH = range(18, 22)
-# In elements: the length of a slice of a piece (PIECES) or of a piece (ROWS), and the length of
-# half a slot.
-CALL_WIDTH, CALL_HALF = 22, 23
-# Variable: the address of the vector, for compiled code.
-CALL_VECTOR: Final = 24
-# Progress: the stage, the phase, the operation's number, the offset of its area, and the value of
-# this rank's flag.
-CALL_STAGE, CALL_PHASE, CALL_SEQUENCE, CALL_AREA, CALL_COUNT = range(25, 30)
-# Time when the call began, in ns. The run that completes the call records it in the counter; 0 if
-# the engine records it instead.
-CALL_BEGAN: Final = 30
-# Number of the clock; for compiled code, the address of the next two words, which receive seconds
-# and nanoseconds. Then the address of the call's words.
-CALL_CLOCK: Final = 31
-CALL_ADDRESS: Final = 34
-# Number of bytes of an element, for compiled code that copies.
-CALL_ITEMSIZE: Final = 35
-# For each rank of the node, the address of its segment of node memory. Then the addresses of the
-# vectors to reduce. Then, for each rank, two words. For WINDOWS, they are the known position of the
-# rank's vector (its note). Otherwise they are a range (start, length) of this rank's vector, which
-# is read from the other rank's slot or, for ROWS, written for the other rank.
-CALL_BASES: Final = 36
+CALL_VARIABLES: Final = (
+    # Progress: the stage, the phase, the operation's number, the offset of its area, and the value
+    # of this rank's flag.
+    "stage", "phase", "sequence", "area", "count",
+    # Time when the call began, in ns. The run that completes the call records it in the counter; 0
+    # if the engine records it instead.
+    "began",
+    # The call's identity in the counter (never 0), and the digest of its header. They change only
+    # between runs.
+    "identity", "digest",
+    # The addresses of the header's HEADER_BYTES bytes and of the vector, for compiled code.
+    "header_address", "vector")
+CALL_CONSTANTS: Final = (
+    # The counter of the group.
+    "counter",
+    # The number of ranks of the node, and this rank's number.
+    "ranks", "rank",
+    # The kind (below), the length of the vector, and the number of bytes of an element. The divisor
+    # of a result is 1 except for a mean.
+    "kind", "length", "itemsize", "divisor",
+    # Number of checks of the flags while the rank keeps its core, then of those between which it
+    # gives the core away, and the number for POLL.
+    "spins", "yields", "polls",
+    # This rank's note, see collectives.shared.allreduce: the vector's window (0 if there is no
+    # note), and the offset there. Then the number of barriers at which the rank arrives when its
+    # vector is in its slot.
+    "window", "offset", "barriers",
+    # The first and the last phase; 1 if the call is a complete operation, 0 if it is a part of one.
+    "first", "last", "is_operation",
+    # In elements: the ranges to write and to reduce.
+    "write_start", "write_length", "reduce_start", "reduce_length",
+    # In elements: the length of a slice of a piece (PIECES) or of a piece (ROWS), and the length of
+    # half a slot.
+    "width", "half")
+# Arrays with a number for each rank of the node.
+CALL_ARRAYS: Final = (
+    # The address of its segment of node memory, and of a vector to reduce, for compiled code.
+    "segments", "vectors",
+    # For WINDOWS, the known position of its vector (its note).
+    "windows", "offsets",
+    # A range of this rank's vector, which is read from the other rank's slot or, for ROWS, written
+    # for the other rank.
+    "starts", "lengths")
 
 # Note of a vector that is in no window.
 NOWHERE: Final = (-1, 0)
@@ -132,6 +138,21 @@ BEGIN, PUBLISH, RESUME, POLL, HELD = range(5)
 DONE, LATE, GATED, DISAGREE, FALLBACK = range(5)
 
 
-def call_words(ranks: int) -> int:
-    """Return the number of words of a call."""
-    return CALL_BASES + 4 * ranks
+def fields(variables: Sequence[str], constants: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return the `_fields_` of a ctypes structure: variables by name, and an array of constants."""
+    return [*((name, ctypes.c_int64) for name in variables),
+            ("constants", ctypes.c_int64 * len(constants))]
+
+
+class Counter(ctypes.Structure):
+    """The memory of a counter, with the names of COUNTER_WORDS and COUNTER_ARRAYS."""
+
+    _fields_ = fields(COUNTER_WORDS, COUNTER_ARRAYS)
+    __slots__ = *COUNTER_ARRAYS, "__weakref__"
+    # Otherwise, structures are not hashable.
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        arrays = [array("q", bytes(8 * words)) for words in (AREAS, RING * ENTRY_WORDS)]
+        self.headers, self.ring = [memoryview(words) for words in arrays]
+        self.constants[:] = [words.buffer_info()[0] for words in arrays]

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from ..memory.arrays import data_address
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_HEADERS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
-    HEADER_WORD, LANE_WORDS, LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
+    AREAS, AREA_WORDS, COUNT_BITS, Counter, DIGEST_WORD, ENDED, FORM_WORD, HEADER_WORD, LANE_WORDS,
+    LATE, NOTE_WORD, NOTE_WORDS, POLL, PUBLISH, SLOT_BYTES, SLOT_WORD)
 from .waiting import Patience
 
 # x86 reorders neither stores with stores nor loads with loads; ARM and POWER reorder both.
@@ -32,17 +33,18 @@ class NodeMemory:
     Args:
         segments: Memory of each rank of the node: NODE_MEMORY_BYTES bytes, zero at first.
         ranks: Their ranks in the communicator, for messages.
-        counter: Words of the group's counter; this class writes those of COUNTER_HEADERS.
+        counter: The group's counter; this class writes its `headers`.
     """
 
     def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
-                 counter: "array[int]", patience: Patience = Patience()) -> None:
+                 counter: Counter, patience: Patience = Patience()) -> None:
         self.segments = segments
         self.rank = rank
         self.ranks = ranks
         self.counter = counter
         self.patience = patience
         self.words = [segment.data.cast("q") for segment in segments]
+        self.addresses = array("q", [data_address(segment) for segment in segments])
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
@@ -150,9 +152,9 @@ class SharedNode:
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
-            yield (self.arrival(call[CALL_COUNT]),)
+            yield (self.arrival(call.count),)
             status = call.run(POLL, x)
-        self.count = call[CALL_COUNT]
+        self.count = call.count
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return the up to 8 numbers that each rank of the node has passed, per rank."""
@@ -200,9 +202,9 @@ class SharedNode:
         words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
         # If a program repeats the same calls, the header is already in place.
         area = self._sequence % AREAS
-        counter, written = memory.counter, COUNTER_HEADERS + area
-        if counter[written] or memory.written[area] is not self._header:
-            counter[written], memory.written[area] = 0, self._header
+        headers = memory.counter.headers
+        if headers[area] or memory.written[area] is not self._header:
+            headers[area], memory.written[area] = 0, self._header
             memory.write_header(self._area, self._header)
 
 

@@ -2,8 +2,9 @@
 
 The protocol is written once. `protocol` is given a dialect: functions that load, store, copy and
 reduce. One dialect uses Python and NumPy (`node_call`), the other one uses numba's intrinsics
-(`compiled`). Tests run the Python dialect on simulated memory that acts as an adversary. A call is
-an array of words (see `layout`), so that one dialect can continue where the other one has stopped.
+(`compiled`). Tests run the Python dialect on simulated memory that acts as an adversary. Both
+dialects use the same words of a call (see `layout`), so that one can continue where the other one
+has stopped.
 
 Operation s uses area `s % AREAS` of every rank's segment, once every rank's flag there is at least
 `(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then the operation runs in phases. In each phase, a rank
@@ -43,15 +44,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .layout import (
-    AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
-    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_IS_OPERATION, CALL_KIND,
-    CALL_LAST, CALL_LENGTH, CALL_NOTE, CALL_PHASE, CALL_POLLS, CALL_RANK, CALL_RANKS,
-    CALL_REDUCE_LENGTH, CALL_REDUCE_START, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WIDTH,
-    CALL_WRITE_LENGTH, CALL_WRITE_START, CALL_YIELDS, COUNTER_GATE, COUNTER_HEADERS,
-    COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
-    FALLBACK, FORM_WORD, GATED, HELD, IDLE, IN_SLOT, LATE, NOTE_WORD, NOTE_WORDS, PIECES, POLL,
-    PUBLISH, READS, RESUME, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
-    ROWS, SLOTS, WAITING, WINDOWS, WRITING)
+    AREAS, AREA_WORDS, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, ENTRY_WORDS, FALLBACK,
+    FORM_WORD, GATED, HELD, IDLE, IN_SLOT, LATE, NOTE_WORD, NOTE_WORDS, PIECES, POLL, PUBLISH,
+    READS, RESUME, RING, ROWS, SLOTS, WAITING, WINDOWS, WRITING)
 
 # Maximum number of phases per run; they take a few milliseconds.
 _MAX_PHASES = 32
@@ -66,18 +61,18 @@ _IN_SLOT, _ = IN_SLOT
 def protocol(d: Any) -> Callable[..., Any]:
     """Return `run(call, mode, vector)`, which runs a call as far as possible; see layout.
 
-    The protocol is written in the dialect `d`. The argument `call` of its functions is the words of
-    a call, in any form. Offsets within areas are in words. Offsets within slots and vectors are in
-    elements.
+    The protocol is written in the dialect `d`. The argument `call` of its functions has the names
+    of layout as attributes. Offsets within areas are in words. Offsets within slots and vectors are
+    in elements.
 
     Attributes:
         form: Number that is written with a digest, see layout.FORM_WORD.
         inlined: Decorator of each function of the protocol.
-        counter: Function of a call that returns the words of its counter.
+        counter: Function of a call that returns its counter, with the names of layout.
         bind: Function of a call and a vector that makes the call use the vector.
         load: Function of a rank's segment and a word's offset that returns the word.
-        all_arrived: Function of a call, a flag's offset and a value. It returns whether all ranks'
-            flags have reached the value. Then all earlier stores of these ranks are visible.
+        all_arrived: Function of a call and a value that returns whether all ranks' flags have
+            reached the value. Then all earlier stores of these ranks are visible.
         store: Function of a segment, an offset and a value that sets a word.
         publish: Function like `store`. A rank that loads the word then sees all earlier stores.
         write_header: Function that copies the call's header to this rank's segment.
@@ -89,7 +84,7 @@ def protocol(d: Any) -> Callable[..., Any]:
             vector. For WINDOWS, it reduces n elements of all vectors into all vectors. For PIECES
             and ROWS, it reduces the other ranks' slots and this rank's vector into all of them.
         relax, give_way: Functions to call between two checks, to keep the core or to give it away.
-        now: Function of a clock that returns the time in ns.
+        now: Function that returns the time of CLOCK_MONOTONIC in ns.
         count: Function of a call and ns that counts a fast call, and returns the previous count.
     """
     counter_of, all_arrived, begin, wait, run_phases = (
@@ -98,16 +93,16 @@ def protocol(d: Any) -> Callable[..., Any]:
     def run(call, mode, vector):  # type: ignore[no-untyped-def]
         counter = counter_of(call)
         # Only a complete operation must be begun here; a part was begun by `join`.
-        if call[CALL_IS_OPERATION] != 0 and mode != RESUME and mode != POLL:
+        if call.is_operation != 0 and mode != RESUME and mode != POLL:
             if not begin(call, counter, mode, vector):
                 return GATED
             mode = mode & 3
-        if call[CALL_STAGE] == BEGUN:
-            ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
-            if call[CALL_SEQUENCE] >= AREAS and not all_arrived(
-                    call, call[CALL_AREA], ended) and not wait(call, ended, mode):
+        if call.stage == BEGUN:
+            sequence = call.sequence
+            ended = ((sequence + 1) << COUNT_BITS) - _AHEAD
+            if sequence >= AREAS and not all_arrived(call, ended) and not wait(call, ended, mode):
                 return LATE
-            call[CALL_STAGE] = WRITING
+            call.stage = WRITING
         return run_phases(call, counter, mode)
 
     return run
@@ -121,30 +116,31 @@ def _phases(d: Any) -> Any:
 
     @d.inlined
     def run_phases(call, counter, mode):  # type: ignore[no-untyped-def]
+        j, stage = call.phase, call.stage
         for _ in range(_MAX_PHASES):
-            j = call[CALL_PHASE]
-            if call[CALL_STAGE] == WRITING:
-                if j <= call[CALL_LAST]:
+            if stage == WRITING:
+                if j <= call.last:
                     write(call, j)
                 if j > 0:
                     reduce(call, j)
-                if j > call[CALL_LAST]:
+                if j > call.last:
                     leave(call, counter)
                     return DONE
                 arrive(call, counter, j)
-                call[CALL_STAGE] = WAITING
+                call.stage = WAITING
                 if mode == PUBLISH:
                     return DONE
-            count = call[CALL_COUNT]
-            if not all_arrived(call, call[CALL_AREA], count) and not wait(call, count, mode):
+            count = call.count
+            if not all_arrived(call, count) and not wait(call, count, mode):
                 return LATE
-            if j == 0 and call[CALL_IS_OPERATION] != 0:
+            if j == 0 and call.is_operation != 0:
                 status = agreement(call)
                 if status != DONE:
                     return status
             read(call, j)
-            call[CALL_PHASE] = j + 1
-            call[CALL_STAGE] = WRITING
+            j += 1
+            call.phase = j
+            call.stage = stage = WRITING
         return LATE
 
     return run_phases
@@ -156,18 +152,17 @@ def _beginning(d: Any) -> Any:
 
     @d.inlined
     def begin(call, counter, mode, vector):  # type: ignore[no-untyped-def]
-        if call[CALL_STAGE] != IDLE or counter[COUNTER_GATE] != 0 or (
-                mode < HELD and counter[COUNTER_HELD] != 0):
+        if call.stage != IDLE or counter.gate != 0 or (mode < HELD and counter.held != 0):
             return False
         # Set this first, so that a signal handler can see that the call has begun.
-        call[CALL_STAGE] = BEGUN
-        call[CALL_BEGAN] = now(call[CALL_CLOCK])
-        sequence = counter[COUNTER_SEQUENCE]
-        call[CALL_SEQUENCE] = sequence
-        counter[COUNTER_SEQUENCE] = sequence + 1
-        call[CALL_AREA] = sequence % AREAS * AREA_WORDS
-        call[CALL_COUNT] = (sequence + 1) << COUNT_BITS
-        call[CALL_PHASE] = call[CALL_FIRST]
+        call.stage = BEGUN
+        call.began = now()
+        sequence = counter.sequence
+        call.sequence = sequence
+        counter.sequence = sequence + 1
+        call.area = sequence % AREAS * AREA_WORDS
+        call.count = (sequence + 1) << COUNT_BITS
+        call.phase = call.first
         bind(call, vector)
         return True
 
@@ -180,16 +175,16 @@ def _waiting(d: Any) -> Any:
 
     @d.inlined
     def wait(call, value, mode):  # type: ignore[no-untyped-def]
-        polls, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
-        limit = call[CALL_POLLS] if mode == POLL else spins
+        polls, spins = 1, call.spins
+        limit = call.polls if mode == POLL else spins
         if mode == RESUME:
-            limit = spins + call[CALL_YIELDS]
+            limit = spins + call.yields
         while polls < limit:
             if polls < spins:
                 relax()
             else:
                 give_way()
-            if all_arrived(call, area, value):
+            if all_arrived(call, value):
                 return True
             polls += 1
         return False
@@ -203,22 +198,22 @@ def _arriving(d: Any) -> Any:
 
     @d.inlined
     def arrive(call, counter, j):  # type: ignore[no-untyped-def]
-        area, count = call[CALL_AREA], call[CALL_COUNT] + 1
-        if j == 0 and call[CALL_IS_OPERATION] != 0:
-            base = call[CALL_BASES + call[CALL_RANK]]
-            count += call[CALL_BARRIERS] - 1
-            if call[CALL_NOTE] != 0:
-                store(base, area + _NOTE, call[CALL_NOTE])
-                store(base, area + _NOTE + 1, call[CALL_NOTE + 1])
-            store(base, area + DIGEST_WORD, call[CALL_DIGEST])
+        area, count = call.area, call.count + 1
+        if j == 0 and call.is_operation != 0:
+            base = call.segments[call.rank]
+            count += call.barriers - 1
+            if call.window != 0:
+                store(base, area + _NOTE, call.window)
+                store(base, area + _NOTE + 1, call.offset)
+            store(base, area + DIGEST_WORD, call.digest)
             # If a rank writes its vector to its slot after a note, it uses NumPy.
-            store(base, area + FORM_WORD, form if call[CALL_KIND] <= SLOTS else 0)
-            written = COUNTER_HEADERS + call[CALL_SEQUENCE] % AREAS
-            if counter[written] != call[CALL_IDENTITY]:
+            store(base, area + FORM_WORD, form if call.kind <= SLOTS else 0)
+            written = call.sequence % AREAS
+            if counter.headers[written] != call.identity:
                 write_header(call)
-                counter[written] = call[CALL_IDENTITY]
-        call[CALL_COUNT] = count
-        publish(call[CALL_BASES + call[CALL_RANK]], area, count)
+                counter.headers[written] = call.identity
+        call.count = count
+        publish(call.segments[call.rank], area, count)
 
     return arrive
 
@@ -229,15 +224,14 @@ def _agreeing(d: Any) -> Any:
 
     @d.inlined
     def agreement(call):  # type: ignore[no-untyped-def]
-        fallback, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
-        for r in range(call[CALL_RANKS]):
-            base = call[CALL_BASES + r]
+        fallback, area, kind, digest = False, call.area, call.kind, call.digest
+        for r in range(call.ranks):
+            base = call.segments[r]
             if load(base, area + DIGEST_WORD) != digest:
                 return DISAGREE
             if kind == WINDOWS:
-                known = CALL_BASES + 2 * (call[CALL_RANKS] + r)
-                if load(base, area + _NOTE) != call[known] or (
-                        load(base, area + _NOTE + 1) != call[known + 1]):
+                if load(base, area + _NOTE) != call.windows[r] or (
+                        load(base, area + _NOTE + 1) != call.offsets[r]):
                     fallback = True
             elif form == 1 and kind == SLOTS and load(base, area + FORM_WORD) == 0:
                 fallback = True
@@ -256,22 +250,23 @@ def _pieces(d: Any) -> Any:
     """
     @d.inlined
     def bounds(call, j):  # type: ignore[no-untyped-def]
-        width, p = call[CALL_WIDTH], call[CALL_RANKS]
+        width, p = call.width, call.ranks
         first = (j - 1) * width * p
-        size = min(width * p, call[CALL_LENGTH] - first)
-        before = min(call[CALL_RANK] * width, size)
+        size = min(width * p, call.length - first)
+        before = min(call.rank * width, size)
         n = min(width, size - before)
-        return (j & 1) * call[CALL_HALF] + before, first + before, n, before, size - before - n
+        return (j & 1) * call.half + before, first + before, n, before, size - before - n
 
     return bounds
 
 
 def _parts(d: Any) -> Any:
-    """Return a function of j, start, n that returns the offset and length of a part's piece j."""
+    """Return a function of j and a rank that returns the offset and length of piece j."""
     @d.inlined
-    def piece(call, j, start, n):  # type: ignore[no-untyped-def]
-        done = min(j * call[CALL_WIDTH], n)
-        return start + done, min(call[CALL_WIDTH], n - done)
+    def piece(call, j, r):  # type: ignore[no-untyped-def]
+        n = call.lengths[r]
+        done = min(j * call.width, n)
+        return call.starts[r] + done, min(call.width, n - done)
 
     return piece
 
@@ -282,20 +277,19 @@ def _writing(d: Any) -> Any:
 
     @d.inlined
     def write(call, j):  # type: ignore[no-untyped-def]
-        half, p = (j & 1) * call[CALL_HALF], call[CALL_RANKS]
-        if call[CALL_KIND] == ROWS:
+        half, p = (j & 1) * call.half, call.ranks
+        if call.kind == ROWS:
             for r in range(p):
-                if r != call[CALL_RANK]:
-                    part = CALL_BASES + 2 * (p + r)
-                    start, n = piece_of(call, j, call[part], call[part + 1])
-                    copy(call, half + r * call[CALL_WIDTH], start, n)
-        elif call[CALL_KIND] == PIECES:
-            if 0 < j < call[CALL_LAST]:
+                if r != call.rank:
+                    start, n = piece_of(call, j, r)
+                    copy(call, half + r * call.width, start, n)
+        elif call.kind == PIECES:
+            if 0 < j < call.last:
                 at, start, n, before, after = bounds(call, j)
                 copy(call, at - before, start - before, before)
                 copy(call, at + n, start + n, after)
-        elif call[CALL_KIND] != WINDOWS:
-            copy(call, call[CALL_WRITE_START], call[CALL_WRITE_START], call[CALL_WRITE_LENGTH])
+        elif call.kind != WINDOWS:
+            copy(call, call.write_start, call.write_start, call.write_length)
 
     return write
 
@@ -306,24 +300,23 @@ def _reducing(d: Any) -> Any:
 
     @d.inlined
     def reduce(call, j):  # type: ignore[no-untyped-def]
-        kind, rank, p = call[CALL_KIND], call[CALL_RANK], call[CALL_RANKS]
+        kind, rank, p = call.kind, call.rank, call.ranks
         if kind == READS or kind == PIECES and j == 1 or (
-                kind != ROWS and j > 1 and j > call[CALL_LAST]):
+                kind != ROWS and j > 1 and j > call.last):
             return
-        at = start = call[CALL_REDUCE_START]
-        n = call[CALL_REDUCE_LENGTH]
+        at = start = call.reduce_start
+        n = call.reduce_length
         if kind == WINDOWS:
             # This rank's slice, see memory.arrays.slice_of.
-            at, start = 0, rank * call[CALL_LENGTH] // p
-            n = (rank + 1) * call[CALL_LENGTH] // p - start
+            at, start = 0, rank * call.length // p
+            n = (rank + 1) * call.length // p - start
         if kind == PIECES:
             at, start, n, before, after = bounds(call, j - 1)
         if kind == ROWS:
-            part = CALL_BASES + 2 * (p + rank)
-            at = (j - 1 & 1) * call[CALL_HALF] + rank * call[CALL_WIDTH]
-            start, n = piece_of(call, j - 1, call[part], call[part + 1])
+            at = (j - 1 & 1) * call.half + rank * call.width
+            start, n = piece_of(call, j - 1, rank)
         reduce_part(call, at, start, n)
-        if kind == SLOTS and p == 2 and n < call[CALL_LENGTH]:
+        if kind == SLOTS and p == 2 and n < call.length:
             # In a reduce-scatter, the other rank does not read this part of its slot.
             write_back(call, 1 - rank, at, start, n)
 
@@ -336,17 +329,17 @@ def _reading(d: Any) -> Any:
 
     @d.inlined
     def read(call, j):  # type: ignore[no-untyped-def]
-        p = call[CALL_RANKS]
-        if call[CALL_KIND] == READS:
+        p = call.ranks
+        if call.kind == READS:
             for r in range(p):
-                part = CALL_BASES + 2 * (p + r)
-                copy(call, r, call[part], call[part], call[part + 1])
+                start, n = call.starts[r], call.lengths[r]
+                copy(call, r, start, start, n)
                 if p == 2:
-                    write_back(call, r, call[part], call[part], call[part + 1])
-        elif call[CALL_KIND] == PIECES and j > 1:
+                    write_back(call, r, start, start, n)
+        elif call.kind == PIECES and j > 1:
             at, start, n, before, after = bounds(call, j - 1)
-            copy(call, call[CALL_RANK], at - before, start - before, before)
-            copy(call, call[CALL_RANK], at + n, start + n, after)
+            copy(call, call.rank, at - before, start - before, before)
+            copy(call, call.rank, at + n, start + n, after)
 
     return read
 
@@ -357,18 +350,15 @@ def _leaving(d: Any) -> Any:
 
     @d.inlined
     def leave(call, counter):  # type: ignore[no-untyped-def]
-        if call[CALL_IS_OPERATION] != 0:
-            publish(call[CALL_BASES + call[CALL_RANK]], call[CALL_AREA],
-                    (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
-        began = call[CALL_BEGAN]
+        sequence, began = call.sequence, call.began
+        if call.is_operation != 0:
+            publish(call.segments[call.rank], call.area, (sequence + 1) << COUNT_BITS | ENDED)
         if began != 0:
-            ended = now(call[CALL_CLOCK])
-            entry = COUNTER_RING + count(call, ended - began) % RING * RING_WORDS
-            counter[entry + RING_IDENTITY] = call[CALL_IDENTITY]
-            counter[entry + RING_SEQUENCE] = call[CALL_SEQUENCE]
-            counter[entry + RING_BEGAN] = began
-            counter[entry + RING_ENDED] = ended
+            ended = now()
+            entry, ring = count(call, ended - began) % RING * ENTRY_WORDS, counter.ring
+            ring[entry], ring[entry + 1] = call.identity, sequence
+            ring[entry + 2], ring[entry + 3] = began, ended
         # Set this last, because another thread may then begin the call again.
-        call[CALL_STAGE] = IDLE
+        call.stage = IDLE
 
     return leave

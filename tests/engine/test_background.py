@@ -12,7 +12,6 @@ from launching import PROGRAMS, installed, launch, until
 from mpiring.engine import background
 from mpiring.engine.background import BackgroundCompiler
 from mpiring.jit import cache
-from mpiring.transport.layout import COUNTER_SEQUENCE
 
 FAILS = "raise SystemExit('no compiler here')"
 SLEEPS = "import time; time.sleep(600)"
@@ -25,8 +24,8 @@ class Counter:
         self.operations = itertools.count(0, operations)
 
     @property
-    def words(self):
-        return {COUNTER_SEQUENCE: next(self.operations)}
+    def sequence(self):
+        return next(self.operations)
 
 
 class Calls:

@@ -17,7 +17,7 @@ import mpiring
 from mpiring.collectives.operation import Tuning
 from mpiring.memory.arrays import chunks_of
 from mpiring.transport import waiting
-from mpiring.transport.layout import CALL_KIND, CALL_LENGTH, SLOTS
+from mpiring.transport.layout import SLOTS
 
 pytestmark = pytest.mark.mpi
 
@@ -82,7 +82,7 @@ def test_contract_of_the_others(comm):
                 x.flags.writeable = rank != root or step > 0
                 assert comm.broadcast(x, root=root) is x and np.array_equal(x, full)
     if comm._group.fast_calls.memory is not None:
-        assert max(a[CALL_LENGTH] for a in node_calls(comm) if a[CALL_KIND] <= SLOTS) == longest
+        assert max(a.length for a in node_calls(comm) if a.kind <= SLOTS) == longest
 
 
 def test_the_others_on_arrays_and_roots_of_all_kinds(comm):
@@ -272,8 +272,8 @@ def test_a_look_amid_a_run_of_the_same_handle():
         comm.allreduce(x)
         x[:], before = comm.rank + 1, comm.statistics
         handle = comm.iallreduce(x)
-        operands = handle._node_call.operands
-        combined = operands.combined
+        call = handle._node_call
+        combined = call.combined
 
         def looking(out):
             if not looks:
@@ -281,7 +281,7 @@ def test_a_look_amid_a_run_of_the_same_handle():
                 looks[0] = handle.done
             combined(out)
 
-        operands.combined = looking
+        call.combined = looking
         assert handle.wait(60) is x and handle.done and looks in ([], [False])
         assert (x == comm.size * (comm.size + 1) // 2).all()
         assert (comm.statistics - before).operations == 1

@@ -8,7 +8,6 @@ import numpy as np
 
 import mpiring
 from mpiring.engine import background
-from mpiring.transport.layout import COUNTER_SEQUENCE
 
 # Calls after which a process compiles.
 ENOUGH = 2 * background._OPERATIONS
@@ -40,7 +39,7 @@ while True:
         break
     # Then, leave the processors to it. Only the test's limit ends this: on a busy machine, it may
     # get a tenth of a core.
-    calls = comm._group.sharing.counter.words[COUNTER_SEQUENCE]
+    calls = comm._group.sharing.counter.sequence
     time.sleep(0.005 if calls < ENOUGH else 0.5)
 comm.close()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()

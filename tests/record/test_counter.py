@@ -8,19 +8,16 @@ from mpiring.operations.agreement import Call
 from mpiring.record.counter import OperationCounter
 from mpiring.record.flight import Flight
 from mpiring.record.recorder import CAPACITY, Recorder
-from mpiring.transport.layout import (
-    COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING, GATE_CLOSED,
-    GATE_FORKED, RING, RING_WORDS)
+from mpiring.transport.layout import ENTRY_WORDS, GATE_CLOSED, GATE_FORKED, RING
 
 
 def note(counter, identity, sequence, began_s, ended_s):
     """Note a round, as who completes one does."""
-    words, count = counter.words, counter.words[COUNTER_CALLS]
-    entry = COUNTER_RING + count % RING * RING_WORDS
+    entry = counter.fast_calls % RING * ENTRY_WORDS
     for word, value in enumerate((identity, sequence, int(began_s * 1e9), int(ended_s * 1e9))):
-        words[entry + word] = value
-    words[COUNTER_CALLS] += 1
-    words[COUNTER_NANOSECONDS] += int(ended_s * 1e9) - int(began_s * 1e9)
+        counter.ring[entry + word] = value
+    counter.fast_calls += 1
+    counter.fast_ns += int(ended_s * 1e9) - int(began_s * 1e9)
 
 
 def test_rounds_stand_among_the_other_operations_in_the_order_of_their_calls():
@@ -66,17 +63,17 @@ def test_calls_without_end_are_forgotten_but_not_those_in_the_ring():
 
 def test_a_gate_stays_closed_and_closes_in_a_fork(monkeypatch):
     counter = OperationCounter()
-    assert not counter.words[COUNTER_GATE]
+    assert not counter.gate
     counter.close(GATE_CLOSED)
     counter.__enter__()
-    assert counter.words[COUNTER_HELD] == 1
+    assert counter.held == 1
     monkeypatch.setattr(forks, "in_fork", False)
     monkeypatch.setattr("sys.exit", None)
     monkeypatch.setattr(forks, "gates", {counter})
     forks._begin()
-    assert counter.words[COUNTER_GATE] == GATE_CLOSED | GATE_FORKED
+    assert counter.gate == GATE_CLOSED | GATE_FORKED
     # The thread that held it is not in the fork.
-    assert counter.words[COUNTER_HELD] == 0
+    assert counter.held == 0
     thread = threading.Thread(target=counter.__enter__)
     thread.start()
     thread.join(60)

@@ -26,7 +26,7 @@ from mpiring.record.flight import Flight
 from mpiring.record.recorder import CAPACITY, Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
-from mpiring.transport.layout import COUNTER_SEQUENCE, GATE_CLOSED
+from mpiring.transport.layout import GATE_CLOSED
 
 pytestmark = pytest.mark.usefixtures("own_engines")
 
@@ -248,7 +248,7 @@ def test_a_dump_has_the_open_groups_and_numbers_their_operations(tmp_path):
     recorder, counters = Recorder(), [OperationCounter() for _ in range(3)]
     for counter, group, ranks, calls in zip(
             counters, ["", "ranks 0,2", "ranks 0-1"], [range(3), [0, 2], [0, 1]], [50, 3, 9]):
-        counter.group, counter.ranks, counter.words[COUNTER_SEQUENCE] = group, ranks, calls
+        counter.group, counter.ranks, counter.sequence = group, ranks, calls
         recorder.counters.add(counter)
     counters[2].close(GATE_CLOSED)
     now = time.monotonic() - 10

@@ -12,7 +12,7 @@ from mpiring.memory.reduction import reduction
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
 from mpiring.transport.layout import (
-    AREAS, BEGIN, CALL_SEQUENCE, DISAGREE, DONE, LATE, POLL, NOWHERE, PUBLISH)
+    AREAS, BEGIN, DISAGREE, DONE, LATE, POLL, NOWHERE, PUBLISH)
 from mpiring.transport.node_call import piece_call, slot_call
 
 FLOAT32 = np.dtype(np.float32)
@@ -76,7 +76,7 @@ def test_results_are_right_whatever_is_seen_late(size, seed):
         dice = random.Random(seed + 7 * rank)
         for step, (kind, n) in enumerate(steps):
             # Nobody has more of them open than there are areas.
-            while begun and (begun[0][0][CALL_SEQUENCE] == step - AREAS or dice.random() < 0.3):
+            while begun and (begun[0][0].sequence == step - AREAS or dice.random() < 0.3):
                 yield from ended(*begun.popleft(), rank)
             before = [np.arange(n, dtype=np.float32) + 10 * step + r for r in range(size)]
             x, open_calls = before[rank].copy(), [call for call, *_ in begun]

@@ -19,7 +19,7 @@ def combined(xs, op, piece_bytes, codes):
     """Combine vectors of ranks that come late in turns; `codes` says which have the code."""
     p, dice = len(xs), random.Random(xs[0].size)
     segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(p)]
-    memories = [NodeMemory(segments, rank, range(p), OperationCounter().words)
+    memories = [NodeMemory(segments, rank, range(p), OperationCounter())
                 for rank in range(p)]
     nodes = [memory.node(0, bytes(HEADER_BYTES), 7) for memory in memories]
 

@@ -22,8 +22,8 @@ from mpiring.record.counter import OperationCounter
 from mpiring.transport import compiled
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
-    BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
-    IN_SLOT, LATE, POLL, NODE_MEMORY_BYTES, NOWHERE, FALLBACK, PUBLISH, WINDOWS)
+    BEGIN, DISAGREE, DONE, FALLBACK, GATED, IDLE, IN_SLOT, LATE, NODE_MEMORY_BYTES, NOWHERE, POLL,
+    PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
 from mpiring.transport.node_call import NodeCall, piece_call, slot_call
 
@@ -39,7 +39,7 @@ class Rank:
     def __init__(self, segments, rank, compiled):
         self.compiled = compiled
         self.counter = OperationCounter()
-        self.memory = NodeMemory(segments, rank, range(len(segments)), self.counter.words)
+        self.memory = NodeMemory(segments, rank, range(len(segments)), self.counter)
         self.rounds, self.windows = {}, Windows()
 
     def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32, **settings):
@@ -76,12 +76,12 @@ class Rank:
         if status == FALLBACK:
             yield from self.rest(a, x)
             status = DONE
-        assert status == DONE and a[CALL_STAGE] == IDLE
+        assert status == DONE and a.stage == IDLE
 
     def by_schedule(self, x, op="sum", kind="allreduce", in_place=False):
         call, a = self.round(x.size, op, kind)
         node = self.memory.node(self.counter.sequence, call.header, call.digest)
-        self.counter.words[COUNTER_SEQUENCE] += 1
+        self.counter.sequence += 1
         combine = reduction(op, x.dtype, node.size)
         yield from stepped(agreed(
             None, node, None, call, shared.allreduce(self.operation(node), x, op, combine)
@@ -104,7 +104,7 @@ class Rank:
         yield from stepped(shared.located(
             self.operation(node), node.notes(2), x, a.op, reduction(a.op, a.dtype, node.size)))
         node.leave()
-        a[CALL_STAGE] = IDLE
+        a.stage = IDLE
 
     def started(self, x):
         """It may come back late."""
@@ -228,14 +228,14 @@ def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under
     first, second = node(2)
     x, y = np.ones(3, np.float32), np.ones(3, np.float32)
     (_, a), (_, b) = first.round(3), second.round(3)
-    assert a.run(PUBLISH, x) == DONE and a[CALL_STAGE]
+    assert a.run(PUBLISH, x) == DONE and a.stage
     assert a.run(BEGIN, x) == GATED and a.run(PUBLISH, x) == GATED
     assert a.run(POLL, x) == LATE
     second.counter.close(4)
     assert b.run(BEGIN, y) == GATED and second.counter.sequence == 0
-    second.counter.words[COUNTER_GATE] = 0
+    second.counter.gate = 0
     assert b.run(BEGIN, y) == DONE
-    a[CALL_BEGAN] = 0
+    a.began = 0
     assert a.run(POLL, x) == DONE and x[0] == y[0] == 2
     # Whose record the engine keeps, the counter does not.
     assert first.counter.fast_calls == 0 and second.counter.fast_calls == 1
@@ -282,7 +282,7 @@ def test_long_parts_are_reduced_wherever_they_are(node, size):
         def program(position):
             rank, row = ranks[position], parts[position]
             node = rank.memory.node(rank.counter.sequence, call.header, call.digest)
-            rank.counter.words[COUNTER_SEQUENCE] += 1
+            rank.counter.sequence += 1
             schedule = shared.reduce_rows(node, row, reduction("sum", dtype, size), 128 << 10)
             return stepped(agreed(None, node, None, call, schedule))
 
