@@ -271,7 +271,7 @@ class NamedRequest:
         outs, (op, divisor) = self._scaled(copy=not self.in_place), combined(self.terms, comm.size)
         vectors = [buffers.numbers(out, written=True) for out in outs]
         return lambda collectives: _sequence(
-            [Adasum.combine(collectives, x, [0, x.size]) if op == ADASUM else
+            [Adasum.schedule_for(collectives, x, [0, x.size]) if op == ADASUM else
              collectives.allreduce(x, op=op) for x in vectors]), self._after(outs, divisor)
 
     def _broadcast(self, buffers: RequestBuffers, comm: Communicator, ranks: Sequence[int]) -> Any:

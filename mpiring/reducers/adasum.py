@@ -57,10 +57,11 @@ class Adasum:
         # If a tensor has become NaN, its padding is also NaN.
         bucket.clear_padding()
         sizes = [tensor.padded_size for tensor in bucket.plan.tensors]
-        yield from self.combine(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
+        yield from self.schedule_for(collectives, bucket.flat, [0, *itertools.accumulate(sizes)])
 
     @staticmethod
-    def combine(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    def schedule_for(collectives: Collectives, x: Array,
+                     bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that replaces the vector `x` by its Adasum over ranks.
 
         Recursive halving with distance doubling: after level k, a rank has 1/2^k of the combination

@@ -30,11 +30,11 @@ def pairwise(vectors):
 
 
 def on_ranks(rows, bounds=None, node_of=None):
-    """Return what `Adasum.combine` leaves on each rank, given each rank's vector."""
+    """Return what `Adasum.schedule_for` leaves on each rank, given each rank's vector."""
     vectors = [row.copy() for row in rows]
     bounds = [0, vectors[0].size] if bounds is None else bounds
     run(node_of or range(len(rows)),
-        lambda collectives: Adasum.combine(collectives, vectors[collectives.rank], bounds))
+        lambda collectives: Adasum.schedule_for(collectives, vectors[collectives.rank], bounds))
     assert all(x.tobytes() == vectors[0].tobytes() for x in vectors)
     return vectors[0]
 
