@@ -23,7 +23,7 @@ from .handle import Handle
 
 REDUCING = "allreduce", "reduce_scatter"
 # Maximum number of positions in windows of the vectors of equal calls that are kept.
-_MAX_POSITIONS = 256
+_MAX_POSITIONS = 64
 # Maximum number of equal calls that are started at a time.
 _MAX_STARTED = AREAS - 1
 # Number of barriers at which a rank with its vector in its slot arrives at once, if other ranks
@@ -196,17 +196,20 @@ class Prepared:
         if not self._can_be_fast or self._is_ready:
             return
         pattern = cast(Pattern, self.pattern)
-        self._is_ready = True
+        self._is_ready, code = True, self._code
         collectives, x = self._adjust(self._group.collectives()), _like(pattern)
         by_slices = pattern.kind == "allreduce" and (
             collectives.algorithm_of(x, pattern.op).name == BY_SLICES)
         if collectives.is_eager(pattern.kind, x, pattern.op):
             self.node_call, self._can_start = self._slot_call(), True
         else:
-            self._by_slices = by_slices and self._code is not None
+            self._by_slices = by_slices and code is not None
             self._can_start = by_slices and collectives.fits_slots(x)
         if pattern.op:
             self._group.engine.compiler.want(self._fast_calls, pattern.op, dtype_name(x.dtype))
+        if self._code is not code:
+            # Another thread has loaded code after this method looked for it.
+            self.forget()
 
     @property
     def _code(self) -> Any:
@@ -280,7 +283,8 @@ class Prepared:
     def _rename(self, node_call: NodeCall, call: Call) -> None:
         """Let ranks compare another call from now on."""
         algorithm = "" if not node_call.op else BY_SLICES if node_call.by_slices else BY_SLOTS
-        node_call.rename(call, self._group.sharing.counter.identity_of(call, algorithm))
+        identity = self._group.sharing.counter.identity_of(call, algorithm, once=True)
+        node_call.rename(call, identity)
 
 
 def _like(pattern: Pattern) -> Any:

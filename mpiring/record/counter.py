@@ -1,6 +1,7 @@
 """Operation counter of a group, in memory that compiled code can update."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ..launch import forks
@@ -33,6 +34,8 @@ class OperationCounter(Counter):
         self.ranks: Sequence[int] = ()
         self._lock = threading.RLock()
         self._calls: dict[int, tuple[Call, str]] = {}
+        # Numbers of the latest calls that are made once.
+        self._once = deque([0] * (2 * RING), 2 * RING)
         self._identity = 0
         forks.gates.add(self)
 
@@ -68,9 +71,16 @@ class OperationCounter(Counter):
         self.held = 0
         self.close(GATE_FORKED)
 
-    def identity_of(self, call: Call, algorithm: str) -> int:
-        """Return a new number by which fast calls of an algorithm are recorded."""
+    def identity_of(self, call: Call, algorithm: str, *, once: bool = False) -> int:
+        """Return a new number by which fast calls of an algorithm are recorded.
+
+        If `once`, there will be only one of them.
+        """
         with self:
+            if once:
+                # The ring holds no older ones.
+                self._calls.pop(self._once[0], None)
+                self._once.append(self._identity + 1)
             if len(self._calls) >= _MAX_CALLS:
                 recorded = {identity for identity, *_ in self._ring_entries()}
                 recorded.update(range(self._identity - _MAX_CALLS // 2, self._identity + 1))

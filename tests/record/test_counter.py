@@ -48,6 +48,17 @@ def test_the_last_rounds_are_known_and_the_first_forgotten():
     assert len(recorder.lines()) == CAPACITY
 
 
+def test_calls_that_are_made_once_do_not_displace_others():
+    counter = OperationCounter()
+    lasting = counter.identity_of(Call("lasting"), "eager")
+    for number in range(10 * RING):
+        note(counter, counter.identity_of(Call(f"call {number}"), "eager", once=True), number, 1, 2)
+    note(counter, lasting, 10 * RING, 2, 3)
+    assert [str(flight.call) for flight in counter.flights()] == [
+        *(f"call {number}" for number in range(9 * RING + 1, 10 * RING)), "lasting"]
+    assert len(counter._calls) <= 2 * RING + 1
+
+
 def test_calls_without_end_are_forgotten_but_not_those_in_the_ring():
     counter = OperationCounter()
     first = counter.identity_of(Call("first"), "eager")
