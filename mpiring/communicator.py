@@ -18,7 +18,6 @@ from .engine.handle import Handle
 from .engine.messages import Messages
 from .engine.persistent import Persistent
 from .engine.prepared import REDUCING, Pattern, Prepared
-from .engine.tuning import Tunable
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
@@ -438,7 +437,7 @@ class Communicator(OfRank):
         return self._group.tune(fresh=fresh)
 
     @property
-    def tunable(self) -> Tunable:
+    def tunable(self) -> Group:
         """The settings of these ranks' operations that a DataParallel tunes."""
         return self._group
 

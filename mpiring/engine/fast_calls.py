@@ -8,60 +8,25 @@ in the counter, unless the engine runs it.
 import functools
 import time
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..collectives import shared
-from ..config import Config
 from ..memory.arrays import Array
-from ..operations.agreement import Call, refuse_others
-from ..operations.collectives import Build, Collectives
-from ..operations.on_device import GpuOperations
-from ..operations.windows import Windows
+from ..operations.agreement import refuse_others
 from ..record.flight import Flight
-from ..transport.base import Node, Schedule, T, Task
+from ..transport.base import Schedule, T, Task
 from ..transport.layout import (
     BEGIN, DISAGREE, DONE, FALLBACK, GATED, GATE_STARTED, HELD, IDLE, LATE, POLL, PUBLISH, RESUME)
 from ..transport.node_call import NodeCall
 from ..transport.node_memory import NodeMemory
-from .engine import Engine
-from .handle import Action, Handle, Lane
-from .opening import Sharing
+from .handle import Action, Handle
 
+if TYPE_CHECKING:
+    from .group import Group
 
 # Allreduce algorithms with results bitwise identical to those of node calls, see
 # collectives.shared. Each rank combines all vectors, or one slice of them.
 BY_SLOTS, BY_SLICES = "eager", "shared"
-
-
-class CallingGroup(Protocol):
-    """The part of a group that fast calls need; see group.Group."""
-
-    config: Config
-    sharing: Sharing
-    engine: Engine
-    lane: Lane
-
-    gpus: GpuOperations
-    windows: Windows
-    fast_calls: "FastCalls"
-
-    def submit(self, call: Call, build: Build[T]) -> Handle[T]:
-        """Begin an operation in the background; see group.Group."""
-
-    def run(self, call: Call, build: Build[T], *, costs: list[Flight] | None = None) -> T:
-        """Run an operation, and return its result; see group.Group."""
-
-    def tune_before(self, call: Call, *, waits: bool) -> None:
-        """Tune before an allreduce, if it is one of the first."""
-
-    def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
-        """Return the schedules of an operation."""
-
-    def adopt(self, handle: Handle[Any]) -> None:
-        """Advance and watch an operation that was begun without the engine."""
-
-    def check_open(self) -> None:
-        """Raise ClosedError unless the group is open, and MPI is running in this process."""
 
 
 class FastCalls:
@@ -75,7 +40,7 @@ class FastCalls:
         prepared: Objects that make node calls; see `forget`.
     """
 
-    def __init__(self, group: CallingGroup, memory: NodeMemory | None) -> None:
+    def __init__(self, group: "Group", memory: NodeMemory | None) -> None:
         self.group, self.memory = group, memory
         self.started: list[FastHandle[Any]] = []
         self.prepared: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -271,7 +236,7 @@ class FastHandle(Handle[T]):
         super().when_done(action)
 
 
-def _finish(group: CallingGroup, call: NodeCall, x: Any, result: T) -> Schedule[T]:
+def _finish(group: "Group", call: NodeCall, x: Any, result: T) -> Schedule[T]:
     request = _Remainder(call, x)
     yield (request,)
     if request.status == DISAGREE:

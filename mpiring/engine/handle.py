@@ -5,13 +5,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic
 
 from ..launch.forks import OfRank
 from ..record.flight import Flight
 from ..transport import waiting
 from ..transport.base import T, Task
 from .questions import Watch
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 # Function to call with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
@@ -107,24 +110,6 @@ class Handle(OfRank, Generic[T]):
         self.task.step()
 
 
-class Driver(Protocol):
-    """Interface of the object that advances operations, in the background if it is `threaded`."""
-
-    threaded: bool
-
-    def advance(self) -> None:
-        """Make progress once, in all operations."""
-
-    def raise_failure(self) -> None:
-        """Raise the first error of any operation, if there is one."""
-
-    def wait(self, handle: Handle[Any], timeout_s: float | None = None, /) -> None:
-        """Return when `handle` is complete, or raise StallError after `timeout_s`."""
-
-    def call(self, handle: Handle[Any], action: Action, /) -> None:
-        """Call an action when `handle` is complete."""
-
-
 @dataclass(eq=False)
 class Lane:
     """One communicator's operations: a few are in flight in the background, the rest queue.
@@ -150,7 +135,7 @@ class Lane:
         paused_until_s: End of a pause, in `time.monotonic`; see `pause`.
     """
 
-    engine: Driver
+    engine: "Engine"
     watch: Watch
     max_in_flight: float
     queue: deque[Handle[Any]] = field(default_factory=deque)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from ..transport.base import Schedule, T
 from ..transport.layout import AREAS, BEGIN, DONE, GATED, IN_SLOT, NOWHERE, WINDOWS
 from ..transport.node_call import NodeCall, piece_call, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
-from .fast_calls import BY_SLICES, BY_SLOTS, CallingGroup
+from .fast_calls import BY_SLICES, BY_SLOTS
 from .handle import Handle
+
+if TYPE_CHECKING:
+    from .group import Group
 
 REDUCING = "allreduce", "reduce_scatter"
 # Maximum number of positions in windows of the vectors of equal calls that are kept.
@@ -85,7 +88,7 @@ class Prepared:
             Call `forget` after a change.
     """
 
-    def __init__(self, group: CallingGroup, call: Call, pattern: Pattern | None = None,
+    def __init__(self, group: "Group", call: Call, pattern: Pattern | None = None,
                  build: Callable[[Any], Build[Any]] | None = None, *,
                  can_be_fast: bool = True) -> None:
         self._group, self.call, self.pattern = group, call, pattern

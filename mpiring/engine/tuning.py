@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,19 +33,6 @@ _TOLERANCE = 2.0
 # Function of a text for reports and a function that builds a schedule; it runs the schedule, and
 # returns the result.
 Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
-
-
-class Tunable(Protocol):
-    """A group whose speed is tuned by its user; `operations_in_flight` may change at any time."""
-
-    operations_in_flight: int
-
-    @property
-    def cluster(self) -> str:
-        """Description of the cluster's properties that determine the speed of operations."""
-
-    def algorithm_for(self, nbytes: int, dtype: "np.dtype[Any]", requested: str, gpu: str) -> str:
-        """Return the algorithm for a mean of vectors, given the one `requested`; see Case."""
 
 
 class Tuner:
