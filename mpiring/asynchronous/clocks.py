@@ -1,11 +1,11 @@
 """The two sides of a parameter server: the owner of a slice, and the workers that use the slice."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from ..provisional import Array, Channel, Schedule, transport
+from .store import SliceStore
 
 # Kinds of notes, which workers send together with their clocks. The second is a push without a
 # gradient.
@@ -14,20 +14,6 @@ PUSH, VOID, PULL, FINISH = range(4)
 NOTES, GRADIENTS, WEIGHTS = range(3)
 # The vectors of a model, by owner.
 SlicesByOwner = Sequence[Sequence[Array]]
-
-
-class Store(Protocol):
-    """The weights of a slice, and the rule that updates them."""
-
-    @property
-    def weights(self) -> Sequence[Array]:
-        """The vectors of the slice; updated in place."""
-
-    def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
-        """Update the weights once, with the mean of some workers' gradients, in rank order.
-
-        Each gradient is shaped like the weights; `rate` is a factor of the learning rate.
-        """
 
 
 class Condition:
@@ -56,7 +42,8 @@ class SliceOwner:
     `clocks` counts the applied pushes of each worker. `updates` counts the updates of the slice.
     """
 
-    def __init__(self, size: int, staleness: int | None, store: Store, *, damped: bool) -> None:
+    def __init__(self, size: int, staleness: int | None, store: SliceStore, *,
+                 damped: bool) -> None:
         self.store = store
         self.clocks, self.finished = [0] * size, [False] * size
         self.updates = self.bytes_sent = 0

@@ -45,7 +45,10 @@ class SliceStore:
         self._method.steps = 0
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
-        """Update the weights once, with the mean of some gradients; see Store."""
+        """Update the weights once, with the mean of some workers' gradients, in rank order.
+
+        Each gradient is shaped like the weights; `rate` is a factor of the learning rate.
+        """
         for mean, *sources in zip(self._gradients, *gradients):
             memory.Reduction("mean", mean.dtype, len(sources)).combine(sources, mean)
         current = self._method.current

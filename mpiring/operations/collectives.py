@@ -17,7 +17,7 @@ from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
 from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
-from .resources import OperationChannel, Resources
+from .resources import Resources
 from .windows import mapped_once
 
 # Function that returns the schedule of an operation.
@@ -53,15 +53,15 @@ class Collectives:
         self.windows, self.tuning = resources.windows, resources.tuning
         self.preferred, self.algorithm = resources.algorithm, ""
         self.sent = [0]
-        self._net: OperationChannel | None = None
+        self._net: Channel | None = None
         self._window_count = 0
 
     @property
     def net(self) -> Channel:
         """The channel of the operation."""
         if self._net is None:
-            self._net = self.resources.transport.channel(self.sequence)
-            self._net.sent = self.sent
+            self._net = channel = self.resources.transport.channel(self.sequence)
+            channel.sent = self.sent
         return self._net
 
     @property

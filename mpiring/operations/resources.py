@@ -3,35 +3,17 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..collectives import native
 from ..collectives.operation import Tuning
-from ..memory.arrays import Array
 from ..memory.scratch import Scratch
-from ..transport.base import Channel, Request
+from ..transport.base import Channel
 from .model import Model
 from .windows import Windows
 
-
-class OperationChannel(Channel, Protocol):
-    """The channel of an operation, which counts the bytes sent on all of its lanes."""
-
-    sent: list[int]
-
-
-class Transport(Protocol):
-    """The part of the MPI transport that operations need."""
-
-    rank: int
-    size: int
-    bytes_sent: int
-
-    def channel(self, sequence: int) -> OperationChannel:
-        """Return the channel of operation number `sequence`."""
-
-    def iallreduce(self, x: Array, op: str) -> Request:
-        """Start MPI_Iallreduce of `x`, in place."""
+if TYPE_CHECKING:
+    from ..transport.mpi import MpiTransport
 
 
 @dataclass(frozen=True)
@@ -48,7 +30,7 @@ class Resources:
         chosen: Cache of the algorithms, or their halves, chosen for earlier calls with this model.
     """
 
-    transport: Transport
+    transport: "MpiTransport"
     turns: native.Turns
     scratch: Scratch
     windows: Windows
@@ -72,10 +54,10 @@ class _Channel:
 
     def __init__(self, net: Channel) -> None:
         self.rank, self.size = net.rank, net.size
-        self._net: Any = net
+        self._net = net
 
-    def channel(self, sequence: int) -> OperationChannel:
-        return self._net  # type: ignore[no-any-return]
+    def channel(self, sequence: int) -> Channel:
+        return self._net
 
 
 def alone(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows | None = None, *,
@@ -84,5 +66,5 @@ def alone(net: Channel, nodes: Sequence[Sequence[int]], windows: Windows | None 
 
     By default, the order is that of the ranks. The `settings` are `algorithm` and `tuning`.
     """
-    return Resources(cast(Transport, _Channel(net)), native.Turns(), Scratch(keep=2),
+    return Resources(cast("MpiTransport", _Channel(net)), native.Turns(), Scratch(keep=2),
                      windows or Windows(), order or range(net.size), nodes, **settings)

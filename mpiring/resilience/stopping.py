@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from ..engine.handle import Handle
 from ..errors import ConfigError
 from ..launch.environment import job_end
 from ..world import or_world
+from .checkpoint import Checkpoints
 from .children import Shield
+from .train_state import TrainState
 
 _log = logging.getLogger("mpiring")
 
@@ -36,12 +38,6 @@ _UNKNOWN_SHARE, _UNKNOWN_S, _MIN_S = 0.05, 60.0, 0.5
 _DUPLICATE_S = 1.0
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-class _Saves(Protocol):
-    """Checkpoints or TrainState: only the duration of the last `save` is used."""
-
-    save_s: float
 
 
 class Stopping:
@@ -85,7 +81,7 @@ class Stopping:
     """
 
     def __init__(self, comm: Communicator | None = None, *, time_limit_s: float | None = None,
-                 checkpoints: _Saves | None = None, margin_s: float | None = None,
+                 checkpoints: Checkpoints | TrainState | None = None, margin_s: float | None = None,
                  signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         comm = or_world(comm)
         for name, value in (("time_limit_s", time_limit_s), ("margin_s", margin_s)):
