@@ -23,13 +23,13 @@ from ..operations.model import Model
 from ..operations.on_device import GpuOperations
 from ..operations.collectives import Build, Collectives
 from ..operations.resources import Resources
-from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..record.trace_file import TraceFile
 from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED
+from ..transport.windows import Windows
 from .engine import Engine, has_communicated
 from .fast_calls import FastCalls
 from .handle import Handle

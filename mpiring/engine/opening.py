@@ -18,7 +18,6 @@ from ..launch.topology import (
     Topology, compact, neighbors, node_order, ranks_of_nodes, topology)
 from ..memory.digest import digest
 from ..operations.algorithms import named
-from ..operations.windows import mapped
 from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
@@ -26,6 +25,7 @@ from ..transport import waiting
 from ..transport.base import Task
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
+from ..transport.windows import mapped
 from .background import may_compile
 from .engine import Engine, advance_inline, ender, report_all, report_all_peers
 from .stalls import print_at_once

@@ -3,4 +3,3 @@
 from .algorithms import NAMES, Case, candidates, choose, named
 from .model import Curve, Model
 from .resources import alone
-from .windows import Windows

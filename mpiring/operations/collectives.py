@@ -16,9 +16,9 @@ from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Schedule, T
 from ..transport.node_memory import Alone
+from ..transport.windows import mapped_once
 from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
 from .resources import Resources
-from .windows import mapped_once
 
 # Function that returns the schedule of an operation.
 Build = Callable[["Collectives"], Schedule[T]]

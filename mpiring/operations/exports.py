@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from ..gpu.device import Device, DeviceVector
 from ..transport.base import Node, Schedule
-from .windows import Windows
+from ..transport.windows import Windows
 
 # Number of windows that can be closed at a time: a barrier carries this many numbers.
 _MAX_CLOSED = 8

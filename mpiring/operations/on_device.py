@@ -23,10 +23,10 @@ from ..memory.reduction import Combine, Reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
 from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
+from ..transport.windows import Windows, mapped
 from .agreement import Call
 from .exports import Exports
 from .collectives import Build, Collectives, nothing, returning
-from .windows import Windows, mapped
 
 # Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
 # the last copy. A turn is the part of a slot that its rank fills at a time.

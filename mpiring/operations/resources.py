@@ -9,8 +9,8 @@ from ..collectives import native
 from ..collectives.operation import Tuning
 from ..memory.scratch import Scratch
 from ..transport.base import Channel
+from ..transport.windows import Windows
 from .model import Model
-from .windows import Windows
 
 if TYPE_CHECKING:
     from ..transport.mpi import MpiTransport

@@ -103,9 +103,9 @@ MUTANTS = [
            "tests/mpi/test_different_calls.py", 2),
     Mutant("operations/agreement.py", "({zlib.crc32(header):08x})", "(…)", AGREEMENT),
     # Windows and arrays.
-    Mutant("operations/windows.py", "segment[offset:offset + x.nbytes]", "segment[:x.nbytes]",
+    Mutant("transport/windows.py", "segment[offset:offset + x.nbytes]", "segment[:x.nbytes]",
            WINDOWS, 2),
-    Mutant("operations/windows.py", "if position[0] != number or number < 0:",
+    Mutant("transport/windows.py", "if position[0] != number or number < 0:",
            "if number < 0:", WINDOWS, 2),
     Mutant("memory/arrays.py", "if writeable and not flags.writeable:", "if False:", ARRAYS),
     # Buckets.

@@ -194,7 +194,7 @@ def test_without_memory(comm, monkeypatch):
 
     model = wrapped(comm, make=OddWithBuffers)
     with monkeypatch.context() as full:
-        full.setattr("mpiring.operations.windows.window.create", no_memory)
+        full.setattr("mpiring.transport.windows.window.create", no_memory)
         if comm.local_size > 1 and comm.config.shared_memory:
             with pytest.raises(ConfigError, match="cannot allocate .* that its node shares"):
                 Sharded(torch.optim.AdamW, model, lr=0.01, weights="node")

@@ -17,7 +17,6 @@ from mpiring.jit import cache
 from mpiring.memory.arrays import dtype_name
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
-from mpiring.operations.windows import Windows
 from mpiring.record.counter import OperationCounter
 from mpiring.transport import compiled
 from mpiring.transport.base import Task
@@ -26,6 +25,7 @@ from mpiring.transport.layout import (
     PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
 from mpiring.transport.node_call import NodeCall, piece_call, slot_call
+from mpiring.transport.windows import Windows
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"

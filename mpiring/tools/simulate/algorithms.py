@@ -40,7 +40,7 @@ class SimulatedTime(NamedTuple):
         return 100 * limit_s / self.seconds if self.seconds else math.nan
 
 
-class _Windows(operations.Windows):
+class _Windows(transport.Windows):
     """Windows that contain the vectors of all ranks."""
 
     def position_of(self, x: Array) -> tuple[int, int]:

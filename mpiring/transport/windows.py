@@ -14,8 +14,8 @@ from numpy.typing import DTypeLike
 from ..gpu.device import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
-from ..transport.base import Node, Schedule, T
-from ..transport.layout import NOWHERE
+from .base import Node, Schedule, T
+from .layout import NOWHERE
 
 _log = logging.getLogger("mpiring")
 
