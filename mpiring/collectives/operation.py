@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from ..memory.arrays import Array
 from ..memory.reduction import Combine
 from ..transport.base import Channel, Node, Schedule
+from ..transport.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,6 @@ class Tuning:
     native_below_bytes: int = 256 << 10
 
 
-class WindowFinder(Protocol):
-    """Finds arrays in node-shared memory."""
-
-    def position_of(self, x: Array) -> tuple[int, int]:
-        """Return the number of the window that holds `x`, and the byte offset; or NOWHERE."""
-
-    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
-        """Return the vector of each rank of the node; None unless all are in one window."""
-
-    def slices(
-        self, node: Node, positions: Sequence[tuple[int, ...]], x: Array,
-    ) -> Sequence[Array] | None:
-        """Return slice `node.rank` of the vector of each rank, under the same condition."""
-
-
 class Operation(Protocol):
     """One operation of a communicator, as its algorithm sees it. Every rank has a `node`."""
 
@@ -124,8 +110,8 @@ class Operation(Protocol):
         """The communicator's ranks in the order of `ring`, node after node."""
 
     @property
-    def windows(self) -> WindowFinder:
-        """The finder of vectors in node-shared memory."""
+    def windows(self) -> Windows:
+        """The arrays in node-shared memory."""
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:

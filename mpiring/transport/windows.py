@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -16,6 +16,9 @@ from ..memory import window
 from ..memory.arrays import Array, slice_of
 from .base import Node, Schedule, T
 from .layout import NOWHERE
+
+if TYPE_CHECKING:
+    from .mpi import MpiNode
 
 _log = logging.getLogger("mpiring")
 
@@ -30,18 +33,7 @@ def _log_problem(rank: int, problem: str) -> None:
                  "collectives must copy", rank, problem)
 
 
-class NodeGroup(Protocol):
-    """The part of a node that `mapped` needs; see transport.base.Node."""
-
-    rank: int
-    size: int
-    ranks: Sequence[int]
-
-    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Return the numbers that each rank of the node has passed, per rank."""
-
-
-def mapped(node: NodeGroup, nbytes: int, *,
+def mapped(node: "Node | MpiNode", nbytes: int, *,
            private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
     """Return `nbytes` bytes of zeros for each rank of the node, in memory that all share.
 
@@ -55,7 +47,7 @@ def mapped(node: NodeGroup, nbytes: int, *,
     return segments
 
 
-def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, str]]:
+def mapped_once(node: Node, nbytes: int) -> Schedule[tuple[Array | None, str]]:
     """Return `nbytes` bytes of zeros that exist once per node and that all its ranks share.
 
     Return None on all ranks if a rank cannot map them; also return this rank's problem. Collective
@@ -64,7 +56,7 @@ def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, st
     return _mapped(node, nbytes, window.one_array)
 
 
-def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int], T],
+def _mapped(node: "Node | MpiNode", nbytes: int, layout: Callable[[int, int, int, int], T],
             ) -> Schedule[tuple[T | None, str]]:
     """Map a new file on all ranks of a node; return `layout`'s result, and this rank's problem.
 
