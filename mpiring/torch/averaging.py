@@ -5,7 +5,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from .private import (
 from .tensors import tensors_in
 from .withheld import WithheldGradient, substitutes
 
+if TYPE_CHECKING:
+    from .sharded import Sharded
+
 
 @dataclass(frozen=True)
 class Settings(Fusion):
@@ -36,27 +39,6 @@ class Settings(Fusion):
 
     find_unused_parameters: bool = False
     defer_wait: bool = False
-
-
-class GradientOwner(Protocol):
-    """Receives this rank's slices of the means, instead of the parameters; see `Sharded`.
-
-    If `shares_weights`, the ranks of a node share one copy of the weights.
-    """
-
-    shares_weights: bool
-
-    def begin(self) -> None:
-        """Record that a backward pass begins; raise GradientError if this is not allowed."""
-
-    def take(self, averaging: "Averaging") -> None:
-        """Use the means of a step, which have arrived."""
-
-    def follow(self, averaging: "Averaging") -> None:
-        """Move everything to the slices of these buckets. Collective: yes."""
-
-    def synchronize(self) -> None:
-        """Return when all weights are complete."""
 
 
 @dataclass(eq=False)
@@ -127,7 +109,7 @@ class Averaging:
         self.updated()
         self._buckets = GradientBuckets(parameters, sparse, comm, weighing, settings, before=before)
         self.dense, self.gradients = self._buckets.dense, self._buckets.averager
-        self._owner: GradientOwner | None = None
+        self._owner: Sharded | None = None
         self.placeholders: dict[str, WithheldGradient] = {}
         self._hooks = contextlib.ExitStack()
         for name, p in parameters.items():
@@ -148,7 +130,7 @@ class Averaging:
         """Whether parameters were written since the last update, as far as versions show."""
         return versions_of(self._parameters.values()) != self._latest_versions
 
-    def give_to(self, owner: GradientOwner) -> None:
+    def give_to(self, owner: "Sharded") -> None:
         """Give this rank's slices of the means to an owner from now on. Collective.
 
         Raises ConfigError if some gradients are sparse.

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..text import ranks_text
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from ..world import or_world
-from .averaging import Averaging, ForwardPass, GradientOwner, Settings
+from .averaging import Averaging, ForwardPass, Settings
 from .weights import without_waiting
 from .modules import (
     SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weak_hook,
@@ -37,6 +37,8 @@ from .states import copy_from, replicated_parts
 from .tensors import DEVICE_TYPES, described, tensors_in
 from .threads import share_cores
 
+if TYPE_CHECKING:
+    from .sharded import Sharded
 
 # Unit of the weight of a rank in a step.
 _NO_BATCH, _SAMPLES, _TOKENS = range(3)
@@ -209,7 +211,7 @@ class DataParallel(Wrapper):
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs, self._updating_s = True, 0.0
-        self._owner: GradientOwner | None = None
+        self._owner: Sharded | None = None
         self._uneven: UnevenBatches | None = None
         share_cores(comm)
         keep_freed_memory()
@@ -461,7 +463,7 @@ class DataParallel(Wrapper):
         return optimizer is self._owner or (
             self._averaging is not None and self._averaging.is_for(optimizer))
 
-    def give_gradients_to(self, owner: GradientOwner) -> Averaging:
+    def give_gradients_to(self, owner: "Sharded") -> Averaging:
         """Give the means to an optimizer of slices, not to the parameters; return their averager.
 
         Raises ConfigError if the model cannot have such an optimizer, or has one already.
