@@ -128,6 +128,3 @@ class Operation(Protocol):
 
     def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
         """Combine `x` over all ranks, in place, by MPI's own call."""
-
-    def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule that exchanges data between ranks that are not neighbors on the ring."""
