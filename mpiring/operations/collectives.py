@@ -20,8 +20,6 @@ from ..transport.windows import mapped_once
 from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
 from .resources import Resources
 
-# Function that returns the schedule of an operation.
-Build = Callable[["Collectives"], Schedule[T]]
 _MAX_CHOSEN = 4096
 
 
@@ -431,6 +429,10 @@ class Collectives:
         # Each operation counts its windows, because operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
+
+
+# Function that returns the schedule of an operation.
+Build = Callable[[Collectives], Schedule[T]]
 
 
 def nothing() -> Schedule[None]:
