@@ -148,7 +148,7 @@ _CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
 def symmetry_of(name: str, cluster: Cluster, nbytes: int) -> Symmetry | None:
     """Return the symmetry by which one node represents all; None if all ranks must be simulated."""
     tuning = collectives.Tuning()
-    is_doubling = (name != "direct" and nbytes <= tuning.short_bytes
+    is_doubling = (name in _CYCLIC and name != "direct" and nbytes <= tuning.short_bytes
                    and cluster.nodes > tuning.direct_nodes)
     if name in SHARDED and is_doubling:
         # Nodes send in pairs in one half, and in a circle in the other.
