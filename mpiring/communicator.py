@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .transport.survivors import Survivors
 
 # Vector of calls without data.
-NOTHING = np.empty(0, np.float32)
+_NOTHING = np.empty(0, np.float32)
 # An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
 # The documentation shows both members. The mpi4py type is a string: importing it starts MPI.
@@ -84,6 +84,8 @@ class Communicator(OfRank):
     def _join(self, group: Group) -> None:
         self._group, self._models, self._persistent = group, 0, 0
         self._prepared = group.prepared
+        self._barrier = Prepared(
+            group, Call("barrier"), Pattern("barrier", None, _NOTHING.dtype, 0))
         self.config, self.recorder = group.config, group.recorder
         self.threaded = group.threaded
         self.rank, self.size = group.rank, group.size
@@ -260,7 +262,7 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        self._find("barrier", NOTHING)[0].run(NOTHING)
+        self._barrier.run(_NOTHING)
 
     def persistent_allreduce(self, x: A, *, op: Op = "sum") -> Persistent[A]:
         """Return an operation that combines `x` over all ranks, in place, each time it is called.

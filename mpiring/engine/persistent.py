@@ -38,9 +38,9 @@ class Persistent(OfRank, Generic[T]):
         self._begin: Callable[[int, int], int] = lambda words, vector: GATED
         self._node_call: NodeCall | None = None
         self._words_address = self._vector_address = 0
-        node_call = prepared.node_call
         # Only the memory of a NumPy array is known not to move; other memory is checked each time.
-        if node_call is not None and node_call.is_short and type(result) is np.ndarray:
+        node_call = prepared.node_call_at(vector()) if type(result) is np.ndarray else None
+        if node_call is not None and node_call.is_short:
             self._begin, self._words_address = node_call.begin, node_call.address
             self._node_call, self._vector_address = node_call, data_address(vector())
 

@@ -127,7 +127,7 @@ class Prepared:
 
         The ranks compare `call`, if it is given. The record of the run is appended to `costs`.
         """
-        node_call = self.node_call or self._node_call_at(x)
+        node_call = self.node_call or self.node_call_at(x)
         if node_call is None:
             self._run_ordinarily(x, call, costs)
             return
@@ -226,10 +226,10 @@ class Prepared:
     def _places(self) -> tuple[Pattern, NodeMemory]:
         return cast(Pattern, self.pattern), cast(NodeMemory, self._fast_calls.memory)
 
-    def _node_call_at(self, x: Any) -> NodeCall | None:
-        """Return the node call that combines slices of a vector; it depends on the position."""
+    def node_call_at(self, x: Any) -> NodeCall | None:
+        """Return the node call that runs it on a vector, which may depend on the position."""
         if not self._by_slices:
-            return None
+            return self.node_call
         position = self._group.windows.position_of(x)
         node_call = self._at_positions.get(position)
         if node_call is None:

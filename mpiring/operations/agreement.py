@@ -115,8 +115,6 @@ def collective_call(kind: str, option: Any, x: Any, vector: Any, algorithm: str 
 @functools.lru_cache(maxsize=4096)
 def _collective_call(kind: str, option: Any, dtype: np.dtype[Any], shape: tuple[int, ...],
                      order_and_memory: str, algorithm: str) -> Call:
-    if kind == "barrier":
-        return Call(kind)
     array = f"{dtype_name(dtype)} {shape}{order_and_memory}"
     details = {"allreduce": f"{option} of {array}, algorithm {algorithm}",
                "reduce_scatter": f"{option} of {array}",
