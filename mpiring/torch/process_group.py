@@ -156,23 +156,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _submit(self, kind: str, detail: str, opts: Any, buffers: TensorBuffers, value: Any,
                 build: Callable[[Collectives], Schedule[Any]],
-                timeout_s: float | None = None) -> Work:
+                timeout_s: float | None = None, plain: tuple[str, Any] | None = None) -> Work:
         group = self._group
         if in_callback():
             # Collective: every rank runs callbacks in the order of the operations.
             group = self._callback_group = self._callback_group or group.duplicate()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
-        build = buffers.build(group, build)
+        start, run = buffers.bound(group, call, build, plain)
         if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
-            handle = group.submit(call, build)
+            handle = start()
             # If PyTorch's threads fill the node, background progress takes their cores: with two
             # ranks on two cores, it took as much time as the reductions.
             pauses = (buffers.stream is None and len(group.sharing.memory_groups) == 1
                       and fill_cores(self._share))
             return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
                                    lanes=[handle.lane] if pauses else []))
-        group.run(call, build)
+        run()
         return self._work(Work(DONE, value, threaded=True))
 
     def _work(self, work: Work) -> Work:
@@ -222,7 +222,8 @@ class ProcessGroup(dist.ProcessGroup):
                    for tensor, op in zip(tensors, ops)]
         detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, buffers, list(tensors), lambda collectives: in_turn(
-            (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]))
+            (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]),
+            plain=("allreduce", ops[0].combine) if len(ops) == 1 else None)
 
     @recorded("c10d::reduce_")
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
@@ -280,7 +281,7 @@ class ProcessGroup(dist.ProcessGroup):
         x = buffers.raw(tensor, written=self.rank() != root)
         return self._submit(
             "broadcast", f"of {described(tensor)} from root {root}", opts, buffers, list(tensors),
-            lambda collectives: collectives.broadcast(x, root))
+            lambda collectives: collectives.broadcast(x, root), plain=("broadcast", root))
 
     @recorded("c10d::allgather_", 2)
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -423,7 +424,7 @@ class ProcessGroup(dist.ProcessGroup):
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
             "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
-            limit_s if limit_s > 0 else None)
+            limit_s if limit_s > 0 else None, plain=("barrier", None))
 
     @recorded("c10d::monitored_barrier_", 0)
     def monitored_barrier(self, timeout: timedelta | None = None,

@@ -1,8 +1,9 @@
 """Converts tensors to vectors for collectives; tensors that are not contiguous are copied."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 from ..engine.group import Group
+from ..engine.handle import Handle
+from ..engine.prepared import Pattern, Prepared
 from ..errors import ConfigError
 from ..gpu.arrays import UserStream, stream_of
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, may_overlap
 from ..memory.tensors import array_of
+from ..operations.agreement import Call
 from ..operations.collectives import Build
-from ..transport.base import T, Schedule
+from ..transport.base import NO_BYTES, T, Schedule
 from .private import copy_all
 from .tensors import DEVICE_TYPES, viewed_as
 
@@ -94,6 +98,7 @@ class TensorBuffers:
         self.stream: UserStream | None = None
         self._staged = staged
         self._where: torch.device | None = None
+        self._vectors: list[Any] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sums: list[tuple[torch.Tensor, int]] = []
 
@@ -143,17 +148,34 @@ class TensorBuffers:
         return contiguous
 
     def _vector(self, x: torch.Tensor) -> Any:
-        return array_of(x) if self.stream is None or self._staged else self.stream.vector(x)
+        self._vectors.append(array_of(x) if self.stream is None or self._staged else
+                             self.stream.vector(x))
+        return self._vectors[-1]
 
-    def build(self, group: Group, build: Build[T]) -> Build[T]:
-        """Return a function that builds the schedule on the device of the tensors.
+    def bound(self, group: Group, call: Call, build: Build[Any], plain: tuple[str, Any] | None,
+              ) -> tuple[Callable[[], Handle[Any]], Callable[[], Any]]:
+        """Return two functions: one starts the operation, the other one runs it to its end.
 
-        `build` returns a schedule on the vectors, given the collectives of its channel. Collective
-        and blocking, but only the first time on each GPU.
+        A plain operation on contiguous host memory is prepared once per call, so that node calls
+        run it. Collective and blocking, but only the first time on each GPU.
+
+        Args:
+            build: Function that returns the schedule, given the collectives of its channel.
+            plain: Kind and option of a Pattern that describes the same schedule on the only vector;
+                None if there is none.
         """
-        if self.stream is not None:
-            build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
-        return lambda collectives: self.settled(build(collectives))
+        x = self._vectors[0] if self._vectors else NO_BYTES
+        if (plain is None or group.fast_calls.memory is None or self.stream is not None
+                or self._copies or self._sums or not x.flags.carray):
+            if self.stream is not None:
+                build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
+            bound = call, lambda collectives: self.settled(build(collectives))
+            return partial(group.submit, *bound), partial(group.run, *bound)
+        prepared = group.prepared.get(call)
+        if prepared is None:
+            prepared = Prepared(group, call, Pattern(*plain, x.dtype, x.size))
+            group.keep(call, prepared)
+        return partial(prepared.start, x, None), partial(prepared.run, x)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
         """Run a schedule, then divide sums, and copy results back into the user's tensors."""
