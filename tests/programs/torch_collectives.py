@@ -59,6 +59,15 @@ def all_reduce_strided(group, dtype, op=Op.SUM):
     return [x, wide]
 
 
+def all_reduce_in_turn(group):
+    """Equal calls, in each of which the tensor of one rank is not contiguous."""
+    xs = [(strided if i % SIZE == RANK else filled)((3, 5)) for i in range(4 * SIZE)]
+    works = [dist.all_reduce(x, group=group, async_op=i % 3 == 0) for i, x in enumerate(xs)]
+    for work in filter(None, works):
+        work.wait()
+    return xs
+
+
 def all_reduce_coalesced(group):
     several, xs = [filled((3,)), filled((2, 2)), filled((0,))], [filled((3,)), filled((2, 2))]
     dist.all_reduce_coalesced(several, group=group)
@@ -334,6 +343,7 @@ DOCUMENTED = [
     (torch.stack(of_all((3, 5), torch.bool)).sum(0) % 2 == 1, all_reduce, torch.bool, Op.BXOR),
     *(([sum(of_all((3, 5), dtype)), sum(of_all((4, 2), dtype)).T], all_reduce_strided, dtype)
       for dtype in (torch.float32, torch.bfloat16, torch.int64)),
+    ([sum(of_all((3, 5)))] * 4 * SIZE, all_reduce_in_turn),
     *((of_all((2, 3), dtype), all_gather, dtype) for dtype in OTHER),
     (of_all((0,)), all_gather, torch.float32, (0,)),
     *((filled((3, 5), dtype, rank=1), broadcast, dtype, 1) for dtype in OTHER),
