@@ -566,7 +566,7 @@ class Communicator(OfRank):
         It is for `mpiring.horovod`, which otherwise has a thread for such work. The function must
         return if a caller of this thread is already at this work.
         """
-        self._group.lane.work = work
+        self._group.queue.work = work
 
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None,
                     folder: str | os.PathLike[str] | None = None) -> None:

@@ -27,7 +27,7 @@ from ..transport import waiting
 from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
 from .background import BackgroundCompiler
-from .handle import Action, Handle, Lane
+from .handle import Action, Handle, OperationQueue
 from .questions import Watch, report_peers
 
 # The engines of this process by number, the oldest first.
@@ -88,7 +88,7 @@ class Engine(forks.OfRank):
         self.lock = threading.RLock()
         self.end_job = end_job
         self._config = config
-        self._lanes: list[Lane] = []
+        self._queues: list[OperationQueue] = []
         self._gates: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self._blocking: list[Handle[Any]] = []
         self._waiting: set[int] = set()
@@ -107,19 +107,19 @@ class Engine(forks.OfRank):
     @property
     def is_live(self) -> bool:
         """Whether a communicator is in use."""
-        return bool(self._lanes) and not self.given_up
+        return bool(self._queues) and not self.given_up
 
-    def join(self, watch: Watch, max_in_flight: float | None = None) -> Lane:
-        """Return a lane for the operations of a communicator.
+    def join(self, watch: Watch, max_in_flight: float | None = None) -> OperationQueue:
+        """Return a queue for the operations of a communicator.
 
         By default, `max_in_flight` is as in the settings.
         """
-        lane = Lane(self, watch, max_in_flight or self._config.operations_in_flight)
-        self._lanes.append(lane)
+        queue = OperationQueue(self, watch, max_in_flight or self._config.operations_in_flight)
+        self._queues.append(queue)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
             self._thread.start()
-        return lane
+        return queue
 
     def guard(self, counter: OperationCounter) -> None:
         """Prevent fast calls of a communicator once any operation has failed."""
@@ -127,26 +127,26 @@ class Engine(forks.OfRank):
         if self.failure is not None:
             counter.close(GATE_FAILED)
 
-    def take_back(self, *lanes: Lane) -> None:
+    def take_back(self, *queues: OperationQueue) -> None:
         """Advance the operations of a dropped communicator again, so that it can be closed."""
         with self.lock:
-            for lane in lanes:
-                lane.dropped = False
-                if lane not in self._lanes:
-                    self._lanes.append(lane)
+            for queue in queues:
+                queue.dropped = False
+                if queue not in self._queues:
+                    self._queues.append(queue)
 
-    def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
+    def leave(self, queue: OperationQueue, *, quietly: bool = False) -> list[Handle[Any]]:
         """Remove a communicator; return its incomplete operations, a failure unless `quietly`.
 
         This stops the thread if it was the last communicator.
         """
         with self.lock:
-            left = [*lane.active, *lane.queue]
+            left = [*queue.active, *queue.queued]
             if left and not quietly:
                 self._fail_with(self.failure or ClosedError("MPI ended before all operations did"))
-            if lane in self._lanes:
-                self._lanes.remove(lane)
-        if not self._lanes:
+            if queue in self._queues:
+                self._queues.remove(queue)
+        if not self._queues:
             self.stop()
         return left
 
@@ -158,14 +158,15 @@ class Engine(forks.OfRank):
         self.stop()
         self.given_up = True
         with self.lock:
-            handles = [*self._blocking, *(handle for lane in self._lanes for handle in lane.active)]
+            handles = [
+                *self._blocking, *(handle for queue in self._queues for handle in queue.active)]
             left = [handle.task for handle in handles]
             if self._failed is not None:
                 left.append(self._failed)
             self._blocking.clear()
-            for lane in self._lanes:
-                lane.active.clear()
-                lane.queue.clear()
+            for queue in self._queues:
+                queue.active.clear()
+                queue.queued.clear()
             # Drop the first failure's schedule: its traceback keeps the user's arrays alive.
             self._failed = None
             self._fail_with(error)
@@ -183,25 +184,25 @@ class Engine(forks.OfRank):
     def submit(self, handle: Handle[T]) -> Handle[T]:
         """Queue an operation behind those submitted before, and advance it."""
         self.raise_failure()
-        handle.lane.queue.append(handle)
+        handle.queue.queued.append(handle)
         # Post its first messages at once, unless another thread is stepping operations.
-        self._try_locked(lambda: self._admit(handle.lane))
-        if not handle.lane.is_paused:
+        self._try_locked(lambda: self._admit(handle.queue))
+        if not handle.queue.is_paused:
             self._wake.set()
         return handle
 
     def run(self, handle: Handle[T]) -> None:
         """Advance an operation ahead of the queue, and wait for it."""
         with self.lock:
-            handle.lane.record_start(handle.flight.started_s or time.monotonic())
+            handle.queue.record_start(handle.flight.started_s or time.monotonic())
             self._blocking.append(handle)
         self.wait(handle)
 
     def adopt(self, handle: Handle[T]) -> None:
         """Advance an operation that was begun without the engine."""
         with self.lock:
-            handle.lane.record_start(handle.flight.started_s)
-            handle.lane.at_once_s += handle.flight.exposed_s
+            handle.queue.record_start(handle.flight.started_s)
+            handle.queue.at_once_s += handle.flight.exposed_s
             # It does not count as a background operation, because their limit must have the same
             # effect on all ranks.
             self._blocking.append(handle)
@@ -217,7 +218,7 @@ class Engine(forks.OfRank):
         """
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
-        handle.lane.paused_until_s = 0.0
+        handle.queue.paused_until_s = 0.0
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
@@ -249,7 +250,7 @@ class Engine(forks.OfRank):
         finally:
             with self._waiting_lock:
                 now = time.monotonic()
-                handle.lane.waited_s += now - began
+                handle.queue.waited_s += now - began
                 self.recorder.waited(handle.flight, began, now)
                 self._waiting.discard(threading.get_ident())
                 if not self._waiting:
@@ -272,21 +273,21 @@ class Engine(forks.OfRank):
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
         forks.refuse_calls(self.recorder.rank)
-        handle.lane.actions.append((handle, action))
-        self._call_actions(handle.lane)
+        handle.queue.actions.append((handle, action))
+        self._call_actions(handle.queue)
         # The thread may have checked for actions just before this one was added.
         self._wake.set()
 
-    def _call_actions(self, *lanes: Lane) -> None:
-        """Call the actions of complete operations, of all lanes by default, without the lock."""
-        for lane in lanes or tuple(self._lanes):
-            if lane.actions and lane.calling.acquire(blocking=False):
+    def _call_actions(self, *queues: OperationQueue) -> None:
+        """Call the actions of complete operations, of all queues by default, without the lock."""
+        for queue in queues or tuple(self._queues):
+            if queue.actions and queue.calling.acquire(blocking=False):
                 try:
-                    while lane.actions and (lane.actions[0][0].complete or self.failure):
-                        handle, action = lane.actions.popleft()
+                    while queue.actions and (queue.actions[0][0].complete or self.failure):
+                        handle, action = queue.actions.popleft()
                         action(None if handle.complete else self.failure)
                 finally:
-                    lane.calling.release()
+                    queue.calling.release()
 
     def fail(self, error: BaseException, task: Task[Any] | None = None) -> None:
         """Record an error that is about to be raised.
@@ -321,19 +322,19 @@ class Engine(forks.OfRank):
         finally:
             self.lock.release()
 
-    def _progress(self, lanes: Sequence[Lane] | None = None) -> bool:
+    def _progress(self, queues: Sequence[OperationQueue] | None = None) -> bool:
         """Step every operation once; return whether any moved. The caller holds the lock.
 
-        If `lanes` are given, background operations of other lanes are skipped.
+        If `queues` are given, background operations of other queues are skipped.
         """
         if self.failure is not None:
             return False
-        moved, lanes = False, self._lanes if lanes is None else lanes
+        moved, queues = False, self._queues if queues is None else queues
         self._is_stepping = True
         try:
-            for lane in lanes:
-                moved |= self._admit(lane)
-            for active in (self._blocking, *(lane.active for lane in lanes)):
+            for queue in queues:
+                moved |= self._admit(queue)
+            for active in (self._blocking, *(queue.active for queue in queues)):
                 for handle in tuple(active):
                     moved |= handle.step()
                     if handle.task.done:
@@ -342,8 +343,8 @@ class Engine(forks.OfRank):
             now = time.monotonic()
             if now >= self._next_check_s:
                 self._next_check_s = now + waiting.BUSY_CHECK_S
-                for lane in self._lanes:
-                    lane.watch.check()
+                for queue in self._queues:
+                    queue.watch.check()
                 self._forget_dropped()
         except BaseException as error:
             self.fail(error)
@@ -354,26 +355,26 @@ class Engine(forks.OfRank):
 
     def _forget_dropped(self) -> None:
         """Remove dropped communicators with nothing in flight. The caller holds the lock."""
-        waited_for = [handle.lane for handle in self._blocking]
-        for lane in tuple(self._lanes):
-            if not lane.in_use and lane not in waited_for:
-                self._lanes.remove(lane)
+        waited_for = [handle.queue for handle in self._blocking]
+        for queue in tuple(self._queues):
+            if not queue.in_use and queue not in waited_for:
+                self._queues.remove(queue)
 
     def _progress_unpaused(self) -> bool:
-        """Make progress like `_progress`, but skip paused lanes."""
-        return self._progress([lane for lane in self._lanes if not lane.is_paused])
+        """Make progress like `_progress`, but skip paused queues."""
+        return self._progress([queue for queue in self._queues if not queue.is_paused])
 
-    def _admit(self, lane: Lane) -> bool:
+    def _admit(self, queue: OperationQueue) -> bool:
         """Start queued operations, in order, up to the limit; return True if any was started."""
         admitted = False
-        while lane.queue and len(lane.active) < lane.max_in_flight:
-            self._start(lane.queue.popleft(), lane.active)
+        while queue.queued and len(queue.active) < queue.max_in_flight:
+            self._start(queue.queued.popleft(), queue.active)
             admitted = True
         return admitted
 
     def _start(self, handle: Handle[T], active: list[Handle[Any]]) -> None:
         """Post an operation's first requests. The caller holds the lock."""
-        handle.lane.record_start(time.monotonic())
+        handle.queue.record_start(time.monotonic())
         try:
             handle.start()
         except BaseException as error:
@@ -388,7 +389,7 @@ class Engine(forks.OfRank):
         """Record that an operation is complete."""
         now = time.monotonic()
         self.recorder.ended(handle.flight, now)
-        handle.lane.record_end(now)
+        handle.queue.record_end(now)
         # Set this last, because a caller that sees it may read the statistics.
         handle.complete = True
 
@@ -396,10 +397,10 @@ class Engine(forks.OfRank):
         """Make progress until stopped or failed, or until all communicators are dropped."""
         pause = Pause(self._config.max_pause_s)
         try:
-            while self._lanes and not self._stopping and self.failure is None:
+            while self._queues and not self._stopping and self.failure is None:
                 self._no_waiters.wait(waiting.IDLE_CHECK_S)
                 if not (self._blocking or any(
-                        lane.busy and not lane.is_paused for lane in tuple(self._lanes))):
+                        queue.busy and not queue.is_paused for queue in tuple(self._queues))):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(waiting.IDLE_CHECK_S)
                     self._wake.clear()
@@ -416,7 +417,7 @@ class Engine(forks.OfRank):
 
     def _answer_until_stopped(self) -> None:
         """After a failure, answer ranks that end the job: this rank may still run other code."""
-        while not self._stopping and any(not lane.dropped for lane in tuple(self._lanes)):
+        while not self._stopping and any(not queue.dropped for queue in tuple(self._queues)):
             if isinstance(self.failure, ProcessFailedError):
                 # The main thread may recover, which MPI calls on these communicators can disturb.
                 return
@@ -428,8 +429,8 @@ class Engine(forks.OfRank):
         """Answer ranks that end the job. The caller holds the lock."""
         # If MPI has failed, there is nobody to tell.
         with contextlib.suppress(MpiringError):
-            for lane in self._lanes:
-                lane.watch.answer(failed=True)
+            for queue in self._queues:
+                queue.watch.answer(failed=True)
         return False
 
     def _hand_over(self, error: BaseException) -> None:
@@ -498,8 +499,8 @@ def advance_inline(but: Engine | None = None) -> bool:
     for engine in _existing():
         if not engine.threaded and engine.is_live:
             moved |= engine is not but and engine._step()
-            for lane in tuple(engine._lanes):
-                lane.work()
+            for queue in tuple(engine._queues):
+                queue.work()
     return moved
 
 
@@ -515,7 +516,7 @@ def has_communicated() -> bool:
 
 def report_all_peers() -> str:
     """Let the other ranks save their last operations; return lines about these operations."""
-    return report_peers([(engine.lock, [lane.watch for lane in engine._lanes])
+    return report_peers([(engine.lock, [queue.watch for queue in engine._queues])
                          for engine in _live() if engine.is_live])
 
 

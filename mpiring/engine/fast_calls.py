@@ -133,7 +133,7 @@ class FastHandle(Handle[T]):
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
                  waited_ns: int = 0) -> None:
         # Few handles need a flight and a task, so these are made later.
-        self.lane, self.complete, self.patience_s = calls.group.lane, False, 0.0
+        self.queue, self.complete, self.patience_s = calls.group.queue, False, 0.0
         self._calls, self._node_call, self._call, self._result = calls, call, call.call, result
         self._x: Any = x
         self._sequence, self._began_ns = call.sequence, call.began

@@ -57,7 +57,7 @@ class Group(forks.OfRank):
         engine: Engine of the group from which this one is split; None to start one.
 
     Attributes:
-        lane: Lane of the engine in which the operations queue.
+        queue: Queue of the operations, which the engine advances.
         windows: Arrays in node-shared memory.
         gpus: GPUs that operations have used.
         closed: True after `close`, or after a rank has died.
@@ -87,7 +87,7 @@ class Group(forks.OfRank):
         self._mailbox = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
-        self.lane = self.engine.join(self._watch)
+        self.queue = self.engine.join(self._watch)
         self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)
@@ -141,12 +141,12 @@ class Group(forks.OfRank):
     @property
     def operations_in_flight(self) -> int:
         """Number of background operations that advance at a time."""
-        return int(self.lane.max_in_flight)
+        return int(self.queue.max_in_flight)
 
     @operations_in_flight.setter
     def operations_in_flight(self, count: int) -> None:
         """Change the number, also while operations are in flight."""
-        self.lane.max_in_flight = count
+        self.queue.max_in_flight = count
 
     def tune_once(self) -> None:
         """Tune, unless these ranks are tuned or need not be; collective, blocks the first time."""
@@ -190,7 +190,7 @@ class Group(forks.OfRank):
             flight, schedule = self._prepare(call, build)
             try:
                 self._counter.sequence += 1
-                handle = Handle(self.lane, flight, Task(schedule))
+                handle = Handle(self.queue, flight, Task(schedule))
                 if self.size > 1:
                     self._watch.enter(handle)
                 elif handle.step() and handle.task.done:
@@ -222,7 +222,7 @@ class Group(forks.OfRank):
             if costs is not None:
                 costs.append(flight)
             if self.size > 1 and not self._run_at_once(task, flight):
-                handle = Handle(self.lane, flight, task, patient=patient)
+                handle = Handle(self.queue, flight, task, patient=patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:
@@ -259,7 +259,7 @@ class Group(forks.OfRank):
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation, and spin briefly; return whether it is complete."""
-        engine, lane, recorder = self.engine, self.lane, self.recorder
+        engine, queue, recorder = self.engine, self.queue, self.recorder
         if engine.failure is not None:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
@@ -272,13 +272,13 @@ class Group(forks.OfRank):
                     break
             now_s = time.monotonic()
             seconds = now_s - began_s
-            lane.at_once_s += seconds
+            queue.at_once_s += seconds
             flight.exposed_s = seconds
             if task.done:
                 flight.ended_s = now_s
-                lane.operations += 1
-                if not lane.in_flight:
-                    lane.communication_s += seconds
+                queue.operations += 1
+                if not queue.in_flight:
+                    queue.communication_s += seconds
             if recorder.trace is not None:
                 recorder.trace.waited(flight, began_s, now_s)
                 if task.done:
@@ -325,9 +325,9 @@ class Group(forks.OfRank):
         """Costs of this group's operations so far."""
         fast_s = self._counter.fast_s
         # A single rank has costs only if it waits for its GPU.
-        operations = self.lane.operations + self._counter.fast_calls if self.size > 1 else 0
+        operations = self.queue.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
-                          self.lane.communication_s + fast_s, self.lane.exposed_s + fast_s)
+                          self.queue.communication_s + fast_s, self.queue.exposed_s + fast_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Wait for all operations; return a group of the ranks that pass the same color.
@@ -436,7 +436,7 @@ class Group(forks.OfRank):
             return
         if self._messages is not None:
             self._messages.leave()
-        self.engine.leave(self.lane)
+        self.engine.leave(self.queue)
         if self._trace is not None:
             self._trace.close(together=False)
 
@@ -493,8 +493,8 @@ class Group(forks.OfRank):
         if self._cannot_close:
             return
         self._create_resources()
-        for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
-            lane.dropped = True
+        for queue in (self.queue, *([self._messages.queue] if self._messages else ())):
+            queue.dropped = True
         self._transport.drop()
 
     def _unregister(self) -> None:
@@ -511,7 +511,7 @@ class Group(forks.OfRank):
         """Close a group that the program has not closed."""
         if self._cannot_close:
             return
-        self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
+        self.engine.take_back(self.queue, *([self._messages.queue] if self._messages else ()))
         # If closing fails, the record of a dropped group is saved.
         self._counter.open(GATE_CLOSED)
         try:

@@ -1,4 +1,4 @@
-"""Handles of operations in flight, and the lanes in which operations queue."""
+"""Handles of operations in flight, and the queues in which operations wait."""
 
 import threading
 import time
@@ -26,19 +26,19 @@ class Handle(OfRank, Generic[T]):
     Attributes:
         flight: Record of the operation's call and of the times of its steps.
         task: Schedule of the operation.
-        lane: Lane of the operation's communicator.
+        queue: Queue of the operation's communicator.
         done: The result of `test`.
         complete: True once the operation is complete and counted; reading it makes no progress.
         patience_s: Number of seconds for which the operation may stall while all ranks answer, if
             more than `stall_timeout_s`. It is the argument `patient`; True means a day.
     """
 
-    def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
+    def __init__(self, queue: "OperationQueue", flight: Flight, task: Task[T], *,
                  patient: float | bool = False) -> None:
         self.flight = flight
         self.complete = False
         self.patience_s = waiting.CLOSING_S if patient is True else patient
-        self.lane = lane
+        self.queue = queue
         self.task = task
         self._moved_s = flight.called_s
 
@@ -64,9 +64,9 @@ class Handle(OfRank, Generic[T]):
         Collective: no. Blocking: no.
         """
         if not self.complete:
-            self.lane.engine.advance()
+            self.queue.engine.advance()
         if not self.complete:
-            self.lane.engine.raise_failure()
+            self.queue.engine.raise_failure()
         return self.complete
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -84,7 +84,7 @@ class Handle(OfRank, Generic[T]):
         Collective: no. Blocking: yes.
         """
         if not self.complete:
-            self.lane.engine.wait(self, timeout_s)
+            self.queue.engine.wait(self, timeout_s)
         return self.task.result  # type: ignore[return-value]
 
     def when_done(self, action: Action) -> None:
@@ -95,7 +95,7 @@ class Handle(OfRank, Generic[T]):
         operation is already complete, the action runs now, in this thread. An action may wait for
         other operations.
         """
-        self.lane.engine.call(self, action)
+        self.queue.engine.call(self, action)
 
     def step(self) -> bool:
         """Advance as far as the network allows; called by the engine."""
@@ -111,20 +111,20 @@ class Handle(OfRank, Generic[T]):
 
 
 @dataclass(eq=False)
-class Lane:
-    """One communicator's operations: a few are in flight in the background, the rest queue.
+class OperationQueue:
+    """One communicator's operations: a few are in flight in the background, the rest wait.
 
-    Each communicator has its own lane, because two ranks may call the operations of two
+    Each communicator has its own queue, because two ranks may call the operations of two
     communicators in different orders.
 
     Attributes:
         watch: Watch of the operations; the engine checks it periodically.
-        queue: Operations that wait to be started.
+        queued: Operations that wait to be started.
         active: Background operations in flight.
         actions: Actions to call when operations are complete, in this order.
         calling: Lock held by the thread that calls actions.
         work: Function to call while callers wait or poll, if the engine has no thread.
-        dropped: If true, no operation will be submitted any more, and the engine removes the lane
+        dropped: If true, no operation will be submitted any more, and the engine removes the queue
             once nothing is in flight.
         operations: Number of completed operations.
         in_flight: Number of operations that have begun and are not complete.
@@ -138,7 +138,7 @@ class Lane:
     engine: "Engine"
     watch: Watch
     max_in_flight: float
-    queue: deque[Handle[Any]] = field(default_factory=deque)
+    queued: deque[Handle[Any]] = field(default_factory=deque)
     active: list[Handle[Any]] = field(default_factory=list)
     actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
     calling: threading.Lock = field(default_factory=threading.Lock)
@@ -159,7 +159,7 @@ class Lane:
         would take the core repeatedly without hiding any communication. After 0.3 s, the thread
         advances the operations again.
         """
-        self.paused_until_s = time.monotonic() + waiting.LANE_PAUSE_S
+        self.paused_until_s = time.monotonic() + waiting.QUEUE_PAUSE_S
 
     @property
     def is_paused(self) -> bool:
@@ -169,7 +169,7 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Whether any operation is in flight or queued in the background."""
-        return bool(self.active or self.queue)
+        return bool(self.active or self.queued)
 
     def record_start(self, now_s: float) -> None:
         """Record that an operation was started at `now_s`."""

@@ -33,7 +33,7 @@ class Message(Handle[T]):
 
     def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
-        super().__init__(messages.lane, flight, task)
+        super().__init__(messages.queue, flight, task)
         self._messages, self._peer = messages, other
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -67,7 +67,7 @@ class Messages(forks.OfRank):
                  config: Config) -> None:
         self.comm = transport.comm
         self.watch = MessageWatch(transport.rank, transport.size, mailbox, config, engine.report)
-        self.lane = engine.join(self.watch, math.inf)
+        self.queue = engine.join(self.watch, math.inf)
         self._transport, self._mailbox = transport, mailbox
         self._engine = engine
         # Each rank numbers its messages independently.
@@ -158,7 +158,7 @@ class Messages(forks.OfRank):
 
     def leave(self) -> None:
         """Stop advancing messages; afterwards only `free` may be called."""
-        if left := self._engine.leave(self.lane, quietly=True):
+        if left := self._engine.leave(self.queue, quietly=True):
             _log.warning("%d messages were not completed; the first is %s", len(left), left[0])
             _abandoned.extend(left)
 

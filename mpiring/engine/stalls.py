@@ -116,7 +116,7 @@ class StallWatch(Watch):
             inquiry.asked_again_s = now_s
             self.ask(handle.flight.sequence, self._watched_ranks)
         # Without a background thread, a rank that computes does not answer either.
-        return handle.lane.engine.threaded and any(
+        return handle.queue.engine.threaded and any(
             now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
             for rank in self._watched_ranks)
 

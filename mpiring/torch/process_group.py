@@ -171,7 +171,7 @@ class ProcessGroup(dist.ProcessGroup):
             pauses = (buffers.stream is None and len(group.sharing.memory_groups) == 1
                       and fill_cores(self._share))
             return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
-                                   lanes=[handle.lane] if pauses else []))
+                                   queues=[handle.queue] if pauses else []))
         run()
         return self._work(Work(DONE, value, threaded=True))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.handle import Action, Handle, Lane
+from ..engine.handle import Action, Handle, OperationQueue
 from ..gpu.arrays import is_gpu_tensor
 from .private import call_after_backward
 from .profiling import waiting
@@ -138,15 +138,16 @@ class Work(dist.Work):
 
     `value` has the tensors with the result. Without `timeout_s`, `wait` uses the timeout of the
     group. If `threaded`, operations advance in the background. If `get_future` is called during a
-    backward pass, which waits for the operation at its end, it pauses `lanes`; see `Lane.pause`.
+    backward pass, which waits for the operation at its end, it pauses `queues`; see
+    `OperationQueue.pause`.
     """
 
     def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any],
                  timeout_s: float | None = None, *, threaded: bool,
-                 lanes: Iterable[Lane] = ()) -> None:
+                 queues: Iterable[OperationQueue] = ()) -> None:
         super().__init__()
         self.handle, self.value, self.timeout_s = handle, value, timeout_s
-        self.threaded, self.lanes = threaded, lanes
+        self.threaded, self.queues = threaded, queues
         # Error of the last wait, and error of the operation that `is_completed` caught.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
@@ -221,8 +222,8 @@ class Work(dist.Work):
                 if not self.threaded:
                     self.wait()
             else:
-                for lane in self.lanes:
-                    lane.pause()
+                for queue in self.queues:
+                    queue.pause()
             self._future = Future(self.handle, self.value, list(
                 {x.device for x in tensors_in(self.value) if is_gpu_tensor(x)}))
         return self._future
@@ -232,4 +233,4 @@ def coalesced(works: Sequence[Work]) -> Work:
     """Combine several Works into one; a timeout passed to its `wait` applies to each."""
     return Work(_All(works), [x for work in works for x in work.value],
                 threaded=all(work.threaded for work in works),
-                lanes={lane for work in works for lane in work.lanes})
+                queues={queue for work in works for queue in work.queues})

@@ -42,10 +42,11 @@ IDLE_CHECK_S = 0.1
 # Interval at which a busy engine does so, and checks for stalls and dead ranks. (Open MPI reported
 # a death at about the third check: with 0.1 s, after 0.25 to 0.45 s.)
 BUSY_CHECK_S = 0.02
-# Time for which the thread leaves operations to a caller who will soon wait, see Lane.pause. It is
-# longer than the computation between two buckets in most models. If the caller does not wait, or
-# does not wait through the engine, other ranks are delayed by at most this time.
-LANE_PAUSE_S = 0.3
+# Time for which the thread leaves operations to a caller who will soon wait, see
+# OperationQueue.pause. It is longer than the computation between two buckets in most models. If the
+# caller does not wait, or does not wait through the engine, other ranks are delayed by at most this
+# time.
+QUEUE_PAUSE_S = 0.3
 # Time after a failure in the background during which the main thread may raise it, so that the
 # traceback shows the user's line. After this time, the background thread ends the job.
 GRACE_S = 2.0

@@ -49,12 +49,12 @@ class Setup:
     def __init__(self, threaded, **settings):
         self.ended = []
         self.engine = Engine(Config(**settings), threaded=threaded, end_job=self.ended.append)
-        self.lane = self.engine.join(Mock())
+        self.queue = self.engine.join(Mock())
         self.number = -1
 
-    def handle(self, schedule, lane=None):
+    def handle(self, schedule, queue=None):
         self.number += 1
-        return Handle(lane or self.lane, Flight(Call("test"), self.number), Task(schedule))
+        return Handle(queue or self.queue, Flight(Call("test"), self.number), Task(schedule))
 
     def run(self, schedule):
         """Make a blocking call, as Group does."""
@@ -66,8 +66,8 @@ class Setup:
             raise
         return handle.task.result
 
-    def submit(self, schedule, lane=None):
-        return self.engine.submit(self.handle(schedule, lane))
+    def submit(self, schedule, queue=None):
+        return self.engine.submit(self.handle(schedule, queue))
 
 
 @pytest.fixture
@@ -90,17 +90,17 @@ def test_the_thread_advances_what_nobody_waits_for(background):
     until(lambda: handle.complete)
     assert log == ["mpiring", "mpiring"]
     assert handle.wait() == "sum"
-    assert background.lane.operations == 1
-    assert background.lane.communication_s > 0 and background.lane.exposed_s == 0
+    assert background.queue.operations == 1
+    assert background.queue.communication_s > 0 and background.queue.exposed_s == 0
 
 
 def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
-    monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 1000.0)
-    flags, log, lane = [Flag() for _ in range(4)], [], background.engine.join(Mock())
-    background.lane.pause()
+    monkeypatch.setattr("mpiring.transport.waiting.QUEUE_PAUSE_S", 1000.0)
+    flags, log, queue = [Flag() for _ in range(4)], [], background.engine.join(Mock())
+    background.queue.pause()
     resting = background.submit(waits_for(flags[0], log=log))
     # That of another communicator does not rest: once it is done, the thread was there.
-    other = background.submit(waits_for(flags[1]), lane)
+    other = background.submit(waits_for(flags[1]), queue)
     flags[0].complete = flags[1].complete = True
     until(lambda: other.complete)
     assert not resting.complete
@@ -109,8 +109,8 @@ def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monke
     flags[2].complete = True
     until(lambda: after.complete)
     # Nothing rests for long.
-    monkeypatch.setattr("mpiring.transport.waiting.LANE_PAUSE_S", 0.01)
-    background.lane.pause()
+    monkeypatch.setattr("mpiring.transport.waiting.QUEUE_PAUSE_S", 0.01)
+    background.queue.pause()
     flags[3].complete, last = True, background.submit(waits_for(flags[3], log=log))
     until(lambda: last.complete)
     assert log == [threading.current_thread().name, "mpiring", "mpiring"]
@@ -174,7 +174,7 @@ def test_who_waits_looks_itself_and_often():
     handle = setup.submit(waits_for(Patient()))
     looked_s.clear()
     handle.wait(SOON_S)
-    assert setup.lane.exposed_s >= looked_s[-1] - looked_s[0]
+    assert setup.queue.exposed_s >= looked_s[-1] - looked_s[0]
     assert handle.flight.exposed_s >= looked_s[-1] - looked_s[0]
 
 
@@ -274,7 +274,7 @@ def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
 
 @pytest.mark.parametrize("of_thread", [True, False])
 def test_after_a_failure_the_thread_answers_whoever_ends_the_job(background, of_thread):
-    answer, flag = background.lane.watch.answer, Flag()
+    answer, flag = background.queue.watch.answer, Flag()
     background.submit(breaks(flag))
     if of_thread:
         flag.complete = True
@@ -284,7 +284,7 @@ def test_after_a_failure_the_thread_answers_whoever_ends_the_job(background, of_
     answer.side_effect = TransportError("MPI has failed")
     until(lambda: answer.call_count > 3)
     answer.assert_called_with(failed=True)
-    background.lane.dropped = True
+    background.queue.dropped = True
     until(lambda: not background.engine._thread.is_alive())
 
 
@@ -309,7 +309,7 @@ def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, m
     handle = background.submit(dies(flag))
     flag.complete = True
     until(lambda: not background.engine._thread.is_alive())
-    assert background.ended == [] and not background.lane.watch.answer.called, "others may go on"
+    assert background.ended == [] and not background.queue.watch.answer.called, "others may go on"
     with pytest.raises(ProcessFailedError, match="a rank has died"):
         handle.wait()
 
@@ -334,7 +334,7 @@ def test_giving_up_returns_what_is_under_way_and_fails_every_later_call(backgrou
 def test_an_operation_that_mpi_did_not_outlive_fails(threaded):
     setup = Setup(threaded)
     handle = setup.submit(waits_for(Flag()))
-    setup.engine.leave(setup.lane)
+    setup.engine.leave(setup.queue)
     with pytest.raises(ClosedError, match="MPI ended before all operations did"):
         handle.wait()
 
@@ -439,25 +439,25 @@ def test_communicators_count_for_themselves():
     time.sleep(0.05)
     flags[1].complete = True
     handles[1].wait()
-    assert (setup.lane.operations, other.operations) == (0, 1)
-    assert setup.lane.communication_s == 0 and other.communication_s >= 0.05
+    assert (setup.queue.operations, other.operations) == (0, 1)
+    assert setup.queue.communication_s == 0 and other.communication_s >= 0.05
     time.sleep(0.05)
     flags[0].complete = flags[2].complete = True
     setup.run(waits_for(flags[2]))
     handles[0].wait()
-    assert (setup.lane.operations, other.operations) == (2, 1)
-    assert setup.lane.communication_s >= 0.1
-    assert 0 < setup.lane.exposed_s and 0 < other.exposed_s < other.communication_s
+    assert (setup.queue.operations, other.operations) == (2, 1)
+    assert setup.queue.communication_s >= 0.1
+    assert 0 < setup.queue.exposed_s and 0 < other.exposed_s < other.communication_s
 
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_a_dropped_communicator_is_let_go_of_when_nothing_is_under_way(threaded):
     setup, flag, called = Setup(threaded), Flag(), []
-    engine, lane, handle = setup.engine, setup.lane, setup.submit(waits_for(flag, result=7))
+    engine, queue, handle = setup.engine, setup.queue, setup.submit(waits_for(flag, result=7))
     handle.when_done(called.append)
-    lane.dropped = True
+    queue.dropped = True
     time.sleep(0.3)
-    assert handle.test() is False and lane in engine._lanes, "an operation is under way"
+    assert handle.test() is False and queue in engine._queues, "an operation is under way"
     flag.complete = True
 
     def let_go():
@@ -465,22 +465,22 @@ def test_a_dropped_communicator_is_let_go_of_when_nothing_is_under_way(threaded)
         engine.advance()
         # Inline, actions are called by who waits.
         handle.when_done(lambda error: None)
-        return lane not in engine._lanes
+        return queue not in engine._queues
 
     until(let_go)
     assert handle.wait() == 7 and called == [None]
     if threaded:
         until(lambda: not engine._thread.is_alive())
     # It is closed after all, at the end of the program.
-    engine.take_back(lane)
+    engine.take_back(queue)
     assert setup.run(waits_for(flag, result=8)) == 8
-    engine.leave(lane)
+    engine.leave(queue)
 
 
 def test_a_lane_may_take_any_number():
     setup, flags = Setup(threaded=False, operations_in_flight=1), [Flag() for _ in range(5)]
-    lane = setup.engine.join(Mock(), 5)
-    handles = [setup.handle(waits_for(flag), lane) for flag in flags]
+    queue = setup.engine.join(Mock(), 5)
+    handles = [setup.handle(waits_for(flag), queue) for flag in flags]
     for handle in handles:
         setup.engine.submit(handle)
     for flag, handle in reversed(list(zip(flags, handles))):

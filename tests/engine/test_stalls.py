@@ -73,8 +73,8 @@ class Ranks:
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False, threaded=False):
         flight = Flight(Call(kind), sequence, called_s=time.monotonic())
         self.recorders[rank].add(flight)
-        lane = SimpleNamespace(engine=SimpleNamespace(threaded=threaded))
-        handle = Handle(lane, flight, Task(stuck()), patient=patient)
+        queue = SimpleNamespace(engine=SimpleNamespace(threaded=threaded))
+        handle = Handle(queue, flight, Task(stuck()), patient=patient)
         handle.complete, flight.started_s = done, time.monotonic()
         self.watches[rank].last = flight
         self.watches[rank].enter(handle)

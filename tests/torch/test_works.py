@@ -83,10 +83,10 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
 
     from mpiring.torch.works import Work
     calls = []
-    lane = SimpleNamespace(pause=lambda: calls.append("pause"))
+    queue = SimpleNamespace(pause=lambda: calls.append("pause"))
     handle.wait = lambda timeout_s: calls.append("wait")
     handle.when_done = lambda action: None
-    work = Work(handle, [], threaded=True, lanes=[lane] * rests)
+    work = Work(handle, [], threaded=True, queues=[queue] * rests)
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda gradient: work.get_future() and calls.append("hook"))
     (2 * x).backward()
