@@ -92,7 +92,7 @@ class Prepared:
                  build: Callable[[Any], Build[Any]] | None = None, *,
                  can_be_fast: bool = True) -> None:
         self._group, self.call, self.pattern = group, call, pattern
-        self._build = build or self._plain_build
+        self._build = build
         self._fast_calls = fast_calls = group.fast_calls
         is_auto = pattern is not None and pattern.algorithm == "auto"
         self._can_be_fast = can_be_fast and is_auto and fast_calls.memory is not None
@@ -109,9 +109,6 @@ class Prepared:
 
     def __repr__(self) -> str:
         return str(self.call)
-
-    def _plain_build(self, x: Any) -> Build[Any]:
-        return self._group.gpus.for_vector(x, partial(cast(Pattern, self.pattern).schedule, x))
 
     def forget(self) -> None:
         """Forget the node calls, after which the next run is an ordinary one."""
@@ -179,7 +176,11 @@ class Prepared:
         self.make_ready()
 
     def _adjusted(self, x: Any) -> Build[Any]:
-        build = self._build(x)
+        if self._build is not None:
+            build = self._build(x)
+        else:
+            schedule = partial(cast(Pattern, self.pattern).schedule, x)
+            build = self._group.gpus.for_vector(x, schedule)
 
         def adjusted(collectives: Collectives) -> Schedule[Any]:
             self._adjust(collectives)
