@@ -219,8 +219,8 @@ class FastHandle(Handle[T]):
             with self._counter:
                 if not (self.complete or self._is_adopted or self._run(POLL) or self._run(RESUME)):
                     self.hand_over()
-        if self._is_adopted:
-            super().wait(timeout_s)
+        if not self.complete:
+            self.queue.engine.wait(self, timeout_s)
         return self._result
 
     def _raise_if_stopped(self) -> None:
