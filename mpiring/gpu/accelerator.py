@@ -20,7 +20,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
-from .device import Device, DeviceVector, Event, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
 
 # cudaHostRegisterPortable; HIP uses the same value.
 _PORTABLE = 1
@@ -112,7 +112,7 @@ class AcceleratorStream:
             _bytes_of(out).copy_(torch.from_numpy(x.view(np.uint8)), non_blocking=True)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
-                outs: Sequence[DeviceVector]) -> None:
+                outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
         """Queue an elementwise combination of vectors; see gpu.Stream."""
         dtype = torch_dtype(outs[0].dtype)
         xs, results = [[_elements_of(x, _UNSIGNED.get(dtype, dtype)) for x in vectors]
@@ -144,6 +144,10 @@ class AcceleratorStream:
                 (), value, dtype=dtype, device=self._stream.device)
         return self._divisors[dtype, value]
 
+    def meet(self, flags: Flags, number: int) -> None:
+        """Raise MissingDependencyError, because PyTorch has no such operation."""
+        raise MissingDependencyError(f"barriers of streams need CuPy: {pip_install_cupy()}")
+
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         with self._used():
@@ -168,6 +172,7 @@ class Accelerator(Gpu):
     """A PyTorch accelerator; see gpu.Gpu."""
 
     programmable = False
+    unqueued = "by CuPy, on NVIDIA's GPUs, only"
 
     def __init__(self, where: torch.device, unshared: str) -> None:
         self._where, self.unshared = where, unshared

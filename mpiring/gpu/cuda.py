@@ -19,7 +19,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import Array, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import Device, DeviceVector, Event, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
 from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
@@ -123,7 +123,7 @@ class CudaStream:
         self._copy(out.address, x.ctypes.data, out.nbytes)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
-                outs: Sequence[DeviceVector]) -> None:
+                outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
         """Queue an elementwise combination of vectors; see gpu.Stream."""
         x = outs[0]
         divides, number = kernels.division(x.dtype, divisor)
@@ -138,6 +138,10 @@ class CudaStream:
         cut = kernels.packing([*read, *written], x.size, x.itemsize)
         self._launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
                      packs=cut.packs, divisor=number)
+
+    def meet(self, flags: Flags, number: int) -> None:
+        """Queue a barrier of a node; see gpu.Stream."""
+        raise NotImplementedError
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""

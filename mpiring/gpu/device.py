@@ -37,11 +37,27 @@ _pinned: set[int] = set()
 _pinning = threading.Lock()
 
 
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """Numbers by which streams of the ranks of a node wait for each other.
+
+    `words` are arrays of one uint32 in pinned memory, one per rank, which all ranks see. Each rank
+    writes its own.
+    """
+
+    words: Sequence[Array]
+    rank: int
+
+
 class Event(Protocol):
     """A mark in a GPU's stream; schedules may yield it as a request."""
 
     def test(self) -> bool:
         """Return whether all work queued before it is done; once True, it stays True."""
+
+
+# A word, an array of one uint32 in pinned memory, and the number to write to it.
+Alarm = tuple[Array, int]
 
 
 class Stream(Protocol):
@@ -57,11 +73,19 @@ class Stream(Protocol):
         """Queue a copy from pinned host memory."""
 
     def combine(self, op: str, sources: "Sequence[DeviceVector]", divisor: float,
-                outs: "Sequence[DeviceVector]") -> None:
+                outs: "Sequence[DeviceVector]", nonfinite: Alarm | None = None) -> None:
         """Queue an elementwise combination of vectors, a division, and stores of the result.
 
         All vectors have one dtype and length; an out may be one of the sources. 16-bit sums and
-        products are computed in float32. `op` is a name, see Reduction; a divisor of 1 is none.
+        products are computed in float32. `op` is a name, see Reduction; a divisor of 1 is none. If
+        an element of the result is NaN or Inf, write the number of `nonfinite` to its word.
+        """
+
+    def meet(self, flags: Flags, number: int) -> None:
+        """Queue a barrier of a node, unless `unqueued`; the numbers of a rank increase by 1.
+
+        It writes `number`, modulo 2**32, to this rank's word. Then work that is queued from now on
+        waits until all ranks' words have reached the number.
         """
 
     def clear(self, x: "DeviceVector") -> None:
@@ -108,13 +132,15 @@ class Gpu(Protocol):
     """A GPU, used through CuPy or PyTorch.
 
     `index` is its number among the GPUs that this process sees. The streams of a programmable GPU
-    accept array operations. `unshared` is the reason why processes cannot share its memory.
+    accept array operations. `unshared` is the reason why processes cannot share its memory,
+    `unqueued` the reason why its streams cannot wait for words in host memory.
     """
 
     index: int
     name: str
     programmable: bool = True
     unshared: str = ""
+    unqueued: str = ""
 
     def stream(self) -> Stream:
         """Return a new stream."""
@@ -419,12 +445,24 @@ class Device:
             return self._uploads.mark()
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
-                outs: Sequence[DeviceVector]) -> None:
+                outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
         """Queue a combination of vectors on the GPU or in pinned memory; see Stream.combine."""
         if not outs[0].size:
             return
         with self._uploaded(sources) as vectors, self._computing() as stream:
-            stream.combine(op, vectors, divisor, outs)
+            stream.combine(op, vectors, divisor, outs, nonfinite)
+
+    def meet(self, flags: Flags, number: int) -> None:
+        """Queue a barrier of a node between all work so far and all later work; see Stream.meet."""
+        with self._lock:
+            self._work.follow(self._uploads, self._downloads)
+            self._work.changes().meet(flags, number)
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Make all work that is queued from now on wait for events of any stream of this GPU."""
+        with self._lock:
+            for event in events:
+                self._work.changes().wait(event)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""

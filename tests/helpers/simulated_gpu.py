@@ -24,9 +24,13 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
 from mpiring.gpu.device import Device, DeviceVector
+from mpiring.memory.arrays import is_finite
 from mpiring.memory.reduction import reduction
 
 JUNK = 0xA5
+_ALL_BITS = (1 << 32) - 1
+# Streams that wait for words of other GPUs.
+_meeting = weakref.WeakSet()
 # No host memory is at these addresses.
 FIRST_ADDRESS = 1 << 50
 _bases = itertools.count(FIRST_ADDRESS, 1 << 40)
@@ -125,7 +129,7 @@ class Stream:
         assert out.nbytes == x.nbytes and self._gpu.is_pinned(x)
         self.queue(lambda: np.copyto(_raw(out), x.view(np.uint8)) or True)
 
-    def combine(self, op, sources, divisor, outs):
+    def combine(self, op, sources, divisor, outs, nonfinite=None):
         assert {x.size for x in (*sources, *outs)} == {outs[0].size}
         assert {x.dtype for x in (*sources, *outs)} == {outs[0].dtype}
         assert all(isinstance(x, DeviceVector) for x in (*sources, *outs))
@@ -138,9 +142,33 @@ class Stream:
                 reduction(kind, result.dtype, divisor).combine(vectors, result)
             for x in outs:
                 content(x)[...] = result
+            if nonfinite is not None and not is_finite(result):
+                word, number = nonfinite
+                word[...] = number & _ALL_BITS
             return True
 
         self.queue(act)
+
+    def meet(self, flags, number):
+        assert not self._gpu.unqueued and all(map(self._gpu.is_pinned, flags.words))
+        number &= _ALL_BITS
+
+        def write():
+            flags.words[flags.rank][...] = number
+            for stream in tuple(_meeting):
+                stream.go_on()
+            return True
+
+        def wait():
+            here = all((int(word[0]) - number) & _ALL_BITS < 1 << 31 for word in flags.words)
+            (_meeting.discard if here else _meeting.add)(self)
+            if not (here or self._gpu.is_clocked):
+                # Another process or thread may write the word.
+                self.go_on()
+            return here
+
+        self.queue(write)
+        self.queue(wait)
 
     def clear(self, x):
         self.queue(lambda: _raw(x).fill(0) or True)
@@ -184,6 +212,8 @@ class SimulatedGpu:
     Attributes:
         shared: Memory that GPUs have exported to each other; None if they cannot.
 
+        unqueued: Reason why its streams cannot wait for other GPUs.
+
     Args:
         later: Function that schedules an action; by default, each test of an event executes some
             of the actions that are due, in any order.
@@ -192,8 +222,8 @@ class SimulatedGpu:
 
     programmable = True
 
-    def __init__(self, later=None, seed=0, name="simulated GPU", shared=None):
-        self.index, self.name = 0, name
+    def __init__(self, later=None, seed=0, name="simulated GPU", shared=None, unqueued=""):
+        self.index, self.name, self.unqueued = 0, name, unqueued
         self.shared = shared
         self._due = []
         # Any thread may queue actions, and any thread that tests an event executes some.
@@ -204,6 +234,11 @@ class SimulatedGpu:
         self._next = next(_bases)
         self._pinned = []
         self.user = Stream(self)
+
+    @property
+    def is_clocked(self):
+        """Whether a network schedules the actions, not the tests of events."""
+        return self.later != self._due.append
 
     @contextmanager
     def on(self, network, rank):

@@ -59,7 +59,7 @@ class Stream:
         self._busy(x.nbytes / self._gpu.rate)
         self._gpu.up_s += x.nbytes / self._gpu.rate
 
-    def combine(self, op, sources, divisor, outs):
+    def combine(self, op, sources, divisor, outs, nonfinite=None):
         spend("kernel")
         self._busy(KERNEL_S + (len(sources) + len(outs)) * outs[0].nbytes / MEMORY_BYTES_PER_S)
 
