@@ -20,7 +20,7 @@ from .engine.persistent import Persistent
 from .engine.prepared import REDUCING, Pattern, Prepared
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
-from .gpu.device import Device, Event
+from .gpu.device import Device, Event, UserStream
 from .launch.forks import OfRank
 from .memory.arrays import dtype_name, slice_of
 from .memory.reduction import reduction
@@ -481,24 +481,26 @@ class Communicator(OfRank):
 
     def prepared(self, call: Call, pattern: Pattern | None = None,
                  build: Build[Any] | None = None, *, device: Device | None = None,
-                 ready: Callable[[], Sequence[Event]] = tuple) -> Prepared:
+                 ready: Callable[[], Sequence[Event]] = tuple,
+                 stream: UserStream | None = None) -> Prepared:
         """Return a collective to run many times; for the buckets of a model.
 
         Args:
             call: Default call of its runs, see Prepared.
             pattern: Pattern of a plain collective on vectors in host memory; None for others.
-            build, device: Arguments of `submit`, if there is no pattern.
+            build, device, stream: Arguments of `submit`, if there is no pattern.
             ready: Function that returns the argument `ready` of `submit`, for each run.
 
         Collective: no. Blocking: no.
         """
         if build is None:
             return Prepared(self._group, call, pattern)
-        return Prepared(self._group, call, pattern, lambda x: self._built(build, device, ready()),
+        return Prepared(self._group, call, pattern,
+                        lambda x: self._built(build, device, ready(), stream),
                         can_be_fast=pattern is not None)
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
-               ready: Sequence[Event] = ()) -> Handle[T]:
+               ready: Sequence[Event] = (), stream: UserStream | None = None) -> Handle[T]:
         """Start a user-defined operation, composed of mpiring schedules.
 
         Args:
@@ -506,6 +508,7 @@ class Communicator(OfRank):
             build: Function that takes the collectives of the operation and returns its schedule.
             device: GPU that holds the vectors of the schedule; by default they are in host memory.
             ready: Events of that GPU after which the vectors may be used.
+            stream: Stream on which the caller uses the results; by default, CuPy's current stream.
 
         Returns:
             The handle of the operation.
@@ -515,14 +518,15 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: no. (The first time with a GPU: yes.)
         """
-        return self._group.submit(call, self._built(build, device, ready))
+        return self._group.submit(call, self._built(build, device, ready, stream))
 
     def run(self, call: Call, build: Build[T], *, device: Device | None = None,
-            ready: Sequence[Event] = (), patient: float | bool = False) -> T:
+            ready: Sequence[Event] = (), stream: UserStream | None = None,
+            patient: float | bool = False) -> T:
         """Run a user-defined operation before those in the background; return its result.
 
         Args:
-            call, build, device, ready: Arguments of `submit`.
+            call, build, device, ready, stream: Arguments of `submit`.
             patient: Seconds to wait, if more than `stall_timeout_s`, for ranks whose background
                 threads answer; True for a day. Stalls are reported in any case.
 
@@ -532,10 +536,21 @@ class Communicator(OfRank):
 
         Collective: yes. Blocking: yes.
         """
-        return self._group.run(call, self._built(build, device, ready), patient=patient)
+        return self._group.run(call, self._built(build, device, ready, stream), patient=patient)
 
-    def _built(self, build: Build[T], device: Device | None, ready: Sequence[Event]) -> Build[T]:
-        return build if device is None else self._group.gpus.for_device(device, ready, build)
+    def _built(self, build: Build[T], device: Device | None, ready: Sequence[Event],
+               stream: UserStream | None) -> Build[T]:
+        return build if device is None else self._group.gpus.for_device(
+            device, ready, build, stream)
+
+    def own_device(self, device: Device) -> Device:
+        """Return a GPU with the streams on which this communicator queues operations.
+
+        Vectors of operations that are passed to `submit` have this device.
+
+        Collective: yes, the first time for a GPU. Blocking: yes.
+        """
+        return self._group.gpus.own_device(device)
 
     def messages(self) -> Messages:
         """Return the point-to-point messages between these ranks, for `mpiring.asynchronous`.

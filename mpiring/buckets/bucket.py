@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,7 +178,7 @@ class Bucket:
         self.plan = plan
         self.device = device
         self.written: list[Event] = []
-        self.flat = empty(plan.size, plan.dtype)
+        self.flat: Any = empty(plan.size, plan.dtype)
         # Padding is reduced with the tensors and must not hold junk.
         self.flat[...] = 0
         self.views: dict[str, Array] = {}
@@ -195,10 +195,11 @@ class Bucket:
         self.finite: bool | None = None
         self.label = f"bucket {index} ({', '.join(self.views)})"
 
-    @property
+    @functools.cached_property
     def vector(self) -> Any:
-        """`flat` in the form that collectives accept: on a GPU, a DeviceVector."""
-        return self.flat if self.device is None else vector_of(self.flat)
+        """`flat` in the form that collectives accept: on a GPU, a DeviceVector of `device`."""
+        return self.flat if self.device is None else replace(
+            vector_of(self.flat), device=self.device, ready=None)
 
     def bounds(self, size: int) -> Sequence[int]:
         """Return the offsets that cut the bucket into one slice for each of `size` ranks.

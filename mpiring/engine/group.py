@@ -11,6 +11,7 @@ from ..collectives.native import Turns
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
+from ..gpu.device import settled
 from ..jit import cache
 from ..launch import exits, forks, silence
 from ..launch.cache import folder_of
@@ -231,7 +232,7 @@ class Group(forks.OfRank):
             raise
         while not task.done:
             task.step()
-        return task.result  # type: ignore[return-value]
+        return settled(task.result)  # type: ignore[no-any-return]
 
     def adopt(self, handle: Handle[Any]) -> None:
         """Advance and watch an operation that was begun without the engine."""

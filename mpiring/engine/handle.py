@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
+from ..gpu.device import Queued, settled
 from ..launch.forks import OfRank
 from ..record.flight import Flight
 from ..transport import waiting
@@ -67,7 +68,9 @@ class Handle(OfRank, Generic[T]):
             self.queue.engine.advance()
         if not self.complete:
             self.queue.engine.raise_failure()
-        return self.complete
+            return False
+        result = self.task.result
+        return result.event.test() if isinstance(result, Queued) else True
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank.
@@ -85,7 +88,7 @@ class Handle(OfRank, Generic[T]):
         """
         if not self.complete:
             self.queue.engine.wait(self, timeout_s)
-        return self.task.result  # type: ignore[return-value]
+        return settled(self.task.result)  # type: ignore[no-any-return]
 
     def when_done(self, action: Action) -> None:
         """Call `action` once the operation is complete or has failed. Not collective, not blocking.

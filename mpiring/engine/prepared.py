@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -179,8 +178,7 @@ class Prepared:
         if self._build is not None:
             build = self._build(x)
         else:
-            schedule = partial(cast(Pattern, self.pattern).schedule, x)
-            build = self._group.gpus.for_vector(x, schedule)
+            build = self._group.gpus.for_vector(x, cast(Pattern, self.pattern).schedule)
 
         def adjusted(collectives: Collectives) -> Schedule[Any]:
             self._adjust(collectives)

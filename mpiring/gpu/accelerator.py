@@ -193,9 +193,10 @@ class Accelerator(Gpu):
         """Return a mark on a PyTorch stream, by default the current one."""
         return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
 
-    def follow(self, event: Event) -> None:
-        """Make work that PyTorch queues on its current stream from now on wait for an event."""
-        torch.accelerator.current_stream(self._where).wait_event(_of_pytorch(event))
+    def follow(self, event: Event, stream: Any = None) -> None:
+        """Make work that is queued from now on wait for an event; for `stream` see `mark`."""
+        stream = stream or torch.accelerator.current_stream(self._where)
+        stream.wait_event(_of_pytorch(event))
 
     def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of this shape that shares a vector's memory, for the current stream."""

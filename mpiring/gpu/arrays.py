@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .device import Device, DeviceVector, Event
+from .device import Device, DeviceVector, Event, UserStream
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ def _by_cupy(where: "torch.device") -> Device:
 OPENERS: "dict[str, Callable[[torch.device], Device]]" = {"cuda": _by_cupy, "xpu": _by_pytorch}
 
 
-class UserStream:
+class TorchStream:
     """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's stream."""
 
     def __init__(self, where: "torch.device") -> None:
@@ -204,15 +204,39 @@ class UserStream:
         """Return a mark behind all work queued on it."""
         return self.device().gpu.mark(self._stream)
 
+    def follow(self, event: Event) -> None:
+        """Make work that is queued on it from now on wait for an event."""
+        self.device().gpu.follow(event, self._stream)
+
     def in_use(self) -> AbstractContextManager[Any]:
         """Make it the current stream of this thread in a `with` block."""
         context: AbstractContextManager[Any] = self._stream
         return context
 
 
-def stream_of(x: "torch.Tensor") -> UserStream | None:
+class CurrentStream:
+    """The stream that PyTorch uses on the calling thread at the time of a call."""
+
+    def __init__(self, where: "torch.device") -> None:
+        self._where = where
+
+    def mark(self) -> Event:
+        """Return a mark behind all work queued on it."""
+        return TorchStream(self._where).mark()
+
+    def follow(self, event: Event) -> None:
+        """Make work that is queued on it from now on wait for an event."""
+        TorchStream(self._where).follow(event)
+
+
+def stream_of_owner(x: DeviceVector) -> UserStream:
+    """Return the stream on which the owner of a vector, a tensor or an array, is used."""
+    return CurrentStream(x.owner.device) if is_tensor(x.owner) else x.device.gpu
+
+
+def stream_of(x: "torch.Tensor") -> TorchStream | None:
     """Return the current stream of a tensor's GPU; None for a tensor in host memory."""
-    return UserStream(x.device) if is_gpu_tensor(x) else None
+    return TorchStream(x.device) if is_gpu_tensor(x) else None
 
 
 def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:

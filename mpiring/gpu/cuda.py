@@ -209,6 +209,8 @@ class Cuda(Gpu):
         ConfigError: There is no GPU with this index.
     """
 
+    unqueued = "not yet"
+
     def __init__(self, index: int) -> None:
         self.cupy = cupy()
         self.runtime = self.cupy.cuda.runtime
@@ -246,12 +248,14 @@ class Cuda(Gpu):
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
             return CudaEvent(self, getattr(stream, "cuda_stream", stream))
 
-    def follow(self, event: Event) -> None:
-        """Make work that CuPy queues on its current stream from now on wait for an event."""
+    def follow(self, event: Event, stream: Any = None) -> None:
+        """Make work that is queued from now on wait for an event; for `stream` see `mark`."""
         # CuPy's default stream belongs to the current device.
         with self.current():
-            stream = self.cupy.cuda.get_current_stream(self.index)
-            self.runtime.streamWaitEvent(stream.ptr, _pointer_of(event))
+            if stream is None:
+                stream = self.cupy.cuda.get_current_stream(self.index).ptr
+            self.runtime.streamWaitEvent(
+                getattr(stream, "cuda_stream", stream), _pointer_of(event))
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.

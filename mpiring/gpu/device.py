@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -30,6 +30,8 @@ _KEEP, _KEEP_BYTES = 16, 256 << 20
 _MAX_TESTED = 4
 # cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP uses the same values.
 _SUCCESS, _ALREADY = 0, 712
+
+T = TypeVar("T")
 
 _log = logging.getLogger("mpiring")
 # Addresses of the host memory that `Gpu.pin` has locked.
@@ -58,6 +60,38 @@ class Event(Protocol):
 
 # A word, an array of one uint32 in pinned memory, and the number to write to it.
 Alarm = tuple[Array, int]
+
+
+class UserStream(Protocol):
+    """The stream on which the calling thread queues work at the moment."""
+
+    def mark(self) -> Event:
+        """Return a mark behind all work that is queued on it."""
+
+    def follow(self, event: Event) -> None:
+        """Make work that is queued on it from now on wait for an event."""
+
+
+@dataclass(frozen=True)
+class Queued(Generic[T]):
+    """A result in memory of a GPU that is complete after an event, which the host need not await.
+
+    `stream` is the stream of the caller, which then uses the result.
+    """
+
+    result: T
+    event: Event
+    stream: UserStream
+
+    def settled(self) -> T:
+        """Return the result for work that is queued on the caller's stream from now on."""
+        self.stream.follow(self.event)
+        return self.result
+
+
+def settled(result: Any) -> Any:
+    """Return a result for later work of the caller; see Queued."""
+    return result.settled() if type(result) is Queued else result
 
 
 class Stream(Protocol):
@@ -214,8 +248,8 @@ class Gpu(Protocol):
         `stream` is a PyTorch stream or a CUDA pointer; by default, the package's current stream.
         """
 
-    def follow(self, event: Event) -> None:
-        """Make work that the user's package queues from now on wait for an event."""
+    def follow(self, event: Event, stream: Any = None) -> None:
+        """Make work that is queued on a user's stream from now on wait for an event; see `mark`."""
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as a CuPy array, or a PyTorch tensor, of the same memory.
@@ -500,6 +534,12 @@ class Device:
                     x, free = free[:size], free[size:]
                 vectors.append(x)
             yield vectors
+
+    def mark(self) -> Event:
+        """Return an event of all queued work; later work waits for the copies before it."""
+        with self._lock:
+            self._work.follow(self._uploads, self._downloads)
+            return self._work.mark()
 
     def event(self) -> Event:
         """Return an event of all queued work."""

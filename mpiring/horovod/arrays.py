@@ -36,7 +36,7 @@ class ArrayBuffers:
 
     stream = None
 
-    def __init__(self, *, staged: bool = False) -> None:
+    def __init__(self, own_device: object = None, *, staged: bool = False) -> None:
         self._copies: list[tuple[Array, Array]] = []
 
     def numbers(self, x: Array, *, written: bool = False) -> Array:

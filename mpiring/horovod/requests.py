@@ -76,8 +76,11 @@ class ArrayPackage(Protocol):
     def scale(self, x: Any, factor: float, divisor: int = 1) -> None:
         """Multiply an array, in place, and divide it; integers are rounded toward zero."""
 
-    def buffers(self, *, staged: bool) -> RequestBuffers:
-        """Return buffers for the arrays of one operation; if `staged`, copies in host memory."""
+    def buffers(self, own_device: Callable[[Any], Any], *, staged: bool) -> RequestBuffers:
+        """Return buffers for the arrays of one operation; if `staged`, copies in host memory.
+
+        For `own_device`, see the method of Communicator.
+        """
 
     def to_bytes(self, x: Any) -> Array:
         """Return an array's bytes, in host memory."""
@@ -243,11 +246,12 @@ class NamedRequest:
             return
         # Adasum works in host memory.
         staged = self.terms.op == ADASUM
-        buffers = self.arrays.buffers(staged=staged)
+        buffers = self.arrays.buffers(comm.own_device, staged=staged)
         build, results = _KINDS[self.terms.kind](self, buffers, comm, ranks)
         call = Call(self.terms.kind, self.terms.text, self.name, self.terms.nbytes)
         stream = None if staged else buffers.stream
-        where = {} if stream is None else {"device": stream.device(), "ready": [stream.mark()]}
+        where = {} if stream is None else {
+            "device": stream.device(), "ready": [stream.mark()], "stream": stream}
 
         def start() -> None:
             self.handle = handle = comm.submit(

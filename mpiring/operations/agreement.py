@@ -192,7 +192,7 @@ def agreed(
     if neighbors is not None:
         yield (receive,)
         if bytes(other_header) != header:
-            _refuse(net().rank, call, before, bytes(other_header))
+            refuse(net().rank, call, before, bytes(other_header))
         first = (send, *first)
     if first:
         yield first
@@ -206,10 +206,10 @@ def refuse_others(call: Call, node: Node) -> None:
     """After the first barrier, raise BufferMismatchError if a rank made a different call."""
     for rank, other in node.headers():
         if other != call.header:
-            _refuse(node.ranks[node.rank], call, rank, other)
+            refuse(node.ranks[node.rank], call, rank, other)
 
 
-def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:
+def refuse(rank: int, call: Call, other: int, header: bytes) -> None:
     call_text, other_text = (
         text.decode(errors="replace").strip() for text in (call.header, header))
     remedy = call.remedy if other_text.startswith(f"{call.kind} ") else _REMEDY

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import DTypeLike
 from ..collectives import (
     chain, direct, doubling, exchange, hierarchical, native, ring, shared)
 from ..errors import ConfigError
+from ..gpu.device import Queued
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
 from ..memory.reduction import Combine, reduction
@@ -440,7 +442,7 @@ def nothing() -> Schedule[None]:
     yield ()
 
 
-def returning(x: T, schedule: Schedule[None]) -> Schedule[T]:
-    """Return a schedule that runs another schedule and then returns `x`."""
-    yield from schedule
-    return x
+def returning(x: T, schedule: Schedule[Any]) -> Schedule[Any]:
+    """Return a schedule that runs another schedule and then returns `x`; Queued if that one is."""
+    result = yield from schedule
+    return replace(result, result=x) if isinstance(result, Queued) else x

@@ -27,10 +27,11 @@ _log = logging.getLogger("mpiring")
 
 
 @functools.cache
-def _log_problem(rank: int, device: str, problem: str) -> None:
-    """Log, once, why memory cannot be shared."""
-    _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
-                 "host memory", rank, device, problem)
+def log_problem(rank: int, device: str, problem: str, *,
+                result: str = "data goes through pinned host memory") -> None:
+    """Log, once, why a GPU cannot be used as other GPUs are, and the result."""
+    _log.warning("rank %d cannot share memory of %s with its node (%s): %s", rank, device, problem,
+                 result)
 
 
 @dataclass(eq=False)
@@ -59,11 +60,11 @@ class Exports:
         The node's barriers wait for queued work on `device`. The window's number is unique, and the
         same on all ranks. Collective within the node.
         """
-        yield from self._free_windows(node)
+        yield from self._free_windows(node, device)
         dtype = np.dtype(dtype)
         n = math.prod(shape)
         memory = device.allocate(n * dtype.itemsize)
-        segments = yield from self._open(node, device, memory)
+        segments = yield from self.open(node, device, memory)
         if segments is None:
             return memory.view(dtype)
         root = _Root(memory)
@@ -72,8 +73,8 @@ class Exports:
         weakref.finalize(root, self._given_up.append, number).atexit = False
         return DeviceVector(device, memory.address, n, dtype, root)
 
-    def _open(self, node: Node, device: Device,
-              memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
+    def open(self, node: Node, device: Device,
+             memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
         """Open the memory of all ranks; return None on all ranks if one of them fails."""
         problem, handle, opened = "", (0,) * _MAX_CLOSED, []
         try:
@@ -90,7 +91,7 @@ class Exports:
             except OSError as error:
                 problem = str(error)
         if problem:
-            _log_problem(node.ranks[node.rank], repr(device), problem)
+            log_problem(node.ranks[node.rank], repr(device), problem)
         answers = yield from node.share(int(len(opened) == node.size))
         if all(ok for ok, in answers):
             return opened
@@ -99,8 +100,11 @@ class Exports:
         yield (node.barrier(),)
         return None
 
-    def _free_windows(self, node: Node) -> Schedule[None]:
+    def _free_windows(self, node: Node, device: Device) -> Schedule[None]:
         """Close the windows that all ranks of the node have given up; free this rank's segments."""
+        if self._given_up:
+            # Queued work may still use the memory of all ranks.
+            yield (device.event(),)
         offered = (*self._given_up[:_MAX_CLOSED], *(-1 for _ in range(_MAX_CLOSED)))[:_MAX_CLOSED]
         offers = yield from node.share(*offered)
         common = set(offers[0]).intersection(*offers[1:]) - {-1}

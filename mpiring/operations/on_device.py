@@ -5,6 +5,7 @@ pinned host memory, unless MPI accepts GPU pointers. Reductions are queued on th
 arrives at a barrier when all of its queued work is done. Staging slots are in pinned memory.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,8 @@ from numpy.typing import DTypeLike
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import TransportError
-from ..gpu.device import Device, DeviceVector, Event
+from ..gpu.arrays import stream_of_owner
+from ..gpu.device import Alarm, Device, DeviceVector, Event, UserStream
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
@@ -25,8 +27,9 @@ from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
 from ..transport.windows import Windows, mapped
 from .agreement import Call
-from .exports import Exports
+from .exports import Exports, log_problem
 from .collectives import Build, Collectives, nothing, returning
+from .queue import MEMORY_BYTES, GpuQueue, QueuedNode
 
 # Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
 # the last copy. A turn is the part of a slot that its rank fills at a time.
@@ -36,6 +39,9 @@ SLOT_BYTES = 2 * Tuning.in_flight * _TURN_BYTES
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
                 slice_bytes=_TURN_BYTES, staged_bytes=SLOT_BYTES // 4, rows_bytes=_TURN_BYTES,
                 moved_bytes=64 << 10, host_bytes=256 << 10)
+
+# A queue copies in GPU memory, where each step takes only microseconds.
+QUEUED_TUNING = replace(TUNING, host_bytes=0, staged_bytes=SLOT_BYTES // 4)
 
 # Function that runs an operation among all ranks of the communicator.
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
@@ -49,6 +55,8 @@ class GpuContext(NamedTuple):
         direct: If true, MPI accepts pointers to GPU memory.
         segments: Pinned memory of each rank, shared with the node, for the staging slots of a few
             operations. If None, they use the slots of the node memory.
+        queue: Queue of operations on GPUs that see each other's memory, on one node; None if the
+            host must wait for the GPU.
     """
 
     device: Device
@@ -56,14 +64,16 @@ class GpuContext(NamedTuple):
     direct: bool = False
     segments: Sequence[Array] | None = None
     tuning: Tuning = TUNING
+    queue: GpuQueue | None = None
 
 
 class DeviceCombine(Reduction):
-    """A Reduction of vectors on a GPU, with queued work."""
+    """A Reduction of vectors on a GPU, with queued work; for `nonfinite` see Stream.combine."""
 
-    def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
+    def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device,
+                 nonfinite: Alarm | None = None) -> None:
         super().__init__(op, dtype, size, compiled=False)
-        self._device = device
+        self._device, self._nonfinite = device, nonfinite
 
     def copy(self, x: Array, *outs: Array, past_caches: bool = False) -> None:
         """Copy a vector to others."""
@@ -71,7 +81,8 @@ class DeviceCombine(Reduction):
             self._device.combine(self.op, [x], 1, cast(Sequence[DeviceVector], outs))
 
     def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
-        self._device.combine(self.op, sources, divisor, cast(Sequence[DeviceVector], outs))
+        self._device.combine(
+            self.op, sources, divisor, cast(Sequence[DeviceVector], outs), self._nonfinite)
 
     def _divide(self, x: Array) -> None:
         if self.size > 1:
@@ -135,19 +146,15 @@ class _Arrival:
 
 
 class DeviceCollectives(Collectives):
-    """The schedules of an operation on vectors in GPU memory."""
+    """The schedules of an operation on vectors in GPU memory; for `alarm` see DeviceCombine."""
 
-    __slots__ = ("_host", "_context", "_channel")
+    __slots__ = ("_host", "_context", "_channel", "_alarm")
 
-    def __init__(self, host: Collectives, context: GpuContext) -> None:
-        # As in NodeMemory, every fourth operation uses the same slots.
-        start = host.sequence % AREAS * SLOT_BYTES
-        slots = None if context.segments is None else [
-            segment[start:start + SLOT_BYTES] for segment in context.segments]
-        super().__init__(host.resources, DeviceNode(host.node, context.device, slots),
-                         host.sequence)
+    def __init__(self, host: Collectives, context: GpuContext, node: Node,
+                 alarm: Alarm | None = None) -> None:
+        super().__init__(host.resources, node, host.sequence)
         self.tuning = context.tuning
-        self._host, self._context = host, context
+        self._host, self._context, self._alarm = host, context, alarm
         self._channel: Channel | None = None
 
     @property
@@ -191,7 +198,7 @@ class DeviceCollectives(Collectives):
 
     def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
         """Return the implementation of an op on the GPU."""
-        return DeviceCombine(op, dtype, size, self._context.device)
+        return DeviceCombine(op, dtype, size, self._context.device, self._alarm)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
         """Return a schedule that allocates a GPU vector, shared with the node if possible."""
@@ -204,15 +211,32 @@ class DeviceCollectives(Collectives):
 
 
 def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
-               build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
-    """Return a schedule on a GPU that ends when all of its queued work is done.
+               build: Callable[[Collectives], Schedule[T]],
+               stream: UserStream | None = None) -> Schedule[Any]:
+    """Return a schedule on a GPU that ends when all of its work is done or queued.
 
-    The vectors may be used after the events `ready`.
+    The vectors may be used after the events `ready`. If the work is queued, the result is Queued
+    for the caller's stream, by default that of the GPU's package.
     """
-    on_gpu = DeviceCollectives(collectives, context)
+    if context.queue is not None:
+        queued = QueuedNode(context.queue, collectives.node)
+        schedule: Schedule[Any] = _built(collectives, context, queued, build)
+        turn = collectives.resources.turns.join(collectives.sequence)
+        return context.queue.in_turn(turn, queued, ready, schedule, stream or context.device.gpu)
+    # As in NodeMemory, every fourth operation uses the same slots.
+    start = collectives.sequence % AREAS * SLOT_BYTES
+    slots = None if context.segments is None else [
+        segment[start:start + SLOT_BYTES] for segment in context.segments]
+    node = DeviceNode(collectives.node, context.device, slots)
+    return _with_events(ready, _built(collectives, context, node, build), context.device)
+
+
+def _built(collectives: Collectives, context: GpuContext, node: Node,
+           build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
+    on_gpu = DeviceCollectives(collectives, context, node)
     schedule = build(on_gpu)
     collectives.algorithm = on_gpu.algorithm
-    return _with_events(ready, schedule, context.device)
+    return schedule
 
 
 def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
@@ -231,34 +255,54 @@ class GpuOperations:
         self._exports = Exports(windows)
         self._contexts: dict[int, GpuContext] = {}
 
-    def for_vector(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` if the vector is in host memory; if it is on a GPU, see `for_device`."""
-        if not isinstance(vector, DeviceVector):
-            return build
-        return self.for_device(vector.device, (vector.ready,) if vector.ready else (), build)
+    def own_device(self, device: Device) -> Device:
+        """Return a GPU with the streams of this communicator, for vectors of its operations.
 
-    def for_device(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
-        """Return a function that builds the same schedule for vectors on a GPU.
+        The first call for each GPU is collective and blocking.
+        """
+        return self._context_of(device).device
 
-        The vectors may be used after the events `ready`. The first call for each GPU is collective
-        and blocking.
+    def for_vector(self, x: Any, build: Callable[[Any, Collectives], Schedule[T]]) -> Build[T]:
+        """Return a function that builds a schedule on a vector, which may be on a GPU.
+
+        The arguments of `build` are the vector and the collectives.
+        """
+        if not isinstance(x, DeviceVector):
+            return functools.partial(build, x)
+        own = replace(x, device=self.own_device(x.device))
+        return self.for_device(x.device, (x.ready,) if x.ready else (),
+                               functools.partial(build, own), stream_of_owner(x))
+
+    def for_device(self, device: Device, ready: Sequence[Event], build: Build[T],
+                   stream: UserStream | None = None) -> Build[T]:
+        """Return a function that builds the same schedule for vectors of an `own_device`.
+
+        The vectors may be used after the events `ready`, and the results on the caller's `stream`.
+        The first call for each GPU is collective and blocking.
         """
         context = self._context_of(device)
-        return lambda collectives: in_context(collectives, context, ready, build)
+        return lambda collectives: in_context(collectives, context, ready, build, stream)
 
     def _context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""
-        context = self._contexts.get(id(device))
+        gpu = device.gpu
+        context = self._contexts.get(id(gpu))
         if context is None:
-            # The context keeps the device alive, so that no other device gets its id. All ranks
-            # must use the same package, because the schedules differ.
-            package = "CuPy" if device.gpu.programmable else "PyTorch alone"
-            context = self._contexts[id(device)] = self._run(
+            # The context keeps the GPU alive, so that no other one gets its id. All ranks must use
+            # the same package, because the schedules differ.
+            package = "CuPy" if gpu.programmable else "PyTorch alone"
+            context = self._contexts[id(gpu)] = self._run(
                 Call("prepare", f"GPU number {len(self._contexts)} for operations with {package}"),
                 lambda collectives: self._prepare(collectives, device))
         return context
 
     def _prepare(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+        if len(collectives.nodes) == 1:
+            # Operations of two communicators may be queued in different orders on two ranks.
+            own = type(device)(device.gpu)
+            queue = yield from self._queue(collectives.node, own)
+            if queue is not None:
+                return GpuContext(own, self._exports, tuning=QUEUED_TUNING, queue=queue)
         segments = yield from self._segments(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
@@ -272,6 +316,27 @@ class GpuOperations:
         # All pieces that a rank stages at a time for the other ranks of its node fit into one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
         return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
+
+    def _queue(self, node: Node, device: Device) -> Schedule[GpuQueue | None]:
+        """Return a queue of operations, or None on all ranks if a GPU of the node cannot queue."""
+        problem = device.gpu.unqueued
+        answers = yield from node.share(int(not problem))
+        if problem:
+            log_problem(node.ranks[node.rank], repr(device), problem,
+                        result="the host waits between steps of the GPUs")
+        if not all(ok for ok, in answers):
+            return None
+        if node.size == 1:
+            return GpuQueue(device, node, [np.zeros(MEMORY_BYTES, np.uint8)],
+                            [device.allocate(0)])
+        slots = yield from self._exports.open(
+            node, device, device.allocate(2 * SLOT_BYTES))
+        memory = None if slots is None else (yield from mapped(node, MEMORY_BYTES))
+        if slots is None or memory is None:
+            return None
+        for segment in memory:
+            device.gpu.pin(segment)
+        return GpuQueue(device, node, memory, slots)
 
     def _segments(self, collectives: Collectives,
                   device: Device) -> Schedule[Sequence[Array] | None]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.device import Device, DeviceVector, Event, await_event
+from ..gpu.device import Device, DeviceVector, UserStream, await_event
 from ..record.statistics import Statistics
 from ..reducers.reducer import Reducer, ReducerSpec
 from ..text import first_few
@@ -44,14 +44,13 @@ class LocalWeights(Protocol):
     Attributes:
         tensors: The trained tensors, in the order of the model.
         device: The GPU that holds them; None for host memory.
-        mark: Returns the event after which the GPU has written a ready tensor; None to mark CuPy's
-            stream.
+        stream: The stream on which the GPU writes tensors; None for CuPy's current stream.
         selected: Returns a context in which this GPU is the thread's current device.
     """
 
     tensors: Sequence[TensorSpec]
     device: Device | None
-    mark: Callable[[], Event] | None = None
+    stream: UserStream | None = None
     selected: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def vector(self, name: str) -> Any:
@@ -143,7 +142,7 @@ class Fragment:
         order = self.names[::-1]
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, order=order, autotune=False),
-            Placement(weights.device, weights.mark))
+            Placement(weights.device, weights.stream))
         self.optimizer = SGD(
             ModelSlices(self.gradients, comm, self.vector), settings.lr, settings.momentum,
             nesterov=bool(settings.momentum), sharded=settings.sharded)

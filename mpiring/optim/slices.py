@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..buckets.bucket import Bucket, TensorSpec
@@ -31,7 +31,7 @@ class ModelSlices(BareTensors):
     """The parts of a model that this rank updates, and the state that it keeps for them.
 
     Attributes:
-        weights: Function that returns the vector of a tensor, given its name.
+        weights_of: Function that returns the vector of a tensor, given its name.
         averager: Averager of the gradients. Without `averager.scatter()`, each rank has all parts.
         buckets: This rank's parts per bucket, in the order in which buckets are sent.
     """
@@ -39,7 +39,8 @@ class ModelSlices(BareTensors):
     def __init__(self, averager: Averager, comm: Communicator,
                  weights: Callable[[str], Any]) -> None:
         super().__init__(comm, averager.tensors)
-        self.averager, self.weights = averager, weights
+        self.averager = averager
+        self.weights_of = weights
         # Handles of weights in flight, by the index of the bucket.
         self._in_flight: dict[int, Handle[None]] = {}
         self._cut()
@@ -54,6 +55,11 @@ class ModelSlices(BareTensors):
             state = SliceState(bucket.plan, own.start, own.stop, bucket.device)
             self.buckets.append(parts_of(state, bucket.vector[own], (
                 self.weights(tensor.name)[slice(*tensor.ends)] for tensor in state.ranges)))
+
+    def weights(self, name: str) -> Any:
+        """Return the vector of a tensor, on the device of the buckets."""
+        vector = self.weights_of(name)
+        return vector if self.device is None else replace(vector, device=self.device)
 
     def _operation(self, bucket: Bucket) -> Prepared:
         """Return the operation that sends the weights in each rank's parts to all ranks."""

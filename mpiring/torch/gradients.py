@@ -11,7 +11,7 @@ from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
 from .sparse import SparseGradients
-from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, spec_of
+from .tensors import gpu_of, in_shape_of, stream_for, seen_as_tensor, selector_of, spec_of
 from .threads import fill_only_node
 
 
@@ -45,7 +45,7 @@ class GradientBuckets:
         self.sends_early = not fill_only_node(comm) or gpu is not None
         with self.select_gpu():
             self.averager = Averager(
-                specs, comm, fusion, Placement(gpu, marker_of(first)),
+                specs, comm, fusion, Placement(gpu, stream_for(first)),
                 weighing=weighing, before=before, overlap=self.sends_early)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm, self.averager)

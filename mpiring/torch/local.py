@@ -16,7 +16,7 @@ from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import DataParallel
 from .modules import Buffers, broadcast_model
-from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of, spec_of
+from .tensors import gpu_of, stream_for, seen_as_tensor, selector_of, spec_of
 from .threads import share_cores
 
 
@@ -37,16 +37,17 @@ class ParameterWeights(LocalWeights):
         self._comm, self._buffers = comm, Buffers(module, comm)
         self.tensors = [spec_of(name, p) for name, p in trained.items()]
         first = next(iter(trained.values()))
-        self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
+        self.device, self.selected = gpu_of(first), selector_of(first)
+        self.stream = stream_for(first)
         location = first.device
         if self.device is not None and not self.device.gpu.programmable:
             # The outer optimizer has no kernels for this GPU.
-            self.device, self.mark, location = None, None, torch.device("cpu")
+            self.device, self.stream, location = None, None, torch.device("cpu")
         self._global = {name: p.detach().to(location, copy=True,
                                             memory_format=torch.contiguous_format)
                         for name, p in trained.items()}
-        if self.mark is not None:
-            await_event(self.mark())
+        if self.stream is not None:
+            await_event(self.stream.mark())
 
     def local(self, name: str) -> torch.Tensor:
         # With a Sharded optimizer, this waits until the weights are complete.

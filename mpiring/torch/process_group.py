@@ -154,13 +154,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Submitting
 
+    @property
+    def _current_group(self) -> Group:
+        """The group for an operation that this thread calls now."""
+        if in_callback():
+            # Collective: every rank runs callbacks in the order of the operations.
+            self._callback_group = self._callback_group or self._group.duplicate()
+            return self._callback_group
+        return self._group
+
+    def _buffers(self) -> TensorBuffers:
+        """Return the buffers of one operation that this thread calls now."""
+        return TensorBuffers(self._current_group.gpus.own_device)
+
     def _submit(self, kind: str, detail: str, opts: Any, buffers: TensorBuffers, value: Any,
                 build: Callable[[Collectives], Schedule[Any]],
                 timeout_s: float | None = None, plain: tuple[str, Any] | None = None) -> Work:
-        group = self._group
-        if in_callback():
-            # Collective: every rank runs callbacks in the order of the operations.
-            group = self._callback_group = self._callback_group or group.duplicate()
+        group = self._current_group
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, nbytes=buffers.nbytes)
         start, run = buffers.bound(group, call, build, plain)
@@ -208,7 +218,7 @@ class ProcessGroup(dist.ProcessGroup):
         op = op_of(opts, tensor.dtype, self.size())
         return self._submit(
             "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts,
-            TensorBuffers(), list(tensors), sparse.allreduce(tensor, op))
+            self._buffers(), list(tensors), sparse.allreduce(tensor, op))
 
     @recorded("c10d::allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -216,7 +226,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._allreduce("all_reduce_coalesced", tensors, opts)
 
     def _allreduce(self, kind: str, tensors: Tensors, opts: Any) -> Work:
-        buffers = TensorBuffers()
+        buffers = self._buffers()
         ops = [op_of(opts, tensor.dtype, self.size()) for tensor in tensors]
         vectors = [buffers.numbers(tensor, written=True, factor=op.factor, divisor=op.divisor)
                    for tensor, op in zip(tensors, ops)]
@@ -230,7 +240,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Combine a tensor over all ranks into the root's tensor; other tensors do not change."""
         tensor, root = only(tensors), opts.rootRank
         self._check_peer(root, "root")
-        op, buffers = op_of(opts, tensor.dtype, self.size()), TensorBuffers()
+        op, buffers = op_of(opts, tensor.dtype, self.size()), self._buffers()
         is_root = self.rank() == root
         x = buffers.numbers(tensor, written=is_root, factor=op.factor,
                             divisor=op.divisor if is_root else None)
@@ -257,7 +267,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(self, kind: str, outputs: Tensors,
                         inputs: Sequence[Tensor | Tensors], opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        buffers, rank, rows, copies = TensorBuffers(), self.rank(), [], []
+        buffers, rank, rows, copies = self._buffers(), self.rank(), [], []
         ops = [op_of(opts, output.dtype, self.size()) for output in outputs]
         for output, input, op in zip(outputs, inputs, ops):
             chunks = self._chunks(input, output, "input", functools.partial(
@@ -276,7 +286,7 @@ class ProcessGroup(dist.ProcessGroup):
     @recorded("c10d::broadcast_")
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy the root's tensor to all ranks."""
-        tensor, root, buffers = only(tensors), opts.rootRank, TensorBuffers()
+        tensor, root, buffers = only(tensors), opts.rootRank, self._buffers()
         self._check_peer(root, "root")
         x = buffers.raw(tensor, written=self.rank() != root)
         return self._submit(
@@ -310,7 +320,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _allgather(self, kind: str, outputs: Sequence[Tensor | Tensors], inputs: Tensors,
                    opts: Any, value: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        buffers, rows, copies = TensorBuffers(), [], []
+        buffers, rows, copies = self._buffers(), [], []
         for output, input in zip(outputs, inputs):
             x = buffers.raw(input)
             rows.append(self._chunks(
@@ -323,7 +333,7 @@ class ProcessGroup(dist.ProcessGroup):
     @recorded("c10d::gather_", 2)
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
-        input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
+        input, root, buffers = only(inputs), opts.rootRank, self._buffers()
         targets = self._root_tensors("gather", outputs, input, root, "output")
         x = buffers.raw(input)
         chunks = [buffers.raw(target, written=True) for target in targets]
@@ -334,7 +344,7 @@ class ProcessGroup(dist.ProcessGroup):
     @recorded("c10d::scatter_", 2)
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
-        output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
+        output, root, buffers = only(outputs), opts.rootRank, self._buffers()
         sources = self._root_tensors("scatter", inputs, output, root, "input")
         x = buffers.raw(output, written=True)
         chunks = [buffers.raw(source) for source in sources]
@@ -359,7 +369,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Send tensor r of a list to rank r; shapes may differ."""
         check_count(outputs, self.size(), "output")
         check_count(inputs, self.size(), "input")
-        buffers = TensorBuffers()
+        buffers = self._buffers()
         sends = [buffers.raw(tensor) for tensor in inputs]
         receives = [buffers.raw(tensor, written=True) for tensor in outputs]
         return self._all_to_all(
@@ -370,7 +380,7 @@ class ProcessGroup(dist.ProcessGroup):
                           output_split_sizes: Sequence[int] = (),
                           input_split_sizes: Sequence[int] = (), opts: Any = None) -> Work:
         """Send part r of a tensor's rows to rank r."""
-        buffers, size = TensorBuffers(), self.size()
+        buffers, size = self._buffers(), self.size()
         sends = by_splits(buffers.raw(input), input, input_split_sizes, size, "input")
         receives = by_splits(
             buffers.raw(output, written=True), output, output_split_sizes, size, "output")
@@ -423,7 +433,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Complete when every rank has called; a timeout in the options applies to this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
-            "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
+            "barrier", "", opts, self._buffers(), [], lambda collectives: collectives.barrier(),
             limit_s if limit_s > 0 else None, plain=("barrier", None))
 
     @recorded("c10d::monitored_barrier_", 0)

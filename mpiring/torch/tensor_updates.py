@@ -68,7 +68,7 @@ class TensorUpdates:
                 f"rank {layout.comm.rank}: parameters were frozen, thawed or replaced, which "
                 f"{type(self._method).__name__} cannot follow; make another Sharded optimizer "
                 f"afterwards (close() this one first), or use one of torch.optim")
-        self._layout, self._slices.weights = layout, _vectors_of(layout)
+        self._layout, self._slices.weights_of = layout, _vectors_of(layout)
         self._method.follow(layout.gradients)
         self._cut()
 

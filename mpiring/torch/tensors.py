@@ -14,7 +14,7 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu import accelerator, arrays
-from ..gpu.device import Device, Event
+from ..gpu.device import Device, UserStream
 from ..gpus import assign_gpu
 from ..memory.pytrees import leaves
 from ..memory.tensors import GPU_TYPES, numpy_dtype
@@ -153,10 +153,9 @@ def gpu_of(x: torch.Tensor) -> Device | None:
     return None if stream is None else stream.device()
 
 
-def marker_of(x: torch.Tensor) -> Callable[[], Event] | None:
-    """Return a function that marks the current stream of a tensor's GPU; None for host memory."""
-    device = x.device
-    return (lambda: arrays.UserStream(device).mark()) if arrays.is_gpu_tensor(x) else None
+def stream_for(x: torch.Tensor) -> UserStream | None:
+    """Return the stream on which a thread uses tensors like `x`; None for host memory."""
+    return arrays.CurrentStream(x.device) if arrays.is_gpu_tensor(x) else None
 
 
 def selector_of(x: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:

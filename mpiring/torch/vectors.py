@@ -1,10 +1,10 @@
 """Converts tensors to vectors for collectives; tensors that are not contiguous are copied."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from ..engine.group import Group
 from ..engine.handle import Handle
 from ..engine.prepared import Pattern, Prepared
 from ..errors import ConfigError
-from ..gpu.arrays import UserStream, stream_of
+from ..gpu.arrays import CurrentStream, TorchStream, stream_of
+from ..gpu.device import Device
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, may_overlap
 from ..memory.tensors import array_of
@@ -85,18 +86,24 @@ def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
     return x.to(torch.int64).div(divisor, rounding_mode="trunc")
 
 
+def _same(device: Device) -> Device:
+    """Return a GPU, for tensors that are not sent from it."""
+    return device
+
+
 class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
     Tensors that are not contiguous are copied, and copied back if the operation writes them. If
     `staged`, tensors on a GPU are copied to host memory. The user's `stream`, on which the tensors
-    were written, is None in host memory.
+    were written, is None in host memory. For `own_device`, see the method of Communicator.
     """
 
-    def __init__(self, *, staged: bool = False) -> None:
+    def __init__(self, own_device: Callable[[Device], Device] = _same, *,
+                 staged: bool = False) -> None:
         self.nbytes = 0
-        self.stream: UserStream | None = None
-        self._staged = staged
+        self.stream: TorchStream | None = None
+        self._own_device, self._staged = own_device, staged
         self._where: torch.device | None = None
         self._vectors: list[Any] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -148,9 +155,13 @@ class TensorBuffers:
         return contiguous
 
     def _vector(self, x: torch.Tensor) -> Any:
-        self._vectors.append(array_of(x) if self.stream is None or self._staged else
-                             self.stream.vector(x))
-        return self._vectors[-1]
+        if self.stream is None or self._staged:
+            vector: Any = array_of(x)
+        else:
+            vector = self.stream.vector(x)
+            vector = replace(vector, device=self._own_device(vector.device))
+        self._vectors.append(vector)
+        return vector
 
     def bound(self, group: Group, call: Call, build: Build[Any], plain: tuple[str, Any] | None,
               ) -> tuple[Callable[[], Handle[Any]], Callable[[], Any]]:
@@ -168,7 +179,8 @@ class TensorBuffers:
         if (plain is None or group.fast_calls.memory is None or self.stream is not None
                 or self._copies or self._sums or not x.flags.carray):
             if self.stream is not None:
-                build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
+                build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build,
+                                              CurrentStream(self._where))
             bound = call, lambda collectives: self.settled(build(collectives))
             return partial(group.submit, *bound), partial(group.run, *bound)
         prepared = group.prepared.get(call)
@@ -189,13 +201,18 @@ class TensorBuffers:
             return
         # The user's stream may still read the old values, and PyTorch's allocator expects that this
         # memory is used on this stream.
-        with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
+        stream, in_use = self.stream, cast(AbstractContextManager[Any], nullcontext())
+        if stream is not None:
+            in_use, device = stream.in_use(), self._vectors[0].device
+            stream.follow(device.mark())
+        with torch.no_grad(), in_use:
             for x, divisor in self._sums:
                 x.copy_(quotient(x, divisor))
             for tensor, copy in copies:
                 tensor.copy_(copy)
-        if self.stream is not None:
-            yield (self.stream.mark(),)
+        if stream is not None:
+            device.follow([stream.mark()])
+        yield ()
 
 
 def refuse_overlap(tensor: torch.Tensor) -> None:

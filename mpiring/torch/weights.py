@@ -23,7 +23,7 @@ from ..training.averager import Averager
 from ..transport.base import Schedule
 from .modules import UncopiedHook, weak_hook
 from .private import is_compiled, parameters_of, set_parameters, version_of
-from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
+from .tensors import in_shape_of, seen_as_tensor, stream_for
 
 _REMEDY = ("give param_groups the same settings on every rank, and write weights on all ranks, or "
            "in a block `with optimizer.writing_weights():`")
@@ -44,8 +44,7 @@ class WeightBuckets:
         self._parameters, self.comm = dict(parameters), comm
         self._gradients, self._model = gradients, gradients.weighing.model
         first = next(iter(parameters.values()))
-        self._device = gpu_of(first)
-        self._mark = marker_of(first)
+        self._device, self._stream = gradients.device, stream_for(first)
         self.buckets = [Bucket(index, bucket.plan, self._empty, self._device)
                         for index, bucket in enumerate(gradients.buckets)]
         if self._device is not None:
@@ -131,7 +130,8 @@ class WeightBuckets:
         call = Call("weights", " ".join(detail), bucket.label, plan.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self.comm.submit(
             call, lambda collectives: self._allgather(collectives, vector, bounds=bounds),
-            device=bucket.device, ready=() if self._mark is None else (self._mark(),))
+            device=bucket.device, ready=() if self._stream is None else (self._stream.mark(),),
+            stream=self._stream)
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
         """Wait until the given buckets are complete, if they were sent; used by hooks."""

@@ -154,8 +154,8 @@ class Averager(FusedTensors):
         if not self._ready_s and self.compressors and self.loaded_order is not None:
             self._load_reducers()
         bucket.missing.remove(name)
-        if self.mark is not None:
-            bucket.written.append(self.mark())
+        if self.stream is not None:
+            bucket.written.append(self.stream.mark())
         self._ready_s[name] = time.monotonic()
         while self._overlaps and len(self._handles) < len(self.buckets):
             bucket = self.buckets[len(self._handles)]

@@ -1,7 +1,7 @@
 """Fuses named tensors into buckets, and chooses how each bucket is averaged."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..buckets.bucket import (
 )
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError, MpiringError
-from ..gpu.device import Device, DeviceVector, Event, await_event
+from ..gpu.device import Device, UserStream, await_event
 from ..memory.arrays import Array
 from ..names import nearest
 from ..operations.agreement import Call
@@ -49,12 +49,11 @@ class Fusion:
 class Placement:
     """The memory of an adapter's tensors, on a GPU or, if `device` is None, in host memory.
 
-    `mark` returns the event after which the GPU has written a ready tensor; by default, it marks
-    CuPy's stream.
+    The GPU writes tensors, and uses their means, on `stream`; by default, CuPy's current stream.
     """
 
     device: Device | None = None
-    mark: Callable[[], Event] | None = None
+    stream: UserStream | None = None
 
 
 class Views(Mapping[str, Array]):
@@ -131,10 +130,12 @@ class FusedTensors:
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, fusion: Fusion,
                  placement: Placement) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
-        self.device, self.mark, self._comm = placement.device, placement.mark, comm
-        self.gpu = "" if self.device is None else str(self.device)
-        if self.device is not None and self.mark is None:
-            self.mark = self.device.gpu.mark
+        self.device: Device | None = None
+        self.stream, self._comm = placement.stream, comm
+        self.gpu = "" if placement.device is None else str(placement.device)
+        if placement.device is not None:
+            self.device = comm.own_device(placement.device)
+            self.stream = self.stream or self.device.gpu
         self._reducers = reducers_of(self.tensors, fusion.reducer)
         self.compressors = compressors(self._reducers.values())
         self.choice = Choice(
@@ -243,7 +244,7 @@ class FusedTensors:
             operations = [
                 self._comm.prepared(
                     _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
-                    device=self.device, ready=lambda: bucket.written)
+                    device=self.device, ready=lambda: bucket.written, stream=self.stream)
                 for build in (reduce_of, scatter_of)]
         return BucketReduction(reducer, bucket, *operations)
 
@@ -270,7 +271,7 @@ def _on_host(bucket: Bucket, device: Device, comm: Communicator,
         copy.finite = None
         return between_copies(bucket.vector, reducer.reduce(collectives, copy))
 
-    def between_copies(vector: DeviceVector, schedule: Schedule[None]) -> Schedule[None]:
+    def between_copies(vector: Any, schedule: Schedule[None]) -> Schedule[None]:
         yield bucket.written
         yield (device.to_host(vector, copy.flat),)
         yield from schedule

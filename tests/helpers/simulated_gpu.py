@@ -327,7 +327,7 @@ class SimulatedGpu:
     def mark(self, stream=None):
         return self.user.record()
 
-    def follow(self, event):
+    def follow(self, event, stream=None):
         self.user.wait(event)
 
     def is_finite(self, x):
@@ -474,7 +474,34 @@ class Cupy:
 
 
 class SimulatedDevice(Device):
-    """A simulated GPU that also accepts host memory as its own."""
+    """A simulated GPU that also accepts host memory as its own.
+
+    Its streams refuse vectors of other devices, for whose streams nothing waits.
+    """
+
+    def _refuse_others(self, *xs):
+        for x in xs:
+            assert not isinstance(x, DeviceVector) or x.device is self, (x, self)
+
+    def to_host(self, x, out):
+        self._refuse_others(x)
+        return super().to_host(x, out)
+
+    def to_device(self, x, out):
+        self._refuse_others(out)
+        return super().to_device(x, out)
+
+    def combine(self, op, sources, divisor, outs, nonfinite=None):
+        self._refuse_others(*sources, *outs)
+        super().combine(op, sources, divisor, outs, nonfinite)
+
+    def clear(self, x):
+        self._refuse_others(x)
+        super().clear(x)
+
+    def compute(self, function, *arguments):
+        self._refuse_others(*arguments)
+        super().compute(function, *arguments)
 
     def put(self, x):
         """Return a copy of a NumPy array in GPU memory, as an array of the user."""

@@ -103,7 +103,10 @@ class TrainingComm(ThreadComm):
         _run(_Collectives(self).allreduce(x.reshape(-1), op=op))
         return x
 
-    def submit(self, call, build, *, device=None, ready=()):
+    def own_device(self, device):
+        return device
+
+    def submit(self, call, build, *, device=None, ready=(), stream=None):
         calls = self.allgather_object(str(call))
         for rank, text in enumerate(calls):
             if text != calls[0]:
@@ -116,7 +119,8 @@ class TrainingComm(ThreadComm):
             await_event(device.event())
         return SimpleNamespace(wait=lambda: None, flight=Flight(call, 0))
 
-    def prepared(self, call, pattern=None, build=None, *, device=None, ready=tuple):
+    def prepared(self, call, pattern=None, build=None, *, device=None, ready=tuple,
+                 stream=None):
         def start(x, result, call=call):
             return self.submit(call, build or functools.partial(pattern.schedule, x),
                                device=device, ready=ready())

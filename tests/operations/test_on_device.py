@@ -16,6 +16,7 @@ from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
 from mpiring.operations.exports import Exports
 from mpiring.operations.on_device import GpuContext, in_context
+from mpiring.operations.queue import MEMORY_BYTES, GpuQueue
 from mpiring.simulated.network import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
@@ -56,7 +57,7 @@ def _bytes(x):
 
 
 def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4096,
-            host_bytes=0):
+            host_bytes=0, queued=False):
     """Run a program on all ranks, each with a GPU of its own.
 
     Args:
@@ -65,15 +66,21 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
         direct: MPI takes GPUs' pointers.
         shared: What GPUs export to each other; None where they cannot.
         host_bytes: See Tuning.
+        queued: If true, barriers are queued on the GPUs.
     """
     network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
     gpus = [SimulatedGpu(partial(network.later, 0, rank), shared=shared)
             for rank in range(len(node_of))]
 
+    memory = [np.zeros(MEMORY_BYTES, np.uint8) for _ in node_of]
+    slots = [gpu.allocate(2 * slot_bytes) for gpu in gpus]
+
     def on_rank(collectives):
         rank = collectives.rank
-        context = GpuContext(Device(gpus[rank]), Exports(collectives.windows), direct,
-                             tuning=replace(SMALL, host_bytes=host_bytes))
+        device = Device(gpus[rank])
+        context = GpuContext(device, Exports(collectives.windows), direct,
+                             tuning=replace(SMALL, host_bytes=host_bytes),
+                             queue=queue_of(collectives.node, device) if queued else None)
         if direct:
             collectives._net = _Aware(collectives.net)
         if collectives.node.size > 1:
@@ -81,8 +88,16 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
                 gpus[rank].pin(slot)
         vectors = yield from in_context(collectives, context, [], lambda on_gpu: program(
             on_gpu, lambda x: gpus[rank].vector(context.device, x)))
+        if queued:
+            yield (vectors.event,)
+            vectors = vectors.settled()
         # Not later, when whatever is queued still has been done.
         return [content(x).copy() for x in vectors or ()]
+
+    def queue_of(node, device):
+        for part in memory:
+            device.gpu.pin(part)
+        return GpuQueue(device, node, memory, [replace(slot, device=device) for slot in slots])
 
     return run(node_of, on_rank, network=network, slot_bytes=slot_bytes)
 
@@ -166,6 +181,35 @@ def test_slices(place, which):
             return [x]
 
         check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+
+
+@pytest.mark.parametrize("place", ["one", "one node", "four"])
+@pytest.mark.parametrize("which", ["all", "some", "none"])
+def test_queued_operations(place, which):
+    """The host waits for no GPU: the work of several collectives is queued at once."""
+    node_of = NODES[place]
+    p = len(node_of)
+    for seed, n, op, dtype in cases(p + len(which), 0, 1, p + 1, 129, 1001):
+        def program(collectives, put):
+            rank, xs = collectives.rank, []
+            for turn in range(3):
+                x = put(contract.contribution(rank, n, dtype)) if which == "none" else (
+                    yield from placed(collectives, put, which, n, dtype))
+                yield from collectives.allreduce(x, op=op)
+                y = put(contract.contribution(rank, n, dtype))
+                yield from collectives.reduce_scatter(y, op=op)
+                yield from collectives.allgather(y)
+                z = put(np.arange(n, dtype="float32") + 1000 * rank)
+                yield from collectives.broadcast(z, turn % p)
+                xs += [x, y, z]
+            return xs
+
+        results = on_gpus(node_of, program, seed=seed, shared=[], queued=True)[0]
+        for turn in range(3):
+            for which_x in range(2):
+                check([xs[3 * turn + which_x:] for xs in results], p, op)
+            for xs in results:
+                assert np.array_equal(xs[3 * turn + 2], np.arange(n) + 1000 * (turn % p))
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])

@@ -1,0 +1,192 @@
+"""The operations that a communicator queues on a GPU, so that the host does not wait for them.
+
+The ranks of a node see each other's GPU memory. Their streams wait for each other by numbers in
+pinned host memory. All ranks queue their operations in the same order.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..collectives.native import Turn
+from ..gpu.device import Alarm, Device, DeviceVector, Event, Flags, Queued, UserStream
+from ..memory.arrays import Array
+from ..transport.base import HEADER_BYTES, Node, Schedule, T
+from ..transport.node_memory import REORDERS, NodeMemory
+from .agreement import Call, refuse
+
+# Number of the latest calls that are kept for comparison, and of alarms.
+RING = 64
+# The memory of a rank: its flag, an alarm for each call, and a record of each call: its number, its
+# digest and its header.
+_ALARMS = 64
+_RECORDS = _ALARMS + 4 * RING
+_RECORD_BYTES = 16 + HEADER_BYTES
+MEMORY_BYTES = _RECORDS + RING * _RECORD_BYTES
+# Operations use the halves of the staging slots in turn. A rank writes to a half again after the
+# barrier of another operation, when all ranks have queued their reads of its content.
+_HALVES = 2
+
+
+class GpuQueue:
+    """The queued operations of one communicator on one GPU, among the ranks of a node.
+
+    Args:
+        memory: Pinned memory of each rank: MEMORY_BYTES bytes, zero at first.
+        slots: Staging slots of all ranks on their GPUs.
+
+    Attributes:
+        ranks, rank: Ranks of the node in the communicator, and the position of this rank.
+        number: Number of calls that this rank has recorded; see `record`.
+        unfinished: Events of the latest operations with their descriptions, the oldest first.
+    """
+
+    def __init__(self, device: Device, node: Node, memory: Sequence[Array],
+                 slots: Sequence[DeviceVector]) -> None:
+        self.device, self.ranks, self.rank = device, node.ranks, node.rank
+        self.number = 0
+        self.unfinished: deque[tuple[Any, Event]] = deque()
+        self._slots = slots
+        self._flags = Flags([part[:4].view(np.uint32) for part in memory], node.rank)
+        self._alarms = [part[_ALARMS:_RECORDS].view(np.uint32) for part in memory]
+        self._words = [part[_RECORDS:].data.cast("q") for part in memory]
+        self._texts = [part[_RECORDS:].data for part in memory]
+        self._calls: deque[Call] = deque()
+        self._operations = self._meetings = 0
+
+    # Work on the GPU
+
+    def begin(self, ready: Sequence[Event]) -> Sequence[DeviceVector]:
+        """Begin an operation behind all earlier ones; return its staging slots, one per rank.
+
+        Its work waits for the events `ready`.
+        """
+        self.device.follow(ready)
+        half = self._slots[0].size // _HALVES
+        start = self._operations % _HALVES * half
+        self._operations += 1
+        return [slot[start:start + half] for slot in self._slots]
+
+    def meet(self) -> None:
+        """Queue a barrier of all ranks."""
+        self._meetings += 1
+        if len(self.ranks) > 1:
+            self.device.meet(self._flags, self._meetings)
+
+    def in_turn(self, turn: Turn, node: "QueuedNode", ready: Sequence[Event],
+                schedule: Schedule[T], stream: UserStream) -> Schedule[Queued[T]]:
+        """Return a schedule that queues the work of another one when its turn has come."""
+        yield (turn,)
+        node.begin(ready)
+        result = yield from schedule
+        turn.leave()
+        return Queued(result, self.device.mark(), stream)
+
+    # Calls that ranks compare later
+
+    def record(self, call: Call) -> int:
+        """Let the other ranks compare a call, which has the returned number, from 1."""
+        self.number += 1
+        place = self.number % RING * _RECORD_BYTES
+        self._texts[self.rank][place + 16:place + _RECORD_BYTES] = call.header
+        words, word = self._words[self.rank], place // 8
+        words[word + 1] = call.digest
+        if REORDERS:
+            NodeMemory.fence()
+        words[word] = self.number
+        self._calls.append(call)
+        return self.number
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next call may be recorded, after `compare`.
+
+        Half of the ring is for ranks that are behind: they may compare these calls later.
+        """
+        return len(self._calls) < RING // 2
+
+    def compare(self) -> None:
+        """Compare the calls that all ranks have recorded.
+
+        Raises:
+            BufferMismatchError: Another rank made a different call.
+        """
+        while self._calls:
+            number = self.number - len(self._calls) + 1
+            word = number % RING * _RECORD_BYTES // 8
+            if any(words[word] < number for words in self._words):
+                return
+            if REORDERS:
+                NodeMemory.fence()
+            call = self._calls.popleft()
+            for position, words in enumerate(self._words):
+                if words[word + 1] != call.digest:
+                    start = 8 * word + 16
+                    refuse(self.ranks[self.rank], call, self.ranks[position],
+                           bytes(self._texts[position][start:start + HEADER_BYTES]))
+
+    def alarm(self, number: int) -> Alarm:
+        """Return this rank's alarm for NaN and Inf in the results of a call."""
+        return self._alarms[self.rank][number % RING:][:1], number
+
+    def is_finite(self, number: int) -> bool:
+        """Return whether no rank has given the alarm of a call, whose event is complete."""
+        return not any(int(alarms[number % RING]) == number & 0xFFFFFFFF
+                       for alarms in self._alarms)
+
+
+class QueuedNode:
+    """The node of an operation whose barriers are queued on the GPU; see base.Node.
+
+    `host` is the node of the same operation in host memory. It is None if the ranks have agreed on
+    the operation before. They then pass the same numbers to `share`.
+    """
+
+    def __init__(self, queue: GpuQueue, host: Node | None) -> None:
+        self.rank, self.ranks, self.size = queue.rank, queue.ranks, len(queue.ranks)
+        self.has_arrived = False
+        self._queue, self._host = queue, host
+        self._slots: Sequence[DeviceVector] = ()
+
+    def begin(self, ready: Sequence[Event]) -> None:
+        """Begin to queue the operation; see GpuQueue."""
+        self._slots = self._queue.begin(ready)
+
+    def test(self) -> bool:
+        """Return True: the host node of the operation has been waited for."""
+        return True
+
+    def agrees(self) -> bool:
+        """Return True: the host node of the operation compares the calls."""
+        return True
+
+    def headers(self) -> Sequence[tuple[int, bytes]]:
+        """Return nothing, because the ranks agree."""
+        return []
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def slots(self, dtype: "np.dtype[Any]", size: int | None = None) -> Sequence[Any]:
+        """Return the staging slots of all ranks, on their GPUs; see base.Node."""
+        return [slot.view(dtype)[:size] for slot in self._slots]
+
+    def barrier(self, *numbers: int) -> "QueuedNode":
+        """Queue a barrier, for which no host waits."""
+        self.has_arrived = True
+        self._queue.meet()
+        return self
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Queue a barrier; return the numbers of all ranks, whose hosts exchange them."""
+        self.barrier()
+        if self._host is not None:
+            return (yield from self._host.share(*numbers))
+        yield ()
+        return [numbers] * self.size
+
+    def lane(self, index: int) -> "QueuedNode":
+        """Return the same object, because its work is in one stream."""
+        return self
