@@ -482,7 +482,7 @@ class Communicator(OfRank):
     def prepared(self, call: Call, pattern: Pattern | None = None,
                  build: Build[Any] | None = None, *, device: Device | None = None,
                  ready: Callable[[], Sequence[Event]] = tuple,
-                 stream: UserStream | None = None) -> Prepared:
+                 stream: UserStream | None = None, is_agreed: bool = False) -> Prepared:
         """Return a collective to run many times; for the buckets of a model.
 
         Args:
@@ -490,6 +490,9 @@ class Communicator(OfRank):
             pattern: Pattern of a plain collective on vectors in host memory; None for others.
             build, device, stream: Arguments of `submit`, if there is no pattern.
             ready: Function that returns the argument `ready` of `submit`, for each run.
+            is_agreed: If true, the vectors are from equal calls of `empty` on all ranks, and the
+                schedule consists of collectives on them. It can then be queued on GPUs. Ranks
+                compare the calls of a run at the latest in the next run.
 
         Collective: no. Blocking: no.
         """
@@ -497,7 +500,8 @@ class Communicator(OfRank):
             return Prepared(self._group, call, pattern)
         return Prepared(self._group, call, pattern,
                         lambda x: self._built(build, device, ready(), stream),
-                        can_be_fast=pattern is not None)
+                        can_be_fast=pattern is not None, queued=self._group.queued_operation(
+                            device, build, ready, stream) if device and is_agreed else None)
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = (), stream: UserStream | None = None) -> Handle[T]:

@@ -51,6 +51,11 @@ class Turns:
         self._queue.append(sequence)
         return Turn(self._queue, sequence)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is in the queue."""
+        return not self._queue
+
     def forget(self, sequence: int) -> None:
         """Remove the newest operation, which did not start, from the queue."""
         while self._queue and self._queue[-1] == sequence:

@@ -69,3 +69,24 @@ def by_pieces(node: Node, chunks: Sequence[Array], combine: Combine, piece_bytes
         yield waiting
         # The phases without a barrier are followed by no writes to slots that others still read.
         waiting = (node.barrier(),) if j < count or combines and gathers else ()
+
+
+def spread(node: Node, chunks: Sequence[Array]) -> Schedule[None]:
+    """Copy `chunks[r]` of rank r to all ranks, piece by piece, in the halves of slots in turn.
+
+    A rank writes to a half again after the barrier of the other half, which follows all reads.
+    """
+    if node.has_arrived:
+        # Ranks may still be reading the slots for an earlier schedule of this operation.
+        yield (node.barrier(),)
+    slots = node.slots(chunks[0].dtype)
+    width = slots[0].size // 2
+    for start in range(0, max(map(len, chunks)), width):
+        pieces = [chunk[start:start + width] for chunk in chunks]
+        half = start // width % 2 * width
+        copies = [slot[half:half + piece.size] for slot, piece in zip(slots, pieces)]
+        copy_to(copies[node.rank], pieces[node.rank])
+        yield (node.barrier(),)
+        for rank, piece in enumerate(pieces):
+            if rank != node.rank:
+                copy_to(piece, copies[rank])

@@ -130,6 +130,8 @@ class FastHandle(Handle[T]):
     call. The caller has waited `waited_ns` ns since the call began.
     """
 
+    is_queued = False
+
     def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
                  waited_ns: int = 0) -> None:
         # Few handles need a flight and a task, so these are made later.
@@ -151,6 +153,11 @@ class FastHandle(Handle[T]):
         return Flight(self._call, self._sequence, self._counter.group,
                       BY_SLICES if call.by_slices else BY_SLOTS * bool(call.op), began_s, began_s,
                       self._ended_ns / 1e9, self._waited_ns / 1e9)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the operation is complete."""
+        return self.complete
 
     def poll(self) -> bool:
         """Run the call as far as possible, unless the engine does; return whether it is done."""

@@ -11,7 +11,7 @@ from ..collectives.native import Turns
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
-from ..gpu.device import settled
+from ..gpu.device import Device, Event, UserStream, settled
 from ..jit import cache
 from ..launch import exits, forks, silence
 from ..launch.cache import folder_of
@@ -37,6 +37,7 @@ from .handle import Handle
 from .messages import Messages
 from .opening import open_group
 from .prepared import Prepared
+from .queued import QueuedHandle, QueuedOperation
 from .stalls import StallWatch
 from .tuning import Tuner
 
@@ -71,7 +72,7 @@ class Group(forks.OfRank):
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        (self._transport, self.sharing, self.engine, self._end_job, self._name,
+        (self._transport, self.sharing, self.engine, self._end_job, self.name,
          self._trace) = open_group(mpi_comm, config, engine)
         self.config, self.recorder = config, self.engine.recorder
         cache.configure(folder_of(config.tuning_folder), enabled=config.machine_code,
@@ -234,6 +235,27 @@ class Group(forks.OfRank):
             task.step()
         return settled(task.result)  # type: ignore[no-any-return]
 
+    @property
+    def turns(self) -> Turns:
+        """The order of operations that must begin in the order of their calls."""
+        return self._resources.turns
+
+    def queued_operation(self, device: Device, build: Build[Any],
+                         ready: Callable[[], Sequence[Event]],
+                         stream: UserStream | None) -> QueuedOperation | None:
+        """Return an operation on which ranks have agreed, if it can be queued on a GPU."""
+        context = self.gpus.context_of(device)
+        return None if context.queue is None else QueuedOperation(
+            self, context, build, ready, stream or device.gpu)
+
+    def record_queued(self, handle: QueuedHandle[Any]) -> None:
+        """Record and watch an operation that is queued on a GPU."""
+        self._record(handle.flight)
+        self.recorder.ended(handle.flight, time.monotonic())
+        self.queue.operations += 1
+        if self.size > 1:
+            self._watch.enter(handle)
+
     def adopt(self, handle: Handle[Any]) -> None:
         """Advance and watch an operation that was begun without the engine."""
         try:
@@ -302,7 +324,7 @@ class Group(forks.OfRank):
         collectives = self.collectives(node, sequence)
         try:
             schedule = build(collectives)
-            flight = Flight(call, sequence, self._name, collectives.algorithm,
+            flight = Flight(call, sequence, self.name, collectives.algorithm,
                             sent=collectives.sent)
             if self.size == 1:
                 return flight, schedule

@@ -29,7 +29,8 @@ class Handle(OfRank, Generic[T]):
         task: Schedule of the operation.
         queue: Queue of the operation's communicator.
         done: The result of `test`.
-        complete: True once the operation is complete and counted; reading it makes no progress.
+        complete: True once the operation is complete and counted, except for work that is queued on
+            a GPU; reading it makes no progress.
         patience_s: Number of seconds for which the operation may stall while all ranks answer, if
             more than `stall_timeout_s`. It is the argument `patient`; True means a day.
     """
@@ -68,9 +69,18 @@ class Handle(OfRank, Generic[T]):
             self.queue.engine.advance()
         if not self.complete:
             self.queue.engine.raise_failure()
-            return False
-        result = self.task.result
-        return result.event.test() if isinstance(result, Queued) else True
+        return self.is_over
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the rest is queued on a GPU, so that the host has nothing left to do."""
+        return self.complete and isinstance(self.task.result, Queued)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the operation is complete, also on the GPU."""
+        result = self.task.result if self.complete else None
+        return result.event.test() if isinstance(result, Queued) else self.complete
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank.

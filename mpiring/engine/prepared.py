@@ -19,6 +19,7 @@ from ..transport.node_call import NodeCall, piece_call, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
 from .fast_calls import BY_SLICES, BY_SLOTS
 from .handle import Handle
+from .queued import QueuedOperation
 
 if TYPE_CHECKING:
     from .group import Group
@@ -80,6 +81,7 @@ class Prepared:
         build: Function of a vector that returns the function that builds the schedule; by default,
             that of the pattern.
         can_be_fast: If true, vectors are aligned and in host memory, so that node calls can run it.
+        queued: The same operation, if it is queued on a GPU.
 
     Attributes:
         call, pattern: The arguments of the same names.
@@ -89,8 +91,8 @@ class Prepared:
 
     def __init__(self, group: "Group", call: Call, pattern: Pattern | None = None,
                  build: Callable[[Any], Build[Any]] | None = None, *,
-                 can_be_fast: bool = True) -> None:
-        self._group, self.call, self.pattern = group, call, pattern
+                 can_be_fast: bool = True, queued: QueuedOperation | None = None) -> None:
+        self._group, self.call, self.pattern, self._queued = group, call, pattern, queued
         self._build = build
         self._fast_calls = fast_calls = group.fast_calls
         is_auto = pattern is not None and pattern.algorithm == "auto"
@@ -124,6 +126,12 @@ class Prepared:
         The ranks compare `call`, if it is given. The record of the run is appended to `costs`.
         """
         node_call = self.node_call or self.node_call_at(x)
+        if node_call is None and self._queued is not None:
+            handle = self._queued.start(call or self.call, None)
+            handle.wait()
+            if costs is not None:
+                costs.append(handle.flight)
+            return
         if node_call is None:
             self._run_ordinarily(x, call, costs)
             return
@@ -152,6 +160,8 @@ class Prepared:
 
         The ranks compare `call`, if it is given.
         """
+        if self._queued is not None:
+            return self._queued.start(call or self.call, result)
         node_call = self._idle_node_call()
         if node_call is not None:
             if call is not None:

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,9 @@ class StallWatch(Watch):
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
+        # Operations whose rest is queued on a GPU, in the order in which they will end there.
+        self._queued: deque[Handle[Any]] = deque()
+        self._newest_queued = 0
         # The caller enters operations, and the engine's thread reads them.
         self._lock = threading.Lock()
         self.last: Flight | None = None
@@ -71,15 +75,22 @@ class StallWatch(Watch):
     def enter(self, handle: Handle[Any]) -> None:
         """Watch an operation."""
         with self._lock:
-            # Complete operations would keep their results alive.
-            self._unfinished = [
-                other for other in self._unfinished if not other.complete] + [handle]
+            self._newest_queued = min(self._newest_queued, handle.flight.sequence)
+            self._unfinished.append(handle)
+            self._forget()
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return this rank's incomplete operations."""
         with self._lock:
-            self._unfinished = [handle for handle in self._unfinished if not handle.complete]
-            return list(self._unfinished)
+            self._forget()
+            return [*self._queued, *self._unfinished]
+
+    def _forget(self) -> None:
+        """Forget complete operations, which would keep their results alive."""
+        self._queued += (handle for handle in self._unfinished if handle.is_queued)
+        self._unfinished = [handle for handle in self._unfinished if not handle.complete]
+        while self._queued and self._queued[0].is_over:
+            self._queued.popleft()
 
     def check(self) -> None:
         """Answer other ranks; if the oldest operation stalls, ask, report, or raise.
@@ -176,9 +187,11 @@ class StallWatch(Watch):
         calls = [flight for flight in (self.last, *self._counter.flights(1)) if flight is not None]
         if not calls:
             return "has not called it, nor anything else", False
-        last = max(calls, key=lambda flight: flight.sequence)
-        # A started fast call is in neither list until the caller waits for it.
-        if max(last.sequence, self._counter.sequence - 1) >= number:
+        last = max(calls, key=lambda flight: flight.called_s)
+        # A started fast call is in neither list until the caller waits for it. Queued operations
+        # have negative numbers, which fall.
+        newest = max(last.sequence, self._counter.sequence - 1)
+        if newest >= number >= 0 or self._newest_queued <= number < 0:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False

@@ -266,7 +266,7 @@ class DataParallel:
         reducers ignore such a step. If the program does not read this, rank 0 warns of such steps,
         once for several in a row, when the next step begins or the program ends.
         """
-        self.gradients.nonfinite.skip_report()
+        self.gradients.skip_report()
         return self.gradients.finite
 
     @property

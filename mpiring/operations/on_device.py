@@ -95,6 +95,8 @@ class DeviceNode:
     The slots are one per rank of the node, as bytes; by default, the slots of `node`.
     """
 
+    is_queued = False
+
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
         self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
         self._node, self._device = node, device
@@ -247,6 +249,24 @@ def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) 
     return result
 
 
+def queue_call(context: GpuContext, collectives: Collectives, call: Call,
+               ready: Sequence[Event], build: Build[Any]) -> tuple[int, Event]:
+    """Queue an operation on which ranks have agreed; return its number and its last event.
+
+    The number is that of the call in the queue, which ranks compare later. On all ranks, the
+    vectors are in the same windows, or all in none. They may be used after the events `ready`.
+    """
+    queue, device = cast(GpuQueue, context.queue), context.device
+    number, node = queue.record(call), QueuedNode(cast(GpuQueue, context.queue), None)
+    node.begin(ready)
+    on_gpu = DeviceCollectives(collectives, context, node, queue.alarm(number))
+    for pending in build(on_gpu):
+        if not all(request.test() for request in pending):
+            raise RuntimeError(f"{call} waits for {pending}, not only for GPUs")
+    collectives.algorithm = on_gpu.algorithm
+    return number, device.mark()
+
+
 class GpuOperations:
     """The GPUs that the operations of one communicator use, on one rank."""
 
@@ -260,7 +280,7 @@ class GpuOperations:
 
         The first call for each GPU is collective and blocking.
         """
-        return self._context_of(device).device
+        return self.context_of(device).device
 
     def for_vector(self, x: Any, build: Callable[[Any, Collectives], Schedule[T]]) -> Build[T]:
         """Return a function that builds a schedule on a vector, which may be on a GPU.
@@ -280,10 +300,10 @@ class GpuOperations:
         The vectors may be used after the events `ready`, and the results on the caller's `stream`.
         The first call for each GPU is collective and blocking.
         """
-        context = self._context_of(device)
+        context = self.context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build, stream)
 
-    def _context_of(self, device: Device) -> GpuContext:
+    def context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""
         gpu = device.gpu
         context = self._contexts.get(id(gpu))

@@ -40,14 +40,12 @@ class GpuQueue:
     Attributes:
         ranks, rank: Ranks of the node in the communicator, and the position of this rank.
         number: Number of calls that this rank has recorded; see `record`.
-        unfinished: Events of the latest operations with their descriptions, the oldest first.
     """
 
     def __init__(self, device: Device, node: Node, memory: Sequence[Array],
                  slots: Sequence[DeviceVector]) -> None:
         self.device, self.ranks, self.rank = device, node.ranks, node.rank
         self.number = 0
-        self.unfinished: deque[tuple[Any, Event]] = deque()
         self._slots = slots
         self._flags = Flags([part[:4].view(np.uint32) for part in memory], node.rank)
         self._alarms = [part[_ALARMS:_RECORDS].view(np.uint32) for part in memory]
@@ -143,6 +141,8 @@ class QueuedNode:
     `host` is the node of the same operation in host memory. It is None if the ranks have agreed on
     the operation before. They then pass the same numbers to `share`.
     """
+
+    is_queued = True
 
     def __init__(self, queue: GpuQueue, host: Node | None) -> None:
         self.rank, self.ranks, self.size = queue.rank, queue.ranks, len(queue.ranks)

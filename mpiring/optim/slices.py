@@ -70,7 +70,7 @@ class ModelSlices(BareTensors):
                 call, Pattern("allgather", None, plan.dtype, plan.size, bounds=bounds))
         return self.comm.prepared(
             call, build=lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
-            device=device, ready=lambda: [device.event()])
+            device=device, is_agreed=True)
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Let an optimizer update this rank's parts of the current buckets. Collective."""

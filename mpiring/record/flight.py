@@ -38,7 +38,9 @@ class Flight:
     sent: Sequence[int] = (0,)
 
     def __repr__(self) -> str:
-        return f"#{self.sequence} {self.call}"
+        # Operations that are queued on a GPU have numbers of their own, which are negative.
+        number = f"#{self.sequence}" if self.sequence >= 0 else f"#{-self.sequence} on a GPU"
+        return f"{number} {self.call}"
 
     def line(self, now_s: float, clock_s: float) -> str:
         """Return a line about the operation.

@@ -17,6 +17,7 @@ from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..engine.prepared import Pattern
+from ..engine.queued import QueuedHandle
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import dtype_name
 from ..operations.agreement import Call
@@ -61,8 +62,6 @@ class Averager(FusedTensors):
         compared: Strings by source, for example a description of an optimizer's last update. Ranks
             compare these strings when they send the next buckets.
         scatters: If true, only this rank's slices of the buckets receive means; see `scatter`.
-        finite: Whether all means of the last completed step are finite; the same on all ranks. True
-            before the first step.
         costs: Records of this step's operations, including those on gradients in no bucket.
         weighing: Weighing whose factor multiplies gradients before they are ready.
         replicas: Replicas that an optimizer compares before it updates them; None if the adapter
@@ -88,7 +87,9 @@ class Averager(FusedTensors):
         self.replicas: Replicas | None = None
         self.compared: dict[str, str] = {}
         self.label = ""
-        self.steps, self.updates, self.scatters, self.finite = 0, 0, False, True
+        self.steps, self.updates, self.scatters = 0, 0, False
+        self._last = StepMeans(-1, (), _finite_means)
+        self._last.is_ended = True
         # Time at which each tensor became ready in the current step, in the order of these times.
         self._ready_s: dict[str, float] = {}
         # Reductions of the sent buckets; None for a completed reduction without overlap.
@@ -107,12 +108,20 @@ class Averager(FusedTensors):
         self.weighing, self.nonfinite, self.replicas = (
             before.weighing, before.nonfinite, before.replicas)
         self.compared, self.label = before.compared, before.label
-        self.steps, self.finite, self._statistics = before.steps, before.finite, before._statistics
+        self.steps, self._last, self._statistics = before.steps, before._last, before._statistics
         self._autotuner = None
         if self.tensors == before.tensors and (
                 self.choice.bucket_bytes == before.choice.bucket_bytes):
             self._apply(before.choice)
             self._autotuner = before._autotuner
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last completed step are finite; the same on all ranks.
+
+        True before the first step. On a GPU, this may wait until the means are complete.
+        """
+        return self._last.finite
 
     @property
     def statistics(self) -> Statistics:
@@ -200,9 +209,10 @@ class Averager(FusedTensors):
                 f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self.home)} "
                 f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for one "
                 f"that is zero in this step")
-        is_finite, bad_means = self._await_means()
-        self.finite = is_finite and finite
-        self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)
+        self._end_last_step()
+        self._last = self._await_means(elsewhere, finite)
+        if not self._last.is_queued:
+            self._end_last_step()
         cost = Cost()
         for compressor in self.compressors:
             cost += compressor.take_cost()
@@ -224,7 +234,34 @@ class Averager(FusedTensors):
         self.compared["choice"] = f"with {'/'.join(map(str, astuple(choice)))}"
         super().use(choice)
 
-    def _await_means(self) -> tuple[bool, list[str]]:
+    def skip_report(self) -> None:
+        """Do not report the last completed step, because the user has asked for its result."""
+        self._last.is_known = True
+
+    def _end_last_step(self) -> None:
+        """Exchange the names of nonfinite gradients in the last step, unless this was done.
+
+        Collective, blocking.
+        """
+        if not self._last.is_ended:
+            self._last.is_ended = True
+            self.nonfinite.end_step(self._last)
+
+    def _await_means(self, elsewhere: Sequence[str], finite: bool) -> "StepMeans":
+        """Wait for all means, which may then be queued on a GPU; for the arguments see `wait`."""
+        queued = [handle for handle in self._handles if isinstance(handle, QueuedHandle)]
+        if len(queued) < len(self.buckets) or (
+                self.scatters or self.compressors or self.nonfinite.checks_all):
+            is_finite, bad_means = self._checked_means()
+            return StepMeans(self.steps, elsewhere, lambda: (is_finite and finite, bad_means))
+        self._handles.clear()
+        for handle in queued:
+            handle.wait()
+            self.costs.append(handle.flight)
+        return StepMeans(self.steps, elsewhere, functools.partial(
+            _queued_means, finite, list(zip(self.buckets, queued))), is_queued=True)
+
+    def _checked_means(self) -> tuple[bool, list[str]]:
         """Return whether all means are finite, and the names of nonfinite means on this rank."""
         shares_check = self.scatters or sum(
             bucket.flat.nbytes for bucket in self.buckets) > _LONGEST_CHECK_BYTES
@@ -236,7 +273,9 @@ class Averager(FusedTensors):
             if handle is not None:
                 handle.wait()
                 self.costs.append(handle.flight)
-            if bucket.finite is None:
+            if isinstance(handle, QueuedHandle):
+                bucket.finite = handle.is_finite()
+            elif bucket.finite is None:
                 # This overlaps with later buckets in flight.
                 start, stop = bucket.bounds(size)[rank:rank + 2]
                 bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
@@ -388,6 +427,53 @@ def _statistics_of(flights: Sequence[Flight], ranks: int, cost: Cost,
                    wire_s=cost.wire_s, decode_s=cost.decode_s)
 
 
+class StepMeans:
+    """The means of a completed step.
+
+    Args:
+        elsewhere: Names of this rank's nonfinite gradients that are in no bucket.
+        check: Function that returns whether all means of all ranks are finite, and the names of
+            nonfinite means on this rank. It may wait for a GPU.
+
+    Attributes:
+        number, elsewhere, is_queued: Arguments of the same names.
+        is_ended: If true, ranks have exchanged the names of nonfinite gradients.
+        is_known: If true, the user has asked whether the means are finite, or was told.
+    """
+
+    def __init__(self, number: int, elsewhere: Sequence[str],
+                 check: Callable[[], tuple[bool, list[str]]], *, is_queued: bool = False) -> None:
+        self.number, self.elsewhere, self.is_queued = number, elsewhere, is_queued
+        self._check = check
+        self.is_ended = self.is_known = False
+
+    @functools.cached_property
+    def _result(self) -> tuple[bool, list[str]]:
+        return self._check()
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of all ranks are finite."""
+        return self._result[0]
+
+    @property
+    def bad_means(self) -> list[str]:
+        """The names of nonfinite means on this rank."""
+        return self._result[1]
+
+
+def _queued_means(finite: bool, handles: Sequence[tuple[Bucket, QueuedHandle[None]]],
+                  ) -> tuple[bool, list[str]]:
+    """Return whether all means are finite, and the names of tensors in buckets with others."""
+    names = [name for bucket, handle in handles if not handle.is_finite() for name in bucket.views]
+    return finite and not names, names
+
+
+def _finite_means() -> tuple[bool, list[str]]:
+    """Return the result of a check before the first step."""
+    return True, []
+
+
 def _no_optimizer() -> None:
     """Return None, like a weak reference to an optimizer that does not exist."""
 
@@ -410,8 +496,9 @@ class NonFinite:
         # Names of nonfinite gradients of this rank, and of nonfinite means.
         self._names: list[str] = []
         self._means: Sequence[str] = ()
-        self._step = self._steps_in_row = self._full_checks_left = 0
-        self._is_reported = self._is_known = self._has_checked_all = False
+        self._last = StepMeans(-1, (), _finite_means)
+        self._steps_in_row = self._full_checks_left = 0
+        self._is_reported = self._has_checked_all = False
 
     def check(self, bucket: Bucket, *, last: bool) -> None:
         """Check a bucket that is about to be sent, if it is the last one or all are checked.
@@ -424,34 +511,30 @@ class NonFinite:
     @property
     def unreported(self) -> bool:
         """Whether `report` would log the last completed step; the same on all ranks."""
-        return self._steps_in_row > 0 and not (self._is_reported or self._is_known)
+        return self._steps_in_row > 0 and not (self._is_reported or self._last.is_known)
 
-    def end_step(self, step: int, elsewhere: Sequence[str], bad_means: Sequence[str], *,
-                 finite: bool) -> None:
-        """Complete a step, in which this rank has found `bad_means`. Collective, blocking.
+    @property
+    def checks_all(self) -> bool:
+        """Whether all buckets of this step are checked before they are sent."""
+        return self._full_checks_left > 0
 
-        `elsewhere` names this rank's nonfinite gradients that are in no bucket. `finite` tells
-        whether all means of all ranks are finite.
-        """
-        names, self._names = [*self._names, *elsewhere], []
-        self._step, self._is_known = step, False
-        if finite:
+    def end_step(self, means: "StepMeans") -> None:
+        """Complete a step. Collective, blocking."""
+        names, self._names = [*self._names, *means.elsewhere], []
+        self._last = means
+        if means.finite:
             self.by_rank, self._steps_in_row, self._is_reported = {}, 0, False
             self._full_checks_left = max(0, self._full_checks_left - 1)
             return
-        ranks = self._comm.allgather_object((names, bad_means))
+        ranks = self._comm.allgather_object((names, means.bad_means))
         self.by_rank = {rank: names for rank, (names, _) in enumerate(ranks) if names}
-        self._means = sorted({name for _, means in ranks for name in means})
+        self._means = sorted({name for _, bad_means in ranks for name in bad_means})
         self._has_checked_all = self._full_checks_left > 0
         self._full_checks_left = _FULL_CHECKS
         self._steps_in_row += 1
         if self._steps_in_row == HOPELESS_STEPS and not self._is_reported:
             self._warn(f"; it was the {HOPELESS_STEPS}th such step in a row, which no loss scale "
                        f"explains")
-
-    def skip_report(self) -> None:
-        """Do not report the last completed step, because the user has asked for its result."""
-        self._is_known = True
 
     def report(self) -> None:
         """Warn on rank 0 that nonfinite gradients are used, once for several steps in a row."""
@@ -460,7 +543,8 @@ class NonFinite:
 
     def _warn(self, more: str = "") -> None:
         # The next step checks all buckets; a second warning can then name a rank unknown now.
-        self._is_known, self._is_reported = True, bool(self.by_rank) or self._has_checked_all
+        self._last.is_known = True
+        self._is_reported = bool(self.by_rank) or self._has_checked_all
         if self._comm.rank:
             return
         before = ("NaN or Inf in gradients before they were averaged, and so in the means of all "
@@ -476,7 +560,7 @@ class NonFinite:
         else:
             text = (f"{before}, of {first_few(self._means, 3)} (of an unknown rank: these were not "
                     f"looked at before; in the next {_FULL_CHECKS} steps all are)")
-        _log.warning("step %d: %s%s", self._step, text, more)
+        _log.warning("step %d: %s%s", self._last.number, text, more)
 
 
 def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:

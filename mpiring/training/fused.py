@@ -244,7 +244,8 @@ class FusedTensors:
             operations = [
                 self._comm.prepared(
                     _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
-                    device=self.device, ready=lambda: bucket.written, stream=self.stream)
+                    device=self.device, ready=lambda: bucket.written, stream=self.stream,
+                    is_agreed=type(reducer) is Mean)
                 for build in (reduce_of, scatter_of)]
         return BucketReduction(reducer, bucket, *operations)
 

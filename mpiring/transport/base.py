@@ -84,12 +84,14 @@ class Node(Protocol):
     """One operation on the ranks that share a node's memory: barriers, notes and staging slots.
 
     The node is itself a request, for which a rank waits first. The request is complete once no rank
-    uses the memory for an earlier operation. `ranks` are their numbers in the communicator.
+    uses the memory for an earlier operation. `ranks` are their numbers in the communicator. If the
+    node `is_queued`, barriers are queued on GPUs, and their requests are complete at once.
     """
 
     rank: int
     size: int
     ranks: Sequence[int]
+    is_queued: bool
 
     @property
     def has_arrived(self) -> bool:

@@ -87,6 +87,7 @@ class NodeMemory:
 class SharedNode:
     """The node of one operation; `count` is this rank's flag since its last barrier."""
 
+    is_queued = False
     __slots__ = ("rank", "size", "ranks", "has_arrived", "memory", "count",
                  "_sequence", "_header", "_lanes", "_digest", "_area", "_flag")
 
@@ -232,6 +233,8 @@ class _Arrival:
 
 class Alone:
     """A node of one rank, which waits for nothing and compares nothing; see base.Node."""
+
+    is_queued = False
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1
