@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError
+from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import Array, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, await_event
 from .kernels import Kernel
+from .stream_memory import Barrier, driver
 
-# cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
-_NOT_READY, _PORTABLE = 600, 1
+# cudaErrorNotReady, cudaHostRegisterPortable with cudaHostRegisterMapped, and
+# cudaDevAttrCanUseHostPointerForRegisteredMem of CUDA's runtime, which CuPy does not name.
+_NOT_READY, _PORTABLE_MAPPED, _SAME_ADDRESSES = 600, 3, 91
 # cudaMalloc places smaller allocations in blocks of this size. Other processes can only open
 # complete blocks, so each allocation has its own block.
 _BLOCK_BYTES = 2 << 20
@@ -140,8 +142,14 @@ class CudaStream:
                      packs=cut.packs, divisor=number)
 
     def meet(self, flags: Flags, number: int) -> None:
-        """Queue a barrier of a node; see gpu.Stream."""
-        raise NotImplementedError
+        """Queue a barrier of a node; see gpu.Stream. Raises TransportError if CUDA refuses it."""
+        cuda = self._cuda
+        with cuda.current():
+            status = cuda.barrier(flags).queue(self._stream.ptr, number)
+        if status:
+            error = cuda.runtime.CUDARuntimeError(status)
+            raise TransportError(f"the GPU failed: cuStreamBatchMemOp, barrier {number} of "
+                                 f"{len(flags.words)} ranks: {error}")
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
@@ -221,6 +229,28 @@ class Cuda(Gpu):
         properties = self.runtime.getDeviceProperties(index)
         self.name = f"GPU {index} ({properties['name'].decode()})"
         self.max_blocks = _BLOCKS_EACH * properties["multiProcessorCount"]
+        self._barriers: weakref.WeakKeyDictionary[Flags, Barrier] = weakref.WeakKeyDictionary()
+        self.unqueued = self._reason_unqueued()
+
+    def _reason_unqueued(self) -> str:
+        try:
+            driver()
+            if not self.runtime.deviceGetAttribute(_SAME_ADDRESSES, self.index):
+                return "it sees host memory at other addresses than the host"
+            # A barrier with itself, because some drivers have the function but refuse it.
+            word = self.pinned(4).view(np.uint32)
+            stream = self.stream()
+            stream.meet(Flags([word, word], 0), 1)
+            await_event(stream.record())
+        except (OSError, TransportError) as error:
+            return str(error)
+        return ""
+
+    def barrier(self, flags: Flags) -> Barrier:
+        """Return the barrier of a node's ranks, the same object each time."""
+        if flags not in self._barriers:
+            self._barriers[flags] = Barrier(flags)
+        return self._barriers[flags]
 
     def current(self) -> AbstractContextManager[None]:
         """Make it the thread's current device in a `with` block."""
@@ -297,7 +327,7 @@ class Cuda(Gpu):
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         try:
             with self.current():
-                self.runtime.hostRegister(address, nbytes, _PORTABLE)
+                self.runtime.hostRegister(address, nbytes, _PORTABLE_MAPPED)
         except self.runtime.CUDARuntimeError as error:
             return error.status, str(error)
         return 0, ""

@@ -2,6 +2,7 @@
 """
 
 import builtins
+import ctypes
 import mmap
 import operator
 import re
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
-from mpiring.gpu import arrays, cuda, kernels
+from mpiring.gpu import arrays, cuda, kernels, stream_memory
+from mpiring.gpu.device import Flags
 from mpiring.operations.agreement import collective_call
 from mpiring.remedies import pip_install_cupy
 
@@ -32,15 +34,17 @@ class FakeRuntime:
     CUDARuntimeError = CudaError
     memcpyDefault, hostAllocPortable = 4, 1
     # What CuPy's take: so many whole numbers, or a handle.
-    takes = {"malloc": 1, "free": 1, "eventRecord": 2, "streamWaitEvent": 2, "memcpyAsync": 5,
-             "hostRegister": 3, "hostUnregister": 1, "ipcGetMemHandle": 1, "ipcOpenMemHandle": 0,
-             "ipcCloseMemHandle": 1}
+    takes = {"malloc": 1, "free": 1, "deviceGetAttribute": 2, "eventRecord": 2,
+             "streamWaitEvent": 2, "memcpyAsync": 5, "hostRegister": 3, "hostUnregister": 1,
+             "ipcGetMemHandle": 1, "ipcOpenMemHandle": 0, "ipcCloseMemHandle": 1}
 
     def __init__(self):
         self.current, self.context = 0, 1
         self.asked_on = None
         self.calls, self.set = [], []
         self.status, self.fails = 600, {}
+        self.returns = {"malloc": 1 << 21, "ipcGetMemHandle": bytes(range(64)),
+                        "ipcOpenMemHandle": 4096, "deviceGetAttribute": 1}
 
     def getDeviceCount(self):
         return 2
@@ -73,8 +77,7 @@ class FakeRuntime:
             self.calls.append((name, self.current, *args))
             if self.fails.get(name):
                 raise CudaError(self.fails[name].pop())
-            return {"malloc": 1 << 21, "ipcGetMemHandle": bytes(range(64)),
-                    "ipcOpenMemHandle": 4096}.get(name)
+            return self.returns.get(name)
 
         return call
 
@@ -154,8 +157,31 @@ def cupy(monkeypatch):
     cuda.cupy.cache_clear()
     monkeypatch.setattr(cuda, "_devices", {})
     monkeypatch.setattr(kernels, "_built", {})
+    monkeypatch.setattr(ctypes, "CDLL", _no_library)
+    stream_memory.driver.cache_clear()
     yield fake
     cuda.cupy.cache_clear()
+    stream_memory.driver.cache_clear()
+
+
+def _no_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.fixture
+def driver(cupy, monkeypatch):
+    """Return NVIDIA's driver, as ctypes opens it: the status that it returns, and its calls."""
+    def batch(stream, count, address, flags):
+        raw = ctypes.string_at(address, 48 * count)
+        operations = [struct.unpack_from("<I4xQQI", raw, start) for start in range(0, len(raw), 48)]
+        driver.calls.append((cupy.cuda.runtime.current, stream, operations, flags))
+        return driver.status
+
+    driver = SimpleNamespace(cuStreamBatchMemOp_v2=batch, status=0, calls=[])
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(cuda.Cuda, "pinned", lambda self, nbytes: np.zeros(nbytes, np.uint8))
+    cupy.cuda.runtime.status = 0
+    return driver
 
 
 @pytest.fixture
@@ -304,6 +330,38 @@ def test_handles_are_eight_numbers_and_refusals_are_errors_of_the_system(runtime
         on.gpu.export(x)
     with pytest.raises(OSError, match="217"):
         on.gpu.open(handle, 10, on)
+
+
+def test_a_barrier_is_one_call_of_the_driver(runtime, driver):
+    """It writes (2) the own word, and waits (1) for the others; 32 bits of a number count."""
+    device, words = cuda.device(1), np.zeros((3, 16), np.uint32)
+    assert device.gpu.unqueued == ""
+    flags = Flags([word[:1] for word in words], 1)
+    first, *others = [words.ctypes.data + 64 * rank for rank in (1, 0, 2)]
+    for number in (7, (1 << 32) + 8):
+        del driver.calls[:]
+        device.meet(flags, number)
+        number %= 1 << 32
+        stream = device._work.changes()._stream.ptr
+        assert driver.calls == [(1, stream, [
+            (2, first, number, 0), *((1, other, number, 0) for other in others)], 0)]
+    assert runtime.current == 0
+    driver.status = 700
+    with pytest.raises(TransportError, match="failed: cuStreamBatchMemOp, barrier 9 of 3 .*700"):
+        device.meet(flags, 9)
+
+
+def test_a_gpu_without_barriers_of_streams_says_why(runtime, driver, monkeypatch):
+    driver.status = 801
+    assert "cuda error 801" in cuda.Cuda(0).unqueued
+    driver.status = 0
+    monkeypatch.setitem(runtime.returns, "deviceGetAttribute", 0)
+    assert "other addresses" in cuda.Cuda(0).unqueued
+    stream_memory.driver.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert re.search("cuStreamBatchMemOp_v2.*; install a driver for CUDA 12", cuda.Cuda(0).unqueued)
+    monkeypatch.setattr(ctypes, "CDLL", _no_library)
+    assert cuda.Cuda(0).unqueued == "libcuda.so.1: cannot open shared object file"
 
 
 def test_pages_are_locked_as_long_as_somebody_has_them(runtime, caplog):

@@ -12,6 +12,7 @@ from launching import PROGRAMS, launch, needed
 
 from mpiring.gpu import cuda, kernels
 from mpiring.gpu.arrays import vector_of
+from mpiring.gpu.device import Device, Flags
 
 N = 1 << 22
 
@@ -161,6 +162,55 @@ def test_locked_pages_are_copied_beside_the_host(asynchronous, device):
     queued_s = time.perf_counter() - began
     wait(event)
     assert queued_s < (time.perf_counter() - began) / 2
+
+
+def words(device, before=0):
+    """Return the words of two ranks in pinned memory."""
+    memory = device.gpu.pinned(8).view(np.uint32)
+    memory[:] = before
+    return [memory[:1], memory[1:]]
+
+
+def test_streams_meet(device):
+    """Without a barrier, sums would be those of other rounds; the third is number 0 of 32 bits."""
+    pair, numbers = words(device, (1 << 32) - 3), range((1 << 32) - 2, (1 << 32) + 20)
+    memory = GpuMemory(device)
+    xs = [memory.put(np.full(N, rank + 1.0)) for rank in range(2)]
+    halves = slice(N // 2), slice(N // 2, N)
+    results = []
+
+    def work(rank):
+        on, flags = Device(device.gpu), Flags(pair, rank)
+        for number in numbers:
+            on.meet(flags, number)
+            half = [x[halves[(rank + number) % 2]] for x in xs]
+            on.combine("mean", half, 2, half)
+            on.combine("sum", [*half], 1, half)
+        results.append(on)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for on in results:
+        wait(on.event())
+    want = 3 * 2.0 ** (len(numbers) - 1)
+    assert len(results) == 2 and all((memory.get(x) == want).all() for x in xs)
+    assert [int(word[0]) for word in pair] == 2 * [19]
+
+
+def test_a_late_stream_is_waited_for(asynchronous, device):
+    pair = words(device)
+    devices = [Device(device.gpu) for _ in pair]
+    x, host = device.allocate(8), device.gpu.pinned(8)
+    devices[0].meet(Flags(pair, 0), 1)
+    early = devices[0].to_host(x, host)
+    time.sleep(0.05)
+    assert not early.test() and pair[0][0] == 1 and pair[1][0] == 0
+    devices[1].meet(Flags(pair, 1), 1)
+    wait(early)
+    wait(devices[1].event())
 
 
 @pytest.mark.launch

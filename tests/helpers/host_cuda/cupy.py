@@ -6,6 +6,7 @@ kernels and memory that processes share as on a real GPU, but not its asynchrono
 """
 
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 __version__ = "14.2.0"
-_SHIM = Path(__file__).with_name("kernels.cpp")
+_SHIM, _DRIVER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "driver.cpp"))
 # Smaller numbers than on a GPU, so that loops over the grid have several iterations.
 _BLOCKS, _THREADS = 3, 64
 _SAME = {"abs", "add", "arange", "ascontiguousarray", "asfortranarray", "copyto", "divide", "empty",
@@ -195,6 +196,8 @@ class _Runtime:
         self._allocations, self._opened, self._locked = {}, {}, set()
 
     def getDeviceCount(self):
+        # As the real one does. Later, the library is found by its name.
+        ctypes.CDLL(_compiled("driver", _DRIVER.read_text(), "-Wl,-soname,libcuda.so.1"))
         return 1
 
     def getDevice(self):
@@ -202,6 +205,10 @@ class _Runtime:
 
     def setDevice(self, index):
         self._check(index == 0, 101)
+
+    def deviceGetAttribute(self, attribute, index):
+        self._check(attribute == 91, 1)
+        return 1
 
     def getDeviceProperties(self, index):
         return {"name": b"the host", "multiProcessorCount": 1}
@@ -353,18 +360,25 @@ def compile_using_nvrtc(source, options=(), arch=None, filename="kern.cu"):
             f'extern "C" {{ unsigned long size_{name} = sizeof(Job); }}\n'
             f'extern "C" void run_{name}(const void *job) '
             f"{{ launch(thread, job, {_BLOCKS}, {_THREADS}); }}\n}}\n")
+    library = _compiled(
+        name, text, "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-unknown-pragmas",
+        "-Wno-parentheses", "-Wno-unused-function", "-Wno-unused-variable", "-Wno-bool-operation")
+    return library.encode(), None
+
+
+@functools.cache
+def _compiled(name, text, *options):
+    """Return the path of a library, which is compiled once for all processes."""
     folder = Path(tempfile.gettempdir(), f"mpiring-host-kernels-{os.getuid()}")
     folder.mkdir(exist_ok=True)
     library = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         new = library.with_suffix(f".{os.getpid()}")
         subprocess.run(
-            [shutil.which("g++"), "-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing",
-             "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-parentheses",
-             "-Wno-unused-function", "-Wno-unused-variable", "-Wno-bool-operation", "-x", "c++",
-             "-o", new, "-"], input=text, text=True, check=True, timeout=280)
+            [shutil.which("g++"), "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror",
+             *options, "-x", "c++", "-o", new, "-"], input=text, text=True, check=True, timeout=280)
         new.replace(library)
-    return str(library).encode(), None
+    return str(library)
 
 
 def _pinned(nbytes, flags):

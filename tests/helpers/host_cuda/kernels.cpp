@@ -6,7 +6,8 @@
 #define __launch_bounds__(threads)
 
 struct Index { unsigned int x; };
-static Index threadIdx, blockIdx, blockDim, gridDim;
+// Several threads of the host may launch kernels.
+static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
 static void launch(void (*kernel)(const void *), const void *job, unsigned int blocks,
                    unsigned int size) {
