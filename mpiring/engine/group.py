@@ -475,6 +475,7 @@ class Group(forks.OfRank):
             self._wait_for_all()
             # Other ranks may compute for hours before they also close.
             self._close_together()
+            self.gpus.compare()
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
@@ -504,6 +505,7 @@ class Group(forks.OfRank):
         """
         if not self.closed and not forks.in_fork:
             self.closed = True
+            self.gpus.release(lambda: not self._watch.unfinished())
             self.survivors().leave(self.engine.give_up(error))
             self._unregister()
 
@@ -515,6 +517,9 @@ class Group(forks.OfRank):
         self._counter.close(GATE_CLOSED)
         if self._cannot_close:
             return
+        if any(handle.is_queued for handle in self._watch.unfinished()):
+            # GPUs still use these resources.
+            self._used = self.gpus, self._resources
         self._create_resources()
         for queue in (self.queue, *([self._messages.queue] if self._messages else ())):
             queue.dropped = True
@@ -529,6 +534,9 @@ class Group(forks.OfRank):
         self.fast_calls.hand_over()
         for handle in self._watch.unfinished():
             handle.wait()
+            while not handle.is_over:
+                self.engine.advance()
+                self.engine.raise_failure()
 
     def _close_at_exit(self) -> None:
         """Close a group that the program has not closed."""

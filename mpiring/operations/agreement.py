@@ -210,6 +210,7 @@ def refuse_others(call: Call, node: Node) -> None:
 
 
 def refuse(rank: int, call: Call, other: int, header: bytes) -> None:
+    """Raise BufferMismatchError: another rank made a call with another header."""
     call_text, other_text = (
         text.decode(errors="replace").strip() for text in (call.header, header))
     remedy = call.remedy if other_text.startswith(f"{call.kind} ") else _REMEDY

@@ -7,6 +7,7 @@ arrives at a barrier when all of its queued work is done. Staging slots are in p
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,7 @@ from ..gpu.device import Alarm, Device, DeviceVector, Event, UserStream
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
+from ..transport import waiting
 from ..transport.base import Channel, Node, Request, Schedule, T
 from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
@@ -302,6 +304,25 @@ class GpuOperations:
         """
         context = self.context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build, stream)
+
+    def compare(self) -> None:
+        """Compare the calls of queued operations; raise BufferMismatchError if they differ."""
+        for context in self._contexts.values():
+            if context.queue is not None:
+                context.queue.compare()
+
+    def release(self, is_over: Callable[[], bool]) -> None:
+        """Let queued operations end without a rank that has died; their results are undefined.
+
+        Return when `is_over` returns true, or after a few seconds.
+        """
+        deadline_s = time.monotonic() + waiting.GRACE_S
+        while not is_over() and time.monotonic() < deadline_s:
+            # GPUs may still write the numbers of earlier barriers.
+            for context in self._contexts.values():
+                if context.queue is not None:
+                    context.queue.release()
+            time.sleep(waiting.BUSY_CHECK_S)
 
     def context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""

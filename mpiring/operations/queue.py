@@ -19,8 +19,8 @@ from .agreement import Call, refuse
 
 # Number of the latest calls that are kept for comparison, and of alarms.
 RING = 64
-# The memory of a rank: its flag, an alarm for each call, and a record of each call: its number, its
-# digest and its header.
+# The memory of a rank has its flag, an alarm for each call, and a record of each call, which is its
+# number, its digest and its header.
 _ALARMS = 64
 _RECORDS = _ALARMS + 4 * RING
 _RECORD_BYTES = 16 + HEADER_BYTES
@@ -72,6 +72,11 @@ class GpuQueue:
         self._meetings += 1
         if len(self.ranks) > 1:
             self.device.meet(self._flags, self._meetings)
+
+    def release(self) -> None:
+        """Let the queued barriers of this rank pass, as if all ranks had reached them."""
+        for word in self._flags.words:
+            word[...] = self._meetings & 0xFFFFFFFF
 
     def in_turn(self, turn: Turn, node: "QueuedNode", ready: Sequence[Event],
                 schedule: Schedule[T], stream: UserStream) -> Schedule[Queued[T]]:

@@ -38,7 +38,7 @@ class Flight:
     sent: Sequence[int] = (0,)
 
     def __repr__(self) -> str:
-        # Operations that are queued on a GPU have numbers of their own, which are negative.
+        # Operations that ranks agreed on earlier, and queue on a GPU, have negative numbers.
         number = f"#{self.sequence}" if self.sequence >= 0 else f"#{-self.sequence} on a GPU"
         return f"{number} {self.call}"
 

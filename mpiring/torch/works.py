@@ -103,8 +103,10 @@ class Future(torch.futures.Future):
         if error is not None:
             self.set_exception(error)
             return
-        # The tensors are complete. On the user's stream, the future would wait for later work.
+        # On the user's stream, the future would wait for later work. This stream waits only for the
+        # operation, if its work is queued.
         with on_idle_stream(self._gpus):
+            self._handle.wait()
             self.set_result(self._value)
 
     def then(self, callback: Callable[[Any], Any]) -> "Future":

@@ -160,8 +160,8 @@ class Averager(FusedTensors):
         bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
             self._refuse_name(name)
-        if not self._ready_s and self.compressors and self.loaded_order is not None:
-            self._load_reducers()
+        if not self._ready_s:
+            self._begin_step()
         bucket.missing.remove(name)
         if self.stream is not None:
             bucket.written.append(self.stream.mark())
@@ -173,6 +173,12 @@ class Averager(FusedTensors):
             self._handles.append(self._send(bucket))
         if not self._comm.threaded:
             self._comm.poke()
+
+    def _begin_step(self) -> None:
+        # The GPU has means of the last step long before, since it has also computed this gradient.
+        self._end_last_step()
+        if self.compressors and self.loaded_order is not None:
+            self._load_reducers()
 
     def _refuse_name(self, name: str) -> NoReturn:
         if isinstance(name, str) and name in self.home:
@@ -209,7 +215,6 @@ class Averager(FusedTensors):
                 f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self.home)} "
                 f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for one "
                 f"that is zero in this step")
-        self._end_last_step()
         self._last = self._await_means(elsewhere, finite)
         if not self._last.is_queued:
             self._end_last_step()

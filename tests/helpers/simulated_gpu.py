@@ -8,6 +8,8 @@ junk, so a missing wait causes a wrong result.
 import ctypes
 import functools
 import itertools
+import mmap
+import os
 import random
 import sys
 import threading
@@ -206,11 +208,58 @@ class Stream:
         self.queue(act)
 
 
+class Threads:
+    """Memory that GPUs of one process open to each other."""
+
+    def __init__(self):
+        self.exported = []
+
+    def new(self, nbytes):
+        return np.full(nbytes, JUNK, np.uint8)
+
+    def export(self, memory):
+        self.exported.append(weakref.ref(memory))
+        return (len(self.exported), *range(7))
+
+    def open(self, handle, nbytes):
+        memory = self.exported[handle[0] - 1]()
+        assert len(memory.bytes) == nbytes
+        return memory
+
+
+class Processes:
+    """Memory that GPUs of several processes open to each other, in files without a name."""
+
+    def new(self, nbytes):
+        return self._mapped(os.memfd_create("gpu"), nbytes, JUNK)
+
+    def _mapped(self, descriptor, nbytes, value=None):
+        os.ftruncate(descriptor, max(nbytes, 1))
+        content = np.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), np.uint8, nbytes)
+        if value is not None:
+            content[...] = value
+        _files[content.ctypes.data] = descriptor
+        # Later memory may be mapped at the same address.
+        weakref.finalize(content.base, os.close, descriptor)
+        return content
+
+    def export(self, memory):
+        return (os.getpid(), _files[memory.bytes.ctypes.data], *range(6))
+
+    def open(self, handle, nbytes):
+        descriptor = os.open(f"/proc/{handle[0]}/fd/{handle[1]}", os.O_RDWR)
+        return _Memory(next(_bases), self._mapped(descriptor, nbytes))
+
+
+# Descriptors of the files that are mapped at addresses.
+_files = {}
+
+
 class SimulatedGpu:
     """A GPU as CuPy shows it; see gpu.Gpu.
 
     Attributes:
-        shared: Memory that GPUs have exported to each other; None if they cannot.
+        shared: Memory that GPUs open to each other, as Threads or Processes; None if they cannot.
 
         unqueued: Reason why its streams cannot wait for other GPUs.
 
@@ -263,7 +312,7 @@ class SimulatedGpu:
         return Stream(self)
 
     def allocate(self, nbytes, device=None):
-        return self.hold(np.full(nbytes, JUNK, np.uint8), device)
+        return self.hold((self.shared or Threads()).new(nbytes), device)
 
     def hold(self, memory, device):
         """Return bytes in GPU memory as a vector."""
@@ -289,15 +338,14 @@ class SimulatedGpu:
     def export(self, x):
         if self.shared is None:
             raise OSError("simulated GPUs share nothing here")
-        self.shared.append(weakref.ref(x.owner))
-        return (len(self.shared), *range(7))
+        return self.shared.export(x.owner)
 
     def open(self, handle, nbytes, device):
-        memory = self.shared[handle[0] - 1]()
-        assert len(memory.bytes) == nbytes
+        memory = self.shared.open(handle, nbytes)
         memory.opened += 1
-        # The vector does not keep the memory alive.
-        return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8))
+        # The vector keeps only memory of another process alive.
+        owner = None if isinstance(self.shared, Threads) else memory
+        return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), owner)
 
     def close(self, x):
         _memories[x.address].opened -= 1
@@ -329,6 +377,10 @@ class SimulatedGpu:
 
     def follow(self, event, stream=None):
         self.user.wait(event)
+        if stream is not None:
+            # PyTorch uses the memory at once.
+            while not event.test():
+                pass
 
     def is_finite(self, x):
         return bool(np.isfinite(x.get()).all())
@@ -518,9 +570,18 @@ class SimulatedDevice(Device):
         return vector.view(dtype)
 
 
+def _drive(ref):
+    """Execute actions while the host does other things, because other ranks may wait for them."""
+    while (gpu := ref()) is not None:
+        gpu.idle()
+        del gpu
+        time.sleep(1e-4)
+
+
 def installed(monkeypatch):
     """Replace CuPy by a simulated package with one GPU; return this GPU's device."""
-    device = SimulatedDevice(SimulatedGpu())
+    device = SimulatedDevice(SimulatedGpu(shared=Processes()))
+    threading.Thread(target=_drive, args=(weakref.ref(device.gpu),), daemon=True).start()
     device.gpu.cupy = Cupy(device.gpu)
     monkeypatch.setitem(sys.modules, "cupy", device.gpu.cupy)
     monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))

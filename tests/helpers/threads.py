@@ -120,7 +120,7 @@ class TrainingComm(ThreadComm):
         return SimpleNamespace(wait=lambda: None, flight=Flight(call, 0))
 
     def prepared(self, call, pattern=None, build=None, *, device=None, ready=tuple,
-                 stream=None):
+                 stream=None, is_agreed=False):
         def start(x, result, call=call):
             return self.submit(call, build or functools.partial(pattern.schedule, x),
                                device=device, ready=ready())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cluster import run
 from schedules import sent
-from simulated_gpu import SimulatedGpu, content
+from simulated_gpu import SimulatedGpu, Threads, content
 
 from mpiring.collectives.operation import Tuning
 from mpiring.gpu.device import Device, DeviceVector
@@ -160,7 +160,7 @@ def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
             yield from collectives.allreduce(x, op=op)
             return [x]
 
-        check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+        check(on_gpus(node_of, program, seed=seed, shared=Threads())[0], p, op)
 
 
 @pytest.mark.parametrize("place", NODES)
@@ -180,7 +180,7 @@ def test_slices(place, which):
             yield from collectives.allgather(x, bounds=bounds)
             return [x]
 
-        check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+        check(on_gpus(node_of, program, seed=seed, shared=Threads())[0], p, op)
 
 
 @pytest.mark.parametrize("place", ["one", "one node", "four"])
@@ -204,7 +204,7 @@ def test_queued_operations(place, which):
                 xs += [x, y, z]
             return xs
 
-        results = on_gpus(node_of, program, seed=seed, shared=[], queued=True)[0]
+        results = on_gpus(node_of, program, seed=seed, shared=Threads(), queued=True)[0]
         for turn in range(3):
             for which_x in range(2):
                 check([xs[3 * turn + which_x:] for xs in results], p, op)
@@ -244,7 +244,7 @@ def test_other_collectives(place, direct):
 
 def test_memory_is_freed_when_no_rank_has_it_open():
     """Rank 2 holds on to the first window for a while."""
-    shared = []
+    shared = Threads()
 
     def program(collectives, put):
         kept = []
@@ -255,11 +255,11 @@ def test_memory_is_freed_when_no_rank_has_it_open():
             if number == 3:
                 kept.clear()
             yield from collectives.allreduce(x)
-            alive = [memory() is not None for memory in shared]
+            alive = [memory() is not None for memory in shared.exported]
             del x
             yield from collectives.barrier()
             # Per window, of all three ranks.
             assert sum(alive) == 3 * (1 if number in (0, 4) else 2)
-            assert {memory().opened for memory in shared if memory()} == {2}
+            assert {memory().opened for memory in shared.exported if memory()} == {2}
 
     on_gpus([0] * 3, program, shared=shared)

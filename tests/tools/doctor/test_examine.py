@@ -12,10 +12,11 @@ NODE = Gpus(kind="NVIDIA", count=1, driver="570.1")
 
 def test_what_cupy_sees_is_found(monkeypatch):
     gpu = simulated_gpu.installed(monkeypatch)
+    gpu.gpu.shared = None
     gpus = with_cupy(NODE, 3)
     assert gpus.visible == ("0000:0",) and gpus.address == "0000:0" and gpus.driver == "570.1"
     assert gpus.sharing_error == "simulated GPUs share nothing here" and not gpus.problem
-    gpu.gpu.shared = []
+    gpu.gpu.shared = simulated_gpu.Threads()
     assert with_cupy(NODE, 0).sharing_error == ""
 
 
