@@ -22,6 +22,20 @@ def test_results_have_the_bits_of_the_host(memory, op, name):
     cases.check_combine(memory.device, memory, op, name)
 
 
+@pytest.mark.parametrize("name", cases.ALARMED)
+def test_an_alarm_tells_of_nan_and_inf(memory, name):
+    cases.check_alarm(memory.device, memory, name)
+
+
+def test_integers_need_no_alarm(memory):
+    word = memory.device.gpu.pinned(4).view(np.uint32)
+    word[:] = 7
+    x, out = (memory.put(np.full(100, value, np.int32)) for value in (5, 0))
+    memory.device.combine("sum", [x], 1, [out], (word, 8))
+    memory.device.combine("sum", [x, out], 1, [x], (word, 8))
+    assert (memory.get(x) == 10).all() and word[0] == 7
+
+
 @pytest.mark.parametrize(("offsets", "packs"), [((0, 0, 0), 250), ((8, 8, 8), 249),
                                                 ((4, 52, 20), 249), ((0, 4, 0), 0)])
 def test_vectors_may_begin_anywhere(memory, offsets, packs):

@@ -133,6 +133,7 @@ class Stream:
         assert {x.size for x in (*sources, *outs)} == {outs[0].size}
         assert {x.dtype for x in (*sources, *outs)} == {outs[0].dtype}
         assert all(isinstance(x, DeviceVector) for x in (*sources, *outs))
+        assert nonfinite is None or not self._gpu.unqueued and self._gpu.is_pinned(nonfinite[0])
 
         def act():
             vectors = [content(x) for x in sources]
