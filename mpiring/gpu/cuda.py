@@ -251,9 +251,10 @@ class Cuda(Gpu):
 
     def barrier(self, flags: Flags) -> Barrier:
         """Return the barrier of a node's ranks, the same object each time."""
-        if flags not in self._barriers:
-            self._barriers[flags] = Barrier(flags)
-        return self._barriers[flags]
+        barrier = self._barriers.get(flags)
+        if barrier is None:
+            barrier = self._barriers[flags] = Barrier(flags)
+        return barrier
 
     def current(self) -> AbstractContextManager[None]:
         """Make it the thread's current device in a `with` block."""

@@ -185,8 +185,8 @@ class Packing:
 
 def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
     """Return the packing of vectors at these addresses; no packs unless alignments are equal."""
-    offset = addresses[0] % PACK_BYTES
-    if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
+    offset, *others = {address % PACK_BYTES for address in addresses}
+    if offset % itemsize or others:
         return Packing(0, 0, n)
     head = min(-offset % PACK_BYTES // itemsize, n)
     packs = (n - head) * itemsize // PACK_BYTES

@@ -9,6 +9,7 @@ next on the GPU, if all are queued: from a rank's write to the end of the other 
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 import threading
@@ -27,6 +28,8 @@ from mpiring.gpu.device import Device, Flags, await_event  # noqa: E402
 
 # The GPU begins after the time in which all barriers are queued; all must fit into the stream.
 BARRIERS, ROUNDS, QUEUED_S = 100, 7, 0.05
+# The stream that opens the gate must not be in the same queue of CUDA as the one that waits.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 comm = MPI.COMM_WORLD
 
 
@@ -46,7 +49,7 @@ def timed(device, flags, numbers):
     """Return the time of the host and of the GPU for a barrier."""
     cupy, gate = cuda.cupy(), device.gpu.pinned(8).view(np.uint32)
     began, ended = cupy.cuda.Event(), cupy.cuda.Event()
-    mark = device.allocate(1)
+    stream = device._work.changes()._stream
     gate[:] = 0
     sides = [Flags([gate[:1], gate[1:]], side) for side in range(2)]
     opening = threading.Timer(QUEUED_S, Device(device.gpu).meet, (sides[1], 1))
@@ -54,12 +57,12 @@ def timed(device, flags, numbers):
     opening.start()
     device.meet(sides[0], 1)
     device.meet(flags, next(numbers))
-    device.compute(lambda cupy, mark: began.record(), mark)
+    began.record(stream)
     start = time.perf_counter()
     for _ in range(BARRIERS):
         device.meet(flags, next(numbers))
     host_s = time.perf_counter() - start
-    device.compute(lambda cupy, mark: ended.record(), mark)
+    ended.record(stream)
     await_event(device.event())
     opening.join()
     return host_s / BARRIERS, cupy.cuda.get_elapsed_time(began, ended) / 1e3 / BARRIERS
