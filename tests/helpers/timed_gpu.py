@@ -81,7 +81,7 @@ class Gpu:
     """
 
     index, name, programmable = 0, "GPU that only takes time", True
-    unqueued = "it has no words"
+    unqueued = "it only takes time"
 
     def __init__(self, rate):
         self.rate, self.down_s, self.up_s = rate, 0.0, 0.0
