@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError, TransportError
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, await_event
+from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, address_of,
+                     await_event)
 from .kernels import Kernel
-from .stream_memory import Barrier, driver
+from .stream_memory import ALL_BITS, Barrier, driver
 
 # cudaErrorNotReady, cudaHostRegisterPortable with cudaHostRegisterMapped, and
 # cudaDevAttrCanUseHostPointerForRegisteredMem of CUDA's runtime, which CuPy does not name.
@@ -128,18 +129,22 @@ class CudaStream:
                 outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
         """Queue an elementwise combination of vectors; see gpu.Stream."""
         x = outs[0]
-        divides, number = kernels.division(x.dtype, divisor)
-        if len(sources) == 1 and divides == "none":
+        divides, by = kernels.division(x.dtype, divisor)
+        alarm = {}
+        if nonfinite is not None and dtype_name(x.dtype) in (*FLOATING, *COMPLEX):
+            word, number = nonfinite
+            alarm = {"word": address_of(word), "number": number & ALL_BITS}
+        if len(sources) == 1 and divides == "none" and not alarm:
             for out in outs:
                 if out.address != sources[0].address:
                     self._copy(out.address, sources[0].address, out.nbytes)
             return
         kernel = kernels.combine("sum" if op == "mean" else op, x.dtype, len(sources), len(outs),
-                                 divides)
+                                 divides, bool(alarm))
         read, written = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*read, *written], x.size, x.itemsize)
         self._launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
-                     packs=cut.packs, divisor=number)
+                     packs=cut.packs, divisor=by, **alarm)
 
     def meet(self, flags: Flags, number: int) -> None:
         """Queue a barrier of a node; see gpu.Stream. Raises TransportError if CUDA refuses it."""
@@ -248,9 +253,10 @@ class Cuda(Gpu):
 
     def barrier(self, flags: Flags) -> Barrier:
         """Return the barrier of a node's ranks, the same object each time."""
-        if flags not in self._barriers:
-            self._barriers[flags] = Barrier(flags)
-        return self._barriers[flags]
+        barrier = self._barriers.get(flags)
+        if barrier is None:
+            barrier = self._barriers[flags] = Barrier(flags)
+        return barrier
 
     def current(self) -> AbstractContextManager[None]:
         """Make it the thread's current device in a `with` block."""

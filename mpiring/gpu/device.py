@@ -112,7 +112,8 @@ class Stream(Protocol):
 
         All vectors have one dtype and length; an out may be one of the sources. 16-bit sums and
         products are computed in float32. `op` is a name, see Reduction; a divisor of 1 is none. If
-        an element of the result is NaN or Inf, write the number of `nonfinite` to its word.
+        an element of the result is NaN or Inf, write the number of `nonfinite`, modulo 2**32, to
+        its word. A GPU that is `unqueued` accepts no `nonfinite`.
         """
 
     def meet(self, flags: Flags, number: int) -> None:
@@ -167,7 +168,7 @@ class Gpu(Protocol):
 
     `index` is its number among the GPUs that this process sees. The streams of a programmable GPU
     accept array operations. `unshared` is the reason why processes cannot share its memory,
-    `unqueued` the reason why its streams cannot wait for words in host memory.
+    `unqueued` the reason why its streams cannot use words in host memory.
     """
 
     index: int

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, INFINITY_BITS, SIXTEEN_BIT, dtype_name
 
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
@@ -54,6 +54,18 @@ __device__ inline W widened(T x) { return (W)x; }
 __device__ inline T narrowed(W x) { return (T)x; }
 """
 
+# A kernel with an alarm writes a number to a word in host memory if a result is NaN or Inf.
+_NO_ALARM = """
+struct Alarm {};
+__device__ inline bool is_finite(T x) { return true; }
+__device__ inline void ring(const Alarm &alarm) {}
+"""
+_ALARM = """
+struct Alarm { unsigned int *word, number; };
+__device__ inline bool is_finite(T x) { return %s; }
+__device__ inline void ring(const Alarm &alarm) { *alarm.word = alarm.number; }
+"""
+
 _COMBINE = """
 // Without __grid_constant__, dynamically indexed parameters are copied to each thread's memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
@@ -64,7 +76,7 @@ _COMBINE = """
 
 struct alignas(16) Pack { T lane[LANES]; };
 
-struct Job {
+struct Job : Alarm {
     const T *from[P];
     T *to[Q];
     long long n;        // elements
@@ -77,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
 %(name)s(const MPIRING_CONSTANT Job job) {
     const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     const long long step = (long long)gridDim.x * blockDim.x;
+    bool finite = true;
     for (long long i = first; i < job.packs; i += step) {
         W total[LANES];
         Pack pack = reinterpret_cast<const Pack *>(job.from[0] + job.head)[i];
@@ -90,8 +103,10 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
                 total[lane] = both(total[lane], widened(pack.lane[lane]));
         }
         #pragma unroll
-        for (int lane = 0; lane < LANES; ++lane)
+        for (int lane = 0; lane < LANES; ++lane) {
             pack.lane[lane] = narrowed(divided(total[lane], job.divisor));
+            finite &= is_finite(pack.lane[lane]);
+        }
         #pragma unroll %(unrolled)d
         for (int k = 0; k < Q; ++k) reinterpret_cast<Pack *>(job.to[k] + job.head)[i] = pack;
     }
@@ -102,9 +117,11 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
         #pragma unroll %(unrolled)d
         for (int k = 1; k < P; ++k) total = both(total, widened(job.from[k][i]));
         const T done = narrowed(divided(total, job.divisor));
+        finite &= is_finite(done);
         #pragma unroll %(unrolled)d
         for (int k = 0; k < Q; ++k) job.to[k][i] = done;
     }
+    if (!finite) ring(job);
 }
 """
 
@@ -168,8 +185,8 @@ class Packing:
 
 def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
     """Return the packing of vectors at these addresses; no packs unless alignments are equal."""
-    offset = addresses[0] % PACK_BYTES
-    if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
+    offset, *others = {address % PACK_BYTES for address in addresses}
+    if offset % itemsize or others:
         return Packing(0, 0, n)
     head = min(-offset % PACK_BYTES // itemsize, n)
     packs = (n - head) * itemsize // PACK_BYTES
@@ -189,24 +206,27 @@ def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
 
 
 @functools.lru_cache(maxsize=1024)
-def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str) -> Kernel:
+def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str,
+            alarm: bool = False) -> Kernel:
     """Return the kernel that combines vectors elementwise, and stores the result in others.
 
     A mean is a sum with a division, whose kind comes from `division`. A kernel accepts about 500
-    vectors, of any dtype except long doubles.
+    vectors, of any dtype except long doubles. With an alarm, results must not be integers.
     """
     of = dtype_name(dtype)
-    name = f"mpiring_{op}_{of}_{sources}_to_{outs}_{divides}"
+    name = f"mpiring_{op}_{of}_{sources}_to_{outs}_{divides}{'_alarm' if alarm else ''}"
     divisor = np.dtype("f8" if of in ("float64", "complex128") else "f4")
-    parameters = np.dtype([("sources", "u8", (sources,)), ("outs", "u8", (outs,)), ("n", "i8"),
-                           ("head", "i8"), ("packs", "i8"), ("divisor", divisor)], align=True)
+    fields = [("word", "u8"), ("number", "u4")] if alarm else []
+    parameters = np.dtype([*fields, ("sources", "u8", (sources,)), ("outs", "u8", (outs,)),
+                           ("n", "i8"), ("head", "i8"), ("packs", "i8"), ("divisor", divisor)],
+                          align=True)
     constants = (f"constexpr int P = {sources}, Q = {outs}, "
                  f"LANES = {PACK_BYTES // dtype.itemsize};\n"
                  f"typedef {'double' if divisor.itemsize == 8 else 'float'} D;\n")
     unrolled = _UNROLLED if max(sources, outs) <= _UNROLLED else _UNROLLED // 2
     body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled}
     return Kernel(name, constants + _types(op, dtype) + _both(op, of) + _divided(of, divides)
-                  + body, parameters)
+                  + (_ALARM % _finite(of) if alarm else _NO_ALARM) + body, parameters)
 
 
 def _types(op: str, dtype: np.dtype[Any]) -> str:
@@ -252,3 +272,9 @@ def _divided(of: str, divides: str) -> str:
     else:
         text = f"return x {'*' if divides == 'times' else '/'} by;"
     return f"__device__ inline W divided(W x, D by) {{ {text} }}\n"
+
+
+def _finite(of: str) -> str:
+    if of in SIXTEEN_BIT:
+        return f"(x & {INFINITY_BITS[of]}u) != {INFINITY_BITS[of]}u"
+    return "x.re - x.re == 0 && x.im - x.im == 0" if of in COMPLEX else "x - x == 0"

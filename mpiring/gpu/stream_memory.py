@@ -15,7 +15,7 @@ without the host. ctypes calls its one function. The alternatives, and why each 
   slice of its process.
 - A function of the host, by `cudaLaunchHostFunc`, needs Python's lock between two kernels.
 
-Sources: cuda.h of CUDA 13.0; src/ce_coll.cc of NCCL, which has the same barrier in one batch. By
+The sources are cuda.h of CUDA 13.0, and src/ce_coll.cc of NCCL, which has the same barrier. By
 default, a write also waits until the results of earlier work are visible.
 """
 
@@ -34,7 +34,7 @@ _OPERATION = np.dtype({"names": ["operation", "address", "value"], "formats": ["
                        "offsets": [0, 8, 16], "itemsize": 48})
 # CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32.
 _WAIT, _WRITE = 1, 2
-_ALL_BITS = (1 << 32) - 1
+ALL_BITS = (1 << 32) - 1
 
 
 @functools.cache
@@ -69,5 +69,5 @@ class Barrier:
         """Queue the barrier on the stream at a pointer; return CUDA's status."""
         # The driver copies the operations.
         with self._lock:
-            self._values.fill(number & _ALL_BITS)
+            self._values.fill(number & ALL_BITS)
             return int(self._batch(stream, *self._arguments))

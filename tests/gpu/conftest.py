@@ -4,11 +4,17 @@ Other tests in this folder cover what a GPU would do asynchronously, on a simula
 errors of CUDA, with a CuPy that records calls.
 """
 
+import os
+
 import cupy_or_host
 import pytest
 from gpu_memory import GpuMemory
 
 from mpiring.gpu import cuda
+
+# By default, CUDA has 8 queues for all streams of a process. A stream that waits for another one in
+# its queue would wait forever; here, a process has the streams of several ranks.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def pytest_collection_modifyitems(items):

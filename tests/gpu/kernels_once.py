@@ -20,6 +20,8 @@ def main():
     memory = GpuMemory(device)
     for op, name in cases.CASES:
         cases.check_combine(device, memory, op, name)
+    for name in cases.ALARMED:
+        cases.check_alarm(device, memory, name)
     for names in cases.CONVERSIONS:
         cases.check_convert(memory, names)
     for codec in cases.CODECS:

@@ -127,19 +127,26 @@ def _training(out: Path, name: str, after: str = "") -> Step:
                   after=after)
 
 
+def _barriers(out: Path, name: str, after: str = "") -> Step:
+    return Step(name, ("tests/gpu/barriers.py", "--json", str(out / f"{name}.json")), 2, 60,
+                alone=True, after=after)
+
+
 def mps(out: Path) -> Iterator[Step]:
     """Measure under CUDA's MPS, with which several ranks can use one GPU at the same time."""
     start = Step("mps-start", (MPS, "-d"), 0, 30, MPS, alone=True)
     yield start
     for ranks in (2, 4):
         yield _allreduce(out, f"allreduce-{ranks}-mps", ranks, start.name)
+    yield _barriers(out, "barriers-mps", start.name)
     yield _training(out, "steps-mps", start.name)
     yield Step("mps-stop", ("-c", f"import subprocess; subprocess.run({MPS!r}, input=b'quit', "
                             f"check=True)"), 0, 60, alone=True, after=start.name)
 
 
 def allreduce(out: Path) -> Iterator[Step]:
-    """Measure allreduces, staged and shared; also the naive method and the limits."""
+    """Measure barriers, and allreduces, staged and shared; also the naive method and the limits."""
+    yield _barriers(out, "barriers")
     for ranks in (2, 4):
         yield _allreduce(out, f"allreduce-{ranks}", ranks)
     yield _bench(out, "allreduce-small", "allreduce", "--sizes", "4K,64K,1M,16M", "--buffers",
@@ -317,6 +324,11 @@ def figures(out: Path) -> Iterator[str]:
                 under = ", MPS" if name.endswith("mps") else ""
                 yield (f"transformer step{under}: {row['hidden_percent']:.0f} % of communication "
                        f"hidden, {row['over_compute']:.3f} of compute only")
+    for name in ("barriers", "barriers-mps"):
+        for row in rows(name):
+            under = ", MPS" if name.endswith("mps") else ""
+            yield (f"barrier of 2 ranks{under}, words in the {row['words']}'s memory: host "
+                   f"{row['host_us']:.1f} us, GPU {row['gpu_us']:.1f} us")
     for row in rows("prefetch"):
         if row["contender"] == "mpiring.data.prefetch":
             yield (f"{row['model']}: step with loader / data on the device "

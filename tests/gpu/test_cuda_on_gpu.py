@@ -8,7 +8,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 from gpu_memory import GpuMemory, wait
-from launching import PROGRAMS, launch, needed
+from launching import PROGRAMS, launch, needed, until
 
 from mpiring.gpu import cuda, kernels
 from mpiring.gpu.arrays import vector_of
@@ -20,6 +20,20 @@ N = 1 << 22
 @pytest.mark.parametrize(("op", "name"), cases.CASES)
 def test_results_have_the_bits_of_the_host(memory, op, name):
     cases.check_combine(memory.device, memory, op, name)
+
+
+@pytest.mark.parametrize("name", cases.ALARMED)
+def test_an_alarm_tells_of_nan_and_inf(memory, name):
+    cases.check_alarm(memory.device, memory, name)
+
+
+def test_integers_need_no_alarm(memory):
+    word = memory.device.gpu.pinned(4).view(np.uint32)
+    word[:] = 7
+    x, out = (memory.put(np.full(100, value, np.int32)) for value in (5, 0))
+    memory.device.combine("sum", [x], 1, [out], (word, 8))
+    memory.device.combine("sum", [x, out], 1, [x], (word, 8))
+    assert (memory.get(x) == 10).all() and word[0] == 7
 
 
 @pytest.mark.parametrize(("offsets", "packs"), [((0, 0, 0), 250), ((8, 8, 8), 249),
@@ -200,7 +214,9 @@ def test_streams_meet(device):
     assert [int(word[0]) for word in pair] == 2 * [19]
 
 
-def test_a_late_stream_is_waited_for(asynchronous, device):
+@pytest.mark.parametrize("by", ["stream", "host"])
+def test_a_late_rank_is_waited_for(asynchronous, device, by):
+    """A stream writes the rank's word, or the host, by which a failed rank's barriers end."""
     pair = words(device)
     devices = [Device(device.gpu) for _ in pair]
     x, host = device.allocate(8), device.gpu.pinned(8)
@@ -208,8 +224,11 @@ def test_a_late_stream_is_waited_for(asynchronous, device):
     early = devices[0].to_host(x, host)
     time.sleep(0.05)
     assert not early.test() and pair[0][0] == 1 and pair[1][0] == 0
-    devices[1].meet(Flags(pair, 1), 1)
-    wait(early)
+    if by == "stream":
+        devices[1].meet(Flags(pair, 1), 1)
+    else:
+        pair[1][0] = 1
+    until(early.test)
     wait(devices[1].event())
 
 

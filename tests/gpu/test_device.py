@@ -1,5 +1,7 @@
 """Tests vectors on a GPU, and what is lent to copies; the order of work is in test_on_device.py."""
 
+from functools import partial
+
 import kernel_cases as cases
 import ml_dtypes
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from gpu_memory import GpuMemory
 from simulated_gpu import SimulatedGpu, content, installed
 
-from mpiring import ConfigError
+from mpiring import ConfigError, StallError
 from mpiring.gpu.arrays import device_named, is_on_gpu, vector_of
-from mpiring.gpu.device import Device, DeviceVector, Staging, await_event
+from mpiring.gpu.device import Device, DeviceVector, Flags, Staging, await_event
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of, pieces_of
+from mpiring.simulated.network import SimulatedNetwork
 
 
 @pytest.fixture
@@ -86,6 +89,51 @@ def test_staging_memory_is_reused_once_nothing_uses_it(device):
     while (again := staging.acquire(4097)) is not slot:
         staging.release(again)
     assert staging.acquire(1).size == 4096
+
+
+def gpus_that_meet(p, **kwargs):
+    """Return GPUs, each with its Device and the flags of a node."""
+    words = np.full((p, 1), (1 << 32) - 2, np.uint32)
+    gpus = [SimulatedGpu(seed=rank, **kwargs) for rank in range(p)]
+    for gpu in gpus:
+        gpu.pin(words)
+    return [(Device(gpu), Flags([*words], rank)) for rank, gpu in enumerate(gpus)]
+
+
+def test_streams_meet_when_all_have_arrived():
+    devices = gpus_that_meet(3)
+    xs = [device.gpu.vector(device, np.array([10.0 ** rank]))
+          for rank, (device, _) in enumerate(devices)]
+    events = []
+    for rank, (device, flags) in enumerate(devices):
+        assert not any(event.test() for event in events * 100), "they wait for the last"
+        for turn in range(3):
+            # 32 bits of the number overflow.
+            device.meet(flags, (1 << 32) - 1 + turn)
+            if turn == rank:
+                device.combine("sum", xs, 1, xs)
+        events.append(device.event())
+    while not all([event.test() for event in events]):
+        pass
+    assert [content(x)[0] for x in xs] == [111 * 9] * 3
+
+
+def test_a_barrier_without_one_rank_ends_a_simulation():
+    """The network has nothing left to do, and says who waits."""
+    network = SimulatedNetwork(3, node_of=3)
+    devices = gpus_that_meet(3)
+    for rank, (device, _) in enumerate(devices):
+        device.gpu.later = partial(network.later, 0, rank)
+
+    def program(missing, net):
+        device, flags = devices[net.rank]
+        if net.rank != missing:
+            device.meet(flags, (1 << 32) - (missing is None))
+            yield [device.event()]
+
+    network.run(partial(program, None))
+    with pytest.raises(StallError, match="rank 0 waits for an event.*rank 2 waits for an event"):
+        network.run(partial(program, 1))
 
 
 class Copy:

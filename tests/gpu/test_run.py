@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import cupy_or_host
 import pytest
 from launching import ROOT, launch, python
 
@@ -39,3 +40,11 @@ def test_every_benchmark_knows_its_options(steps):
 def test_the_overhead_of_staged_copies_is_estimated():
     ended = launch(2, ROOT / "tests/helpers/timed_gpu.py", "--mib", "4")
     assert re.search(r"4 MiB on 2 ranks: [\d.]+ ms; copies alone 0\.17 ms", ended.output)
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_barriers_are_measured(monkeypatch):
+    cupy_or_host.installed(monkeypatch)
+    ended = launch(2, ROOT / "tests/gpu/barriers.py")
+    assert ended.status == 0 and ended.output.count("gpu_us") == 2, ended.output

@@ -14,13 +14,15 @@ from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.signs import Sign
 from mpiring.gpu import kernels, vectors
-from mpiring.memory.arrays import FLOATING
+from mpiring.memory.arrays import COMPLEX, FLOATING
 from mpiring.memory.reduction import reduction
 
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype)
           for dtype in contract.DTYPES if dtype != "longdouble"}
 CASES = [(op, np.dtype(dtype).name) for op, dtypes in contract.OPS_OF.items()
          for dtype in dtypes if dtype != "longdouble"]
+# Of those, results may be NaN or Inf.
+ALARMED = [name for name in DTYPES if name in (*FLOATING, *COMPLEX)]
 # Sources and outs: those of a ring and of a node's window, and more than are unrolled.
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
@@ -55,14 +57,16 @@ def divisors(op):
 
 
 def kernels_of(op, name=None):
-    """Return the kernels that `check_combine` needs for an op, and for one dtype if given."""
+    """Return the kernels of the checks for an op, and for one dtype if given."""
     by_name = {}
     for dtype in [DTYPES[of] for other, of in CASES if other == op and name in (None, of)]:
         several = [*counts(op), (1, 1)] if op == "mean" else counts(op)
         for (p, q), divisor in itertools.product(several, divisors(op)):
             divides, _ = kernels.division(dtype, divisor)
-            kernel = kernels.combine("sum" if op == "mean" else op, dtype, p, q, divides)
-            by_name[kernel.name] = kernel
+            for alarm in (False, True) if dtype.name in ALARMED else (False,):
+                kernel = kernels.combine(
+                    "sum" if op == "mean" else op, dtype, p, q, divides, alarm)
+                by_name[kernel.name] = kernel
     return list(by_name.values())
 
 
@@ -120,6 +124,33 @@ def check_combine(stream, memory, op, name, plain=False):
         outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[n % p]]
         stream.combine(op, sources, divisor, outs)
         assert all(agree(memory.get(out), wanted) for out in outs), (p, q, n, divisor)
+
+
+def check_alarm(stream, memory, name):
+    """Fail unless an alarm tells of NaN and Inf, and leaves the results as they are.
+
+    A sum of finite numbers may be Inf, and in 16 bits it may become Inf when it is stored.
+    """
+    dtype = DTYPES[name]
+    word = memory.device.gpu.pinned(4).view(np.uint32)
+    large = dtype.type({"float16": 6e4, "float64": 1e308, "complex128": 1e308}.get(name, 3e38))
+    told = set()
+    for (p, q), n, divisor in itertools.product([(1, 1), (2, 3)], LENGTHS, [1.0, 3.0]):
+        for where, value in ((0, 0), (0, np.nan), (n // 2, np.inf), (n - 1, -np.inf),
+                             (n - 1, large)):
+            arrays = [numbers(dtype, n, seed, plain=True) for seed in range(p)]
+            for x in arrays:
+                x[where] = value
+            sources = [memory.put(x) for x in arrays]
+            outs, plain = [[memory.put(x) for x in (*arrays, *arrays)[:q]] for _ in range(2)]
+            word[:] = 7
+            stream.combine("sum", sources, divisor, outs, (word, (1 << 32) + 8))
+            stream.combine("sum", sources, divisor, plain)
+            results = [memory.get(x) for x in plain]
+            assert all(same(memory.get(x), y) for x, y in zip(outs, results, strict=True))
+            assert word[0] == (7 if np.isfinite(results[0]).all() else 8), (p, n, divisor, where)
+            told.add((value, int(word[0])))
+    assert {(0, 7), (np.inf, 8), (large, 8)} <= told
 
 
 def check_convert(memory, names):

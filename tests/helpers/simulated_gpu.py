@@ -31,7 +31,7 @@ from mpiring.memory.reduction import reduction
 
 JUNK = 0xA5
 _ALL_BITS = (1 << 32) - 1
-# Streams that wait for words of other GPUs.
+# Streams on a network's clock that wait until a word is written.
 _meeting = weakref.WeakSet()
 # No host memory is at these addresses.
 FIRST_ADDRESS = 1 << 50
@@ -135,6 +135,7 @@ class Stream:
         assert {x.size for x in (*sources, *outs)} == {outs[0].size}
         assert {x.dtype for x in (*sources, *outs)} == {outs[0].dtype}
         assert all(isinstance(x, DeviceVector) for x in (*sources, *outs))
+        assert nonfinite is None or not self._gpu.unqueued and self._gpu.is_pinned(nonfinite[0])
 
         def act():
             vectors = [content(x) for x in sources]
@@ -157,14 +158,15 @@ class Stream:
 
         def write():
             flags.words[flags.rank][...] = number
-            for stream in tuple(_meeting):
-                stream.go_on()
+            while self._gpu.is_clocked and _meeting:
+                _meeting.pop().go_on()
             return True
 
         def wait():
             here = all((int(word[0]) - number) & _ALL_BITS < 1 << 31 for word in flags.words)
-            (_meeting.discard if here else _meeting.add)(self)
-            if not (here or self._gpu.is_clocked):
+            if not here and self._gpu.is_clocked:
+                _meeting.add(self)
+            elif not here:
                 # Another process or thread may write the word.
                 self.go_on()
             return here

@@ -1,7 +1,6 @@
 """Has two ranks write into each other's memory on a GPU, with barriers of hosts and of streams."""
 
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,10 +11,10 @@ from mpi4py import MPI
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from gpu_memory import GpuMemory, wait  # noqa: E402
+from node_words import pinned_words  # noqa: E402
 
 from mpiring.gpu import cuda  # noqa: E402
 from mpiring.gpu.device import Flags  # noqa: E402
-from mpiring.memory import window  # noqa: E402
 
 comm = MPI.COMM_WORLD
 device = cuda.device(0)
@@ -23,17 +22,9 @@ memory = GpuMemory(device)
 assert not device.gpu.unqueued, device.gpu.unqueued
 n = 1 << 20
 
-descriptor = window.create()
-process, number, identity = comm.bcast((os.getpid(), descriptor, window.identity(descriptor)))
-if comm.rank:
-    descriptor = window.attach(process, number, identity)
-page = window.one_array(descriptor, comm.rank, comm.size, window.PAGE_BYTES).view(np.uint32)
-device.gpu.pin(page.view(np.uint8))
-flags = Flags([page[:1], page[512:513]], comm.rank)
 # The third barrier is number 0 of 32 bits.
+flags = Flags(pinned_words(device, comm, (1 << 32) - 3), comm.rank)
 numbers = itertools.count((1 << 32) - 2)
-flags.words[comm.rank][:] = (1 << 32) - 3
-comm.Barrier()
 
 
 def host_barrier():
