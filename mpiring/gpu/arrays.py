@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .device import Device, DeviceVector, Event, UserStream
+from .device import Device, DeviceVector, Event
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
             if stream is None:
                 return array_of(x)
             refuse_gaps(x)
-            return replace(stream.vector(x), ready=stream.mark())
+            return replace(stream.vector(x), ready=stream.mark(), stream=CurrentStream(x.device))
         if is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
@@ -227,11 +227,6 @@ class CurrentStream:
     def follow(self, event: Event) -> None:
         """Make work that is queued on it from now on wait for an event."""
         TorchStream(self._where).follow(event)
-
-
-def stream_of_owner(x: DeviceVector) -> UserStream:
-    """Return the stream on which the owner of a vector, a tensor or an array, is used."""
-    return CurrentStream(x.owner.device) if is_tensor(x.owner) else x.device.gpu
 
 
 def stream_of(x: "torch.Tensor") -> TorchStream | None:

@@ -269,7 +269,8 @@ class DeviceVector:
     Only `Device` and GPU-aware MPI access its elements.
 
     The dtype is NumPy's, or bfloat16 of ml_dtypes. `owner` keeps the memory alive. `ready` is the
-    event of the last write; None if the vector is ready now.
+    event of the last write; None if the vector is ready now. On `stream`, the user uses it; None
+    stands for the current stream of the GPU's package.
     """
 
     device: "Device"
@@ -278,6 +279,7 @@ class DeviceVector:
     dtype: np.dtype[Any]
     owner: Any = None
     ready: Event | None = None
+    stream: UserStream | None = None
 
     def __post_init__(self) -> None:
         if dtype_name(self.dtype) in ("longdouble", "clongdouble"):

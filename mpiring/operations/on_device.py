@@ -18,7 +18,6 @@ from numpy.typing import DTypeLike
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import TransportError
-from ..gpu.arrays import stream_of_owner
 from ..gpu.device import Alarm, Device, DeviceVector, Event, UserStream
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
@@ -293,7 +292,7 @@ class GpuOperations:
             return functools.partial(build, x)
         own = replace(x, device=self.own_device(x.device))
         return self.for_device(x.device, (x.ready,) if x.ready else (),
-                               functools.partial(build, own), stream_of_owner(x))
+                               functools.partial(build, own), x.stream)
 
     def for_device(self, device: Device, ready: Sequence[Event], build: Build[T],
                    stream: UserStream | None = None) -> Build[T]:

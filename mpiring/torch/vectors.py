@@ -1,10 +1,10 @@
 """Converts tensors to vectors for collectives; tensors that are not contiguous are copied."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,18 +201,21 @@ class TensorBuffers:
             return
         # The user's stream may still read the old values, and PyTorch's allocator expects that this
         # memory is used on this stream.
-        stream, in_use = self.stream, cast(AbstractContextManager[Any], nullcontext())
-        if stream is not None:
-            in_use, device = stream.in_use(), self._vectors[0].device
+        stream = self.stream
+        device = None if stream is None or self._staged else self._vectors[0].device
+        if stream is not None and device is not None:
             stream.follow(device.mark())
-        with torch.no_grad(), in_use:
+        with torch.no_grad(), nullcontext() if stream is None else stream.in_use():
             for x, divisor in self._sums:
                 x.copy_(quotient(x, divisor))
             for tensor, copy in copies:
                 tensor.copy_(copy)
         if stream is not None:
-            device.follow([stream.mark()])
-        yield ()
+            copied = stream.mark()
+            if device is None:
+                yield (copied,)
+            else:
+                device.follow([copied])
 
 
 def refuse_overlap(tensor: torch.Tensor) -> None:

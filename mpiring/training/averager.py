@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..arguments import number, refuse_other_state
-from ..buckets.bucket import Bucket, TensorSpec
+from ..buckets.bucket import Bucket, BucketPlan, TensorSpec
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..engine.prepared import Pattern
@@ -264,7 +264,8 @@ class Averager(FusedTensors):
             handle.wait()
             self.costs.append(handle.flight)
         return StepMeans(self.steps, elsewhere, functools.partial(
-            _queued_means, finite, list(zip(self.buckets, queued))), is_queued=True)
+            _queued_means, finite, [bucket.plan for bucket in self.buckets], queued),
+            is_queued=True)
 
     def _checked_means(self) -> tuple[bool, list[str]]:
         """Return whether all means are finite, and the names of nonfinite means on this rank."""
@@ -467,10 +468,11 @@ class StepMeans:
         return self._result[1]
 
 
-def _queued_means(finite: bool, handles: Sequence[tuple[Bucket, QueuedHandle[None]]],
-                  ) -> tuple[bool, list[str]]:
+def _queued_means(finite: bool, plans: Sequence[BucketPlan],
+                  handles: Sequence[QueuedHandle[None]]) -> tuple[bool, list[str]]:
     """Return whether all means are finite, and the names of tensors in buckets with others."""
-    names = [name for bucket, handle in handles if not handle.is_finite() for name in bucket.views]
+    names = [tensor.name for plan, handle in zip(plans, handles) if not handle.is_finite()
+             for tensor in plan.tensors]
     return finite and not names, names
 
 
