@@ -272,7 +272,11 @@ class BackgroundIterator(Iterator[T], Generic[T]):
                  waited: Callable[[float, float], None] | None = None) -> None:
         self._items, self._waited = items, waited
         self._ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
-        self._room, self._stop = threading.Semaphore(depth), threading.Event()
+        # Not a semaphore, which is Python code and acquires several locks.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
+        self._stop = threading.Event()
         self._patience_s = _PATIENCE_S
         # A daemon, because the program may end while the iterator hangs.
         self._thread = threading.Thread(target=self._draw, daemon=True, name="mpiring prefetch")
@@ -293,7 +297,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         if isinstance(item, _End):
             self._ready.put(_End())
             raise item.error or StopIteration
-        self._room.release()
+        self._room.put(None)
         return item
 
     def _item(self) -> T | _End:
@@ -308,7 +312,7 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         """
         atexit.unregister(self.close)
         self._stop.set()
-        self._room.release()
+        self._room.put(None)
         patience_s, self._patience_s = self._patience_s, 0.0
         # Garbage collection may call this in any thread.
         if patience_s and self._thread is not threading.current_thread():
@@ -327,7 +331,10 @@ class BackgroundIterator(Iterator[T], Generic[T]):
         """Draw until there are no more items, or the iteration has been left."""
         end = _End()
         try:
-            while self._room.acquire() and not self._stop.is_set():
+            while True:
+                self._room.get()
+                if self._stop.is_set():
+                    break
                 # This keeps no reference to the item: its memory is freed when the user drops it.
                 self._ready.put(next(self._items))
         except StopIteration:

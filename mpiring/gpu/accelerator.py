@@ -21,6 +21,7 @@ from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
 from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
+from .warps import WarpKernel
 
 # cudaHostRegisterPortable; HIP uses the same value.
 _PORTABLE = 1
@@ -153,10 +154,9 @@ class AcceleratorStream:
         with self._used():
             _bytes_of(x).zero_()
 
-    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Raise MissingDependencyError, because array operations need CuPy."""
-        raise MissingDependencyError(
-            f"{function.__qualname__} needs CuPy: {pip_install_cupy()}")
+    def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
+        """Raise MissingDependencyError, because kernels need CuPy."""
+        raise MissingDependencyError(f"{kernel.name} needs CuPy: {pip_install_cupy()}")
 
     def record(self) -> AcceleratorEvent:
         """Return a mark behind all queued work."""

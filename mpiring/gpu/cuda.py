@@ -23,6 +23,7 @@ from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, addre
                      await_event)
 from .kernels import Kernel
 from .stream_memory import ALL_BITS, Barrier, driver
+from .warps import WARP, WarpKernel
 
 # cudaErrorNotReady, cudaHostRegisterPortable with cudaHostRegisterMapped, and
 # cudaDevAttrCanUseHostPointerForRegisteredMem of CUDA's runtime, which CuPy does not name.
@@ -161,12 +162,12 @@ class CudaStream:
         with self._cuda.current():
             self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
 
-    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Queue array operations; see gpu.Stream."""
-        cuda = self._cuda
-        with cuda.current(), self._stream:
-            function(cuda.cupy, *[cuda.array(x, x.shape) if isinstance(x, DeviceVector) else x
-                                  for x in arguments])
+    def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue a kernel; see gpu.Stream."""
+        n = arguments[0].size
+        values = [x.address if isinstance(x, DeviceVector) else x or 0 for x in arguments]
+        self._launch(kernel, -(-n // kernel.block) * WARP, n=n,
+                     **dict(zip(kernel.parameters.names or (), values)))
 
     def _launch(self, kernel: Kernel, work: int, **values: object) -> None:
         """Queue a kernel with its struct's values, for at most as many threads as units of work."""

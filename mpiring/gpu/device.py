@@ -16,6 +16,7 @@ from ..errors import ConfigError, TransportError
 from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.scratch import Scratch
 from ..memory.window import PAGE_BYTES
+from .warps import WarpKernel
 
 # Pause between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
@@ -126,10 +127,11 @@ class Stream(Protocol):
     def clear(self, x: "DeviceVector") -> None:
         """Queue filling a vector with zeros."""
 
-    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function, which queues array operations, if the GPU is programmable.
+    def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue a kernel, if the GPU is programmable.
 
-        The function gets CuPy and the arguments; vectors become CuPy arrays of the same memory.
+        The arguments are vectors, numbers, or None; the first one is a vector. A simulated GPU
+        calls the function, which computes the same with NumPy arrays.
         """
 
     def record(self) -> Event:
@@ -167,7 +169,7 @@ class Gpu(Protocol):
     """A GPU, used through CuPy or PyTorch.
 
     `index` is its number among the GPUs that this process sees. The streams of a programmable GPU
-    accept array operations. `unshared` is the reason why processes cannot share its memory,
+    launch kernels. `unshared` is the reason why processes cannot share its memory,
     `unqueued` the reason why its streams cannot use words in host memory.
     """
 
@@ -507,11 +509,11 @@ class Device:
             with self._computing() as stream:
                 stream.clear(x)
 
-    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Queue array operations, unless the first argument is empty; see Stream.compute."""
+    def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue a kernel, unless the first argument is empty; see Stream.launch."""
         if arguments[0].size:
             with self._computing() as stream:
-                stream.compute(function, *arguments)
+                stream.launch(kernel, function, *arguments)
 
     @contextmanager
     def _computing(self) -> Iterator[Stream]:

@@ -45,8 +45,7 @@ __device__ inline float widened(unsigned short x) {
 __device__ inline unsigned short narrowed(float x) {
     const unsigned int bits = __float_as_uint(x);
     // A carry could turn NaN into Inf or zero.
-    if (x != x) return (unsigned short)(bits >> 16 | 0x40u);
-    return (unsigned short)(bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
+    return (unsigned short)(x != x ? bits >> 16 | 0x40u : bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
 }
 """}
 _PLAIN = """
@@ -66,14 +65,16 @@ __device__ inline bool is_finite(T x) { return %s; }
 __device__ inline void ring(const Alarm &alarm) { *alarm.word = alarm.number; }
 """
 
-_COMBINE = """
+CONSTANT = """
 // Without __grid_constant__, dynamically indexed parameters are copied to each thread's memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
 #define MPIRING_CONSTANT __grid_constant__
 #else
 #define MPIRING_CONSTANT
 #endif
+"""
 
+_COMBINE = CONSTANT + """
 struct alignas(16) Pack { T lane[LANES]; };
 
 struct Job : Alarm {
@@ -229,17 +230,23 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
                   + (_ALARM % _finite(of) if alarm else _NO_ALARM) + body, parameters)
 
 
+def floating_types(of: str) -> str:
+    """Return the types T and W of a floating dtype, and the conversions between them."""
+    if of in SIXTEEN_BIT:
+        return f"typedef unsigned short T;\ntypedef float W;\n{_SIXTEEN[of]}"
+    kind = "float" if of == "float32" else "double"
+    return f"typedef {kind} T;\ntypedef {kind} W;\n{_PLAIN}"
+
+
 def _types(op: str, dtype: np.dtype[Any]) -> str:
     """Return the types T and W, and the conversions between them."""
     of, size = dtype_name(dtype), dtype.itemsize
-    if of in SIXTEEN_BIT:
-        return f"typedef unsigned short T;\ntypedef float W;\n{_SIXTEEN[of]}"
+    if of in FLOATING:
+        return floating_types(of)
     if of in COMPLEX:
         part = "float" if size == 8 else "double"
         return f"struct T {{ {part} re, im; }};\ntypedef T W;\n{_PLAIN}"
-    if of in FLOATING:
-        kind = wide = "float" if size == 4 else "double"
-    elif op in ("sum", "prod"):
+    if op in ("sum", "prod"):
         # Unsigned, and no narrower than int, so that overflow wraps, as C++ guarantees.
         kind, wide = _UNSIGNED[size], _UNSIGNED[max(size, 4)]
     else:

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from ..memory import sixteen
 from ..memory.arrays import Array, dtype_name
 from ..memory.reduction import quietly
+from . import warps
 from .device import Device, DeviceVector, await_event
 
 
@@ -104,9 +105,9 @@ def divide(x: Any, divisor: float) -> None:
 def multiply(x: Any, factor: float) -> None:
     """Multiply a vector of float32, in place, without warnings."""
     if isinstance(x, DeviceVector):
-        x.device.compute(_multiply, x, factor)
+        x.device.launch(warps.multiplying(), _multiply, x, factor)
     else:
-        quietly(_multiply, np, x, factor)
+        quietly(_multiply, x, factor)
 
 
 def convert(out: Any, x: Any) -> None:
@@ -114,25 +115,24 @@ def convert(out: Any, x: Any) -> None:
 
     One of the vectors is float32. In host memory, uint16 stands for bfloat16.
     """
-    if isinstance(x, DeviceVector):
-        x.device.compute(_convert, bits_of(out), bits_of(x))
+    if not isinstance(x, DeviceVector):
+        quietly(_convert, out, x)
+    elif x.dtype == np.float32:
+        x.device.launch(warps.narrowing(dtype_name(out.dtype)),
+                        lambda x, lost, seed, out: _convert(out, x), x, None, 0, out)
     else:
-        quietly(_convert, np, out, x)
+        x.device.launch(warps.widening(dtype_name(x.dtype)),
+                        lambda out, adds, x: _convert(out, x), out, False, x)
 
 
-def bits_of(x: DeviceVector) -> DeviceVector:
-    """Return a vector; for bfloat16, its bits as uint16, because CuPy before 14 has no bfloat16."""
-    return x.view(np.uint16) if dtype_name(x.dtype) == "bfloat16" else x
+def _multiply(x: Array, factor: float) -> None:
+    np.multiply(x, x.dtype.type(factor), out=x)
 
 
-def _multiply(xp: Any, x: Any, factor: float) -> None:
-    xp.multiply(x, x.dtype.type(factor), out=x)
-
-
-def _convert(xp: Any, out: Any, x: Any) -> None:
+def _convert(out: Array, x: Array) -> None:
     if x.dtype.itemsize == 2:
-        sixteen.widen(x, out, xp)
+        sixteen.widen(x, out)
     elif out.dtype.itemsize == 2:
-        sixteen.narrow(x, out, xp)
+        sixteen.narrow(x, out)
     else:
         out[...] = x

@@ -16,40 +16,38 @@ from .scratch import BLOCK_BYTES, thread_scratch
 BLOCK = BLOCK_BYTES // 8
 
 
-def widen(x: Any, out: Any, xp: Any = np) -> None:
+def widen(x: Array, out: Array) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
-    The vectors are contiguous, of the package `xp`. A uint16 vector holds the bits of bfloat16.
+    The vectors are contiguous. A uint16 vector holds the bits of bfloat16.
     """
     if x.dtype == np.uint16:
-        xp.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
+        np.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         with np.errstate(all="ignore"):
             out[...] = x
 
 
-def narrow(x: Any, out: Any, xp: Any = np) -> None:
+def narrow(x: Array, out: Array) -> None:
     """Round a float32 vector to float16 or bfloat16: to nearest, ties to even.
 
     Numbers that are too large become Inf; NaN stays NaN. For the vectors, see `widen`.
     """
-    # One block on a GPU, where many short operations take longer.
-    step = BLOCK if xp is np else max(x.size, 1)
     with np.errstate(all="ignore"):
-        for start in range(0, x.size, step):
-            block = x[start:start + step]
+        for start in range(0, x.size, BLOCK):
+            block = x[start:start + BLOCK]
             if out.dtype == np.uint16:
-                block = _bfloat_bits(block, xp)
+                block = _bfloat_bits(block)
             elif out.dtype == np.float16:
                 # This makes a signaling NaN quiet, like a processor's conversion.
                 block = block * np.float32(1)
-            out[start:start + step] = block
+            out[start:start + BLOCK] = block
 
 
-def _bfloat_bits(x: Any, xp: Any) -> Any:
+def _bfloat_bits(x: Array) -> Array:
     bits = x.view(np.uint32)
     # A carry would turn NaN into Inf or zero.
-    return xp.where(xp.isnan(x), bits >> 16 | 0x40, bits + (bits >> 16 & 1) + 0x7fff >> 16)
+    return np.where(np.isnan(x), bits >> 16 | 0x40, bits + (bits >> 16 & 1) + 0x7fff >> 16)
 
 
 def combine(

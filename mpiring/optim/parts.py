@@ -4,6 +4,7 @@
 Source: Micikevicius et al., Mixed precision training, ICLR 2018.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import numpy as np
 
 from ..gpu import vectors
 from ..gpu.device import Device, DeviceVector
+from ..gpu.kernels import floating_types
+from ..gpu.warps import WarpKernel, warp_kernel
 from ..memory import sixteen
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.reduction import quietly
@@ -23,8 +26,19 @@ from .update import BLOCK, Update
 MASTER = "master"
 # Name of the vector of a direction, which exists only during an update.
 DIRECTION = "r"
-# Number of elements that a GPU squares at a time, in 8 bytes each.
-_GPU_BLOCK = 1 << 22
+# Number of elements whose squares a warp of a GPU adds up.
+_SQUARES_BLOCK = 4096
+# The sum over a block, always in the same order.
+_TOTAL = """
+        double total = 0;
+        for (long long at = 0; at < size; at += TILE) {
+            %s x[ROWS];
+            load(x, job.x + start + at, size - at);
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) total += %s;
+        }
+        total = sum_of_lanes(total);
+"""
 
 
 def has_master(dtype: "np.dtype[Any]") -> bool:
@@ -149,21 +163,36 @@ def parts_of(state: SliceState, gradient: Any, weights: Iterable[Any]) -> list[P
 def _update_master(master: Any, weights: Any) -> None:
     """Overwrite float32 values that do not round to 16-bit weights, which the user has changed."""
     if isinstance(master, DeviceVector):
-        master.device.compute(_update_master_block, master, vectors.bits_of(weights))
+        master.device.launch(_master_kernel(dtype_name(weights.dtype)), _update_master_block,
+                             master, weights)
         return
     for start in range(0, master.size, BLOCK):
         block = slice(start, start + BLOCK)
-        quietly(_update_master_block, np, master[block], weights[block])
+        quietly(_update_master_block, master[block], weights[block])
 
 
-def _update_master_block(xp: Any, master: Any, weights: Any) -> None:
-    rounded, widened = xp.empty_like(weights), xp.empty_like(master)
-    sixteen.narrow(master, rounded, xp)
+def _update_master_block(master: Array, weights: Array) -> None:
+    rounded, widened = np.empty_like(weights), np.empty_like(master)
+    sixteen.narrow(master, rounded)
     changed = rounded.view(np.uint16) != weights.view(np.uint16)
-    # `any` would synchronize with a GPU.
-    if xp is not np or changed.any():
-        sixteen.widen(weights, widened, xp)
-        xp.copyto(master, widened, where=changed)
+    if changed.any():
+        sixteen.widen(weights, widened)
+        np.copyto(master, widened, where=changed)
+
+
+@functools.cache
+def _master_kernel(of: str) -> WarpKernel:
+    arguments = {"master": "float *", "weights": "const T *"}
+    return warp_kernel(f"master_of_{of}", arguments, declarations=floating_types(of), body="""
+        float master[ROWS];
+        T weights[ROWS];
+        load(master, job.master + start, size);
+        load(weights, job.weights + start, size);
+        #pragma unroll
+        for (int row = 0; row < ROWS; ++row)
+            if (narrowed(master[row]) != weights[row]) master[row] = widened(weights[row]);
+        store(job.master + start, master, size);
+""")
 
 
 def add_squares(x: Any, total: Any) -> None:
@@ -172,7 +201,10 @@ def add_squares(x: Any, total: Any) -> None:
     On a GPU, queue the addition.
     """
     if isinstance(x, DeviceVector):
-        x.device.compute(_queue_squares, x, total)
+        count = -(-x.size // _SQUARES_BLOCK)
+        with x.device.scratch.borrow(count, np.float64) as sums:
+            x.device.launch(_squares_kernel(x.dtype.name), _square, x, sums)
+            x.device.launch(_sum_kernel(), _sum, sums, total)
     else:
         quietly(_add_squares, x, total)
 
@@ -183,7 +215,28 @@ def _add_squares(x: Array, total: Array) -> None:
         total += np.dot(block, block)
 
 
-def _queue_squares(xp: Any, x: Any, total: Any) -> None:
-    # Not by `dot`, which needs cuBLAS.
-    for start in range(0, x.size, _GPU_BLOCK):
-        total += xp.square(x[start:start + _GPU_BLOCK], dtype=np.float64).sum()
+def _square(x: Array, sums: Array) -> None:
+    sums[...] = 0
+    _add_squares(x, sums[:1])
+
+
+def _sum(sums: Array, total: Array) -> None:
+    total += sums.sum()
+
+
+@functools.cache
+def _squares_kernel(of: str) -> WarpKernel:
+    """Return the kernel that writes the sum of squares of each block of `x`."""
+    return warp_kernel(
+        f"squares_of_{of}", {"x": "const T *", "sums": "double *"}, block=_SQUARES_BLOCK,
+        declarations=floating_types(of), body=_TOTAL % ("T", "(double)x[row] * x[row]")
+        + "        if (lane == 0) job.sums[block] = total;\n")
+
+
+@functools.cache
+def _sum_kernel() -> WarpKernel:
+    """Return the kernel by which one warp adds all of `x` to `total`."""
+    return warp_kernel(
+        "sum", {"x": "const double *", "total": "double *"}, block=1 << 62,
+        body=_TOTAL % ("double", "x[row]")
+        + "        if (lane == 0) job.total[0] += total;\n")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu.device import DeviceVector
+from ..gpu.warps import WarpKernel, warp_kernel
 from ..jit import loops
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
@@ -15,13 +16,14 @@ from ..memory.reduction import quietly
 # Number of elements that NumPy updates at a time. With all intermediate results, they fit in the
 # level-2 cache.
 BLOCK = 16 << 10
+# Number of elements that a warp of a GPU updates at a time: four of each vector in each thread.
+_KERNEL_BLOCK = 128
 
 
 class Update:
     """An update of vectors in one pass over memory.
 
     All backends produce the same bits, because each operation of the text is rounded separately.
-    The only exception is CuPy, whose kernels flush subnormal numbers to zero.
 
     Args:
         name: Unique name.
@@ -47,15 +49,17 @@ class Update:
         xs, values = [vectors[x] for x in self.vectors], [numbers[x] for x in self.numbers]
         n, dtype = xs[0].size, xs[0].dtype
         if isinstance(xs[0], DeviceVector):
-            xs[0].device.compute(self._queue, *xs, *map(float, values))
+            xs[0].device.launch(self._kernel(dtype.name), self._in_blocks, *xs, *values)
             return
         loop = self._loop(dtype.name)
         if loop is not None:
             loop(*xs, n, *values)
         else:
-            quietly(self._in_blocks, xs, [dtype.type(x) for x in values])
+            quietly(self._in_blocks, *xs, *values)
 
-    def _in_blocks(self, vectors: Sequence[Array], numbers: Sequence[Any]) -> None:
+    def _in_blocks(self, *arguments: Any) -> None:
+        vectors = arguments[:len(self.vectors)]
+        numbers = [vectors[0].dtype.type(x) for x in arguments[len(self.vectors):]]
         stored = [vectors[self.vectors.index(name)] for name in self.stored]
         for start in range(0, vectors[0].size, BLOCK):
             block = slice(start, start + BLOCK)
@@ -87,24 +91,22 @@ class Update:
         return loops.loop(f"updates of {dtype} by {self.name}", self._pointer_function(dtype),
                           " ".join(signature))
 
-    def _queue(self, xp: Any, *arguments: Any) -> None:
-        """Queue the update of CuPy arrays; the arguments are the vectors, then the numbers."""
-        values = dict(zip([*self.vectors, *self.numbers], arguments))
-        read = [x for x in values if x not in self.stored]
-        self._kernel(xp)(*[values[name] for name in (*read, *self.stored)])
-
     @functools.cache  # noqa: B019  # updates are constants of modules
-    def _kernel(self, xp: Any) -> Callable[..., None]:
-        """Return the text as one CuPy kernel."""
-        read = [x for x in self.vectors if x not in self.stored] + self.numbers
-        # Inputs of a kernel are constant; `g` is assigned to, and needs a copy.
-        inputs = ", ".join(f"T {'at_g' if x == 'g' else x}" for x in read)
-        first = ["T g = at_g"] if "g" in read else []
-        return xp.ElementwiseKernel(  # type: ignore[no-any-return]
-            inputs, ", ".join(f"T {x}" for x in self.stored),
-            "".join(f"{line};\n" for line in (*first, *self._lines)), f"mpiring_{self.name}",
-            # Without this option the compiler contracts products and sums.
-            options=("--fmad=false",))
+    def _kernel(self, dtype: str) -> WarpKernel:
+        """Return the text as a kernel of the vectors and the numbers."""
+        kind = {"float32": "float", "float64": "double"}[dtype]
+        numbers = "".join(f"const {kind} {x} = job.{x};\n" for x in self.numbers)
+        loads = "".join(f"{kind} at_{x}[ROWS];\nload(at_{x}, job.{x} + start, size);\n"
+                        for x in self.vectors)
+        body = [*(f"{kind} {x} = at_{x}[row];" for x in self.vectors),
+                *(f"{line};" for line in self._lines),
+                *(f"at_{x}[row] = {x};" for x in self.stored)]
+        stores = "".join(f"store(job.{x} + start, at_{x}, size);\n" for x in self.stored)
+        return warp_kernel(
+            f"{self.name}_{dtype}",
+            {**{x: f"{kind} *" for x in self.vectors}, **dict.fromkeys(self.numbers, kind)},
+            f"{numbers}{loads}#pragma unroll\nfor (int row = 0; row < ROWS; ++row) {{\n"
+            + "".join(f"    {line}\n" for line in body) + f"}}\n{stores}", block=_KERNEL_BLOCK)
 
 
 def _define(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 import weakref
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -93,6 +94,38 @@ def test_memory_is_reused_and_what_is_kept_stays(gpu, monkeypatch):
     assert len(sizes) <= 8
     arrived = list(prefetch(wanted, "cuda"))
     assert [int(x.get()[7]) for x in arrived] == list(range(50))
+
+
+def test_pinned_memory_is_reused_only_after_the_copy_from_it(monkeypatch):
+    torch = needed("torch")
+    from mpiring.gpu import accelerator
+    pinned, stream = [], MagicMock()
+    events = [types.SimpleNamespace(query=lambda i=i: i in done) for i in range(5)]
+    stream.record_event.side_effect, done = events, set()
+    empty = torch.empty
+
+    def counted(n, *, pin_memory, **how):
+        pinned.append(n)
+        return empty(n, **how)
+
+    for where, name, value in [
+            (accelerator, "available", lambda kind: None), (torch, "Stream", lambda device: stream),
+            (accelerator, "in_use", lambda stream: stream), (torch, "empty", counted),
+            (torch.accelerator, "current_stream", lambda device: stream),
+            (torch.Tensor, "record_stream", lambda self, stream: None),
+            (torch.Tensor, "to", lambda self, device, non_blocking: self.clone())]:
+        monkeypatch.setattr(where, name, value)
+    carrier = carriers.TensorCarrier("cpu", 0)
+    # Copies that are done before a batch is sent, lengths, and the memory allocated by then.
+    cases = [([], 3, 1), ([], 3, 2), ([0], 3, 2), ([1], 4, 3), ([2], 3, 3)]
+    arrivals = []
+    for i, (ended, n, count) in enumerate(cases):
+        done.update(ended)
+        arrivals.append(carrier.send([torch.full((n,), float(i)), torch.tensor(i)]))
+        assert len(pinned) == count
+    for i, (arrive, (_, n, _)) in enumerate(zip(arrivals, cases)):
+        x, number = arrive()
+        assert x.tolist() == [i] * n and number.item() == i
 
 
 def test_any_nest_goes_and_all_else_passes(gpu):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
-from mpiring.gpu import arrays, cuda, kernels, stream_memory
+from mpiring.gpu import arrays, cuda, kernels, stream_memory, warps
 from mpiring.gpu.device import Flags
 from mpiring.operations.agreement import collective_call
 from mpiring.remedies import pip_install_cupy
@@ -93,21 +93,6 @@ class FakeArray:
         self.flags = SimpleNamespace(c_contiguous=dense, f_contiguous=False)
 
 
-class FakeStream:
-    """As CuPy's: in use on a thread in a `with` block."""
-
-    used = []
-
-    def __init__(self, ptr):
-        self.ptr = ptr
-
-    def __enter__(self):
-        self.used.append(self.ptr)
-
-    def __exit__(self, *error):
-        self.used.pop()
-
-
 class FakeModule:
     """As CuPy's: what it has been given to load, and the launches of what is in it."""
 
@@ -122,7 +107,8 @@ class FakeModule:
         def launch(grid, block, args, shared_mem=0, stream=None):
             assert type(grid) is type(block) is type(args) is tuple
             assert all(type(x) is np.ndarray and x.size == 1 for x in args), "not by value"
-            self._runtime.calls.append(("launch", self._runtime.current, name, stream.ptr))
+            self._runtime.calls.append(
+                ("launch", self._runtime.current, name, stream.ptr, *args))
 
         return launch
 
@@ -143,7 +129,7 @@ def _fake():
             driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context),
             compiler=SimpleNamespace(compile_using_nvrtc=compiled),
             function=SimpleNamespace(Module=lambda: FakeModule(runtime)),
-            Stream=lambda non_blocking: FakeStream(next(pointers)),
+            Stream=lambda non_blocking: SimpleNamespace(ptr=next(pointers)),
             UnownedMemory=lambda address, nbytes, owner, index: (address, nbytes, index),
             MemoryPointer=lambda memory, offset: memory,
             Event=lambda block, disable_timing: SimpleNamespace(ptr=next(pointers)),
@@ -275,18 +261,14 @@ def test_a_kernel_is_compiled_once_for_each_gpu_and_keeps_subnormal_numbers(runt
     assert {call[2] for call in launches} == {"mpiring_sum_float32_2_to_1_none"}
 
 
-def test_array_operations_are_queued_on_the_stream_for_work(cupy, monkeypatch):
-    monkeypatch.setattr(cupy, "ndarray", lambda shape, dtype, pointer: (shape, dtype, pointer))
-    device, seen = cuda.device(1), []
+def test_kernels_get_addresses_and_numbers_on_the_stream_for_work(runtime):
+    kernel, device = warps.narrowing("float16"), cuda.device(1)
     x = device.allocate(12).view(np.float32)
-
-    def function(*arguments):
-        seen.append((*arguments, cupy.cuda.runtime.current, *FakeStream.used))
-
-    device.compute(function, x, 3, None)
-    device.compute(function, x[:0])
-    array = ((3,), np.float32, (1 << 21, 12, 1))
-    assert seen == [(cupy, array, 3, None, 1, device._work.changes()._stream.ptr)]
+    device.launch(kernel, None, x, None, 7, x[1:])
+    device.launch(kernel, None, x[:0], None, 7, x)
+    (launch,) = [call for call in runtime.calls if call[0] == "launch"]
+    assert launch[1:4] == (1, kernel.name, device._work.changes()._stream.ptr)
+    assert launch[4].tobytes() == struct.pack("=QQIxxxxQq", 1 << 21, 0, 7, (1 << 21) + 4, 3)
 
 
 def test_events_end_once_and_tell_of_failures(runtime):

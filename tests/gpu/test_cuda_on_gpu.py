@@ -64,7 +64,11 @@ def test_conversions_have_the_bits_of_the_host(memory, names):
 
 @pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
 def test_codecs_have_the_bits_of_the_host(memory, codec):
-    cases.check_codec(memory, codec, cases.KINDS_OF_CUPY)
+    cases.check_codec(memory, codec)
+
+
+def test_updates_have_the_bits_of_the_host(memory):
+    cases.check_elementwise(memory)
 
 
 def test_what_a_device_queues_is_done_in_order(device):

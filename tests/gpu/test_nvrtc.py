@@ -51,6 +51,14 @@ def test_every_kernel_compiles(nvrtc, op):
         assert compiled(nvrtc, kernel, architecture).startswith(b"\x7fELF")
 
 
+def test_kernels_of_warps_compile_and_round_each_operation(nvrtc):
+    for number, kernel in enumerate(cases.warp_kernels()):
+        architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
+        assert compiled(nvrtc, kernel, architecture).startswith(b"\x7fELF")
+        text = compiled(nvrtc, kernel, "compute_90").decode()
+        assert not re.findall(r"\bfma\.|\.ftz|\.approx|\.local", text), kernel.name
+
+
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "bfloat16", "float16"])
 def test_sums_round_each_operation_and_move_16_bytes_at_a_time(nvrtc, name):
     for kernel in cases.kernels_of("mean", name):

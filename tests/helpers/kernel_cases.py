@@ -1,4 +1,4 @@
-"""The cases of all tests of vectors on a GPU: sums by kernels, and array operations.
+"""The cases of all tests of kernels: sums, conversions, codecs and updates.
 
 The vectors are in a memory. Its method `put` returns a vector with an array's elements, a number of
 bytes above an aligned address; `get` returns the content of a vector after all work.
@@ -10,12 +10,13 @@ import zlib
 import contract
 import numpy as np
 
+from mpiring.gpu import kernels, vectors, warps
+from mpiring.memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT
+from mpiring.memory.reduction import quietly, reduction
+from mpiring.optim import adam, lamb, lars, parts, sgd
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.signs import Sign
-from mpiring.gpu import kernels, vectors
-from mpiring.memory.arrays import COMPLEX, FLOATING
-from mpiring.memory.reduction import reduction
 
 DTYPES = {np.dtype(dtype).name: np.dtype(dtype)
           for dtype in contract.DTYPES if dtype != "longdouble"}
@@ -27,16 +28,18 @@ ALARMED = [name for name in DTYPES if name in (*FLOATING, *COMPLEX)]
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
 
-CONVERSIONS = [(dtype, "float32") for dtype in FLOATING if dtype in DTYPES] + [
-    ("float32", other) for other in ("float16", "bfloat16", "float64")]
+FLOATS = [dtype for dtype in FLOATING if dtype in DTYPES]
+CONVERSIONS = [(dtype, "float32") for dtype in FLOATS] + [
+    ("float32", other) for other in FLOATS if other != "float32"]
 
 CODECS = [EightBit(512), EightBit(2048), EightBit(7), Sign(32), Sign(1024), SixteenBit("float16"),
           SixteenBit("bfloat16")]
 # One element, a part of a block, blocks and a part that is no pack, and complete blocks.
 CODED_LENGTHS = [1, 100, 3001, 4096]
-KINDS = ["normal", "not finite", "small", "large"]
-# CuPy's kernels treat subnormal numbers as zero.
-KINDS_OF_CUPY = [kind for kind in KINDS if kind != "small"]
+KINDS = ["normal", "not finite", "small", "large", "any bits"]
+
+UPDATES = [sgd.PLAIN, sgd.MOMENTUM, sgd.NESTEROV, adam.ADAM, lars.LARS_UPDATE, lamb.MOMENTS,
+           lamb.DIRECTION, lamb.APPLY]
 
 
 def same(x, y):
@@ -173,10 +176,13 @@ def floats(n, kind):
         x[rng.integers(0, n)] = np.nan
         x[rng.integers(0, n)] = np.inf
     elif kind == "small":
-        x[:] = np.float32(1e-42)
+        x *= np.float32(1e-37)
+        x[n // 2:] = np.float32(1e-42)
     elif kind == "large":
         x *= np.float32(1e34)
         x[n // 2] = np.finfo(np.float32).max
+    elif kind == "any bits":
+        x = rng.integers(0, 1 << 32, n, np.uint32).view(np.float32)
     return x
 
 
@@ -216,10 +222,78 @@ def check_decode(memory, codec, n, offset):
         assert same(memory.get(out), wanted)
 
 
-def check_codec(memory, codec, kinds=KINDS):
-    """Encode and decode numbers of these kinds, in packs and by elements."""
+def check_codec(memory, codec):
+    """Encode and decode numbers of all kinds, at aligned and other addresses."""
     for i, n in enumerate(CODED_LENGTHS):
         for offset in (0, 4):
             check_decode(memory, codec, n, offset)
-        for j, kind in enumerate(kinds):
+        for j, kind in enumerate(KINDS):
             check_encode(memory, codec, n, kind, (i + j) % 2 * 4)
+
+
+def check_multiply(memory):
+    """Fail unless a vector is multiplied as on the host."""
+    for n in LENGTHS:
+        array = numbers(np.dtype(np.float32), n, n)
+        x = memory.put(array)
+        vectors.multiply(x, 1 / 3)
+        vectors.multiply(array, 1 / 3)
+        assert same(memory.get(x), array), n
+
+
+def check_update(memory, update, name):
+    """Fail unless vectors are updated as on the host."""
+    dtype = np.dtype(name)
+    for n in LENGTHS:
+        arrays = {x: numbers(dtype, n, n + i) for i, x in enumerate(update.vectors)}
+        values = {x: 1 / (3 + i) for i, x in enumerate(update.numbers)}
+        on_gpu = {x: memory.put(array, dtype.itemsize) for x, array in arrays.items()}
+        update(on_gpu, values)
+        quietly(update, arrays, values)
+        assert all(same(memory.get(on_gpu[x]), array) for x, array in arrays.items()), n
+
+
+def check_master(memory, name):
+    """Fail unless only values that do not round to their 16-bit weights are overwritten."""
+    for n in LENGTHS:
+        master = numbers(np.dtype(np.float32), n, n)
+        with np.errstate(all="ignore"):
+            weights = master.astype(DTYPES[name])
+        weights[::3] = numbers(DTYPES[name], n, n + 1)[::3]
+        x = memory.put(master)
+        parts._update_master(x, memory.put(weights))
+        parts._update_master(master, weights)
+        assert same(memory.get(x), master), n
+
+
+def check_squares(memory, name):
+    """Fail unless squares are added as on the host, except for the order, always the same."""
+    for n in (*LENGTHS, 100_000):
+        array = numbers(np.dtype(name), n, n, plain=True)
+        x, totals = memory.put(array), memory.put(np.ones(2))
+        for i in range(2):
+            parts.add_squares(x, totals[i:i + 1])
+        first, second = memory.get(totals)
+        np.testing.assert_allclose(first, 1 + np.square(array, dtype=np.float64).sum(), 1e-12)
+        assert first == second
+
+
+def check_elementwise(memory):
+    """Check the kernels of vectors and of optimizers."""
+    check_multiply(memory)
+    for name in ("float32", "float64"):
+        check_squares(memory, name)
+        for update in UPDATES:
+            check_update(memory, update, name)
+    for name in SIXTEEN_BIT:
+        check_master(memory, name)
+
+
+def warp_kernels():
+    """Return the kernels of all checks but those of sums."""
+    return [*(kernel for codec in CODECS for kernel in (
+                codec._encode_kernel(), codec._decode_kernel())),
+            *map(warps.narrowing, FLOATS), *map(warps.widening, FLOATS), warps.multiplying(),
+            *map(parts._master_kernel, SIXTEEN_BIT), parts._sum_kernel(),
+            *(make(name) for name in ("float32", "float64") for make in (
+                parts._squares_kernel, *(update._kernel for update in UPDATES)))]

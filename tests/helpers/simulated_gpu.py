@@ -19,7 +19,6 @@ from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import cupy_or_host
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -27,7 +26,7 @@ from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
 from mpiring.gpu.device import Device, DeviceVector
 from mpiring.memory.arrays import is_finite
-from mpiring.memory.reduction import reduction
+from mpiring.memory.reduction import quietly, reduction
 
 JUNK = 0xA5
 _ALL_BITS = (1 << 32) - 1
@@ -177,12 +176,12 @@ class Stream:
     def clear(self, x):
         self.queue(lambda: _raw(x).fill(0) or True)
 
-    def compute(self, function, *arguments):
-        """Run array operations later, on the host."""
-        package = cupy_or_host.host_cupy()
+    def launch(self, kernel, function, *arguments):
+        """Run the function that computes the same with NumPy."""
+        assert len(arguments) == len(kernel.parameters.names) - 1
 
         def act():
-            function(package, *[package.wrapped(content(x)) if isinstance(x, DeviceVector) else x
+            quietly(function, *[content(x) if isinstance(x, DeviceVector) else x
                                 for x in arguments])
             return True
 
@@ -553,9 +552,9 @@ class SimulatedDevice(Device):
         self._refuse_others(x)
         super().clear(x)
 
-    def compute(self, function, *arguments):
+    def launch(self, kernel, function, *arguments):
         self._refuse_others(*arguments)
-        super().compute(function, *arguments)
+        super().launch(kernel, function, *arguments)
 
     def put(self, x):
         """Return a copy of a NumPy array in GPU memory, as an array of the user."""

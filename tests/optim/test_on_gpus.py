@@ -1,20 +1,15 @@
 """Holds optimisers on simulated GPUs to the bits of the host, on threads as ranks."""
 
-import subprocess
-
 import ml_dtypes
 import numpy as np
 import pytest
 import simulated_gpu
-from cupy_or_host import compiler
 from threads import TrainingComm, on_ranks
 
 from mpiring.numpy import DataParallel, DiLoCo
-from mpiring.optim import LAMB, LARS, SGD, AdamW, adam, lamb, lars, sgd
+from mpiring.optim import LAMB, LARS, SGD, AdamW
 
 SHAPES = {"w": (70, 11), "b": (1,), "scale": (), "none": (0,), "v": (600,)}
-UPDATES = [sgd.PLAIN, sgd.MOMENTUM, sgd.NESTEROV, adam.ADAM, lars.LARS_UPDATE, lamb.MOMENTS,
-           lamb.DIRECTION, lamb.APPLY]
 
 
 def start(put, dtype):
@@ -66,32 +61,6 @@ def test_they_have_the_bits_of_the_host(make, settings, dtype, sharded, monkeypa
             np.testing.assert_allclose(params[name].astype("f8"), x.astype("f8"), tolerance or 0,
                                        tolerance)
     assert len({params["w"].tobytes() for params, _ in results}) == 1
-
-
-class Compiler:
-    """CuPy, as far as updates need it."""
-
-    def __init__(self, kernel):
-        self.ElementwiseKernel = kernel
-
-
-def test_a_compiler_takes_all_updates():
-    """As CuPy shows them to it: what is read is constant."""
-    text = ["#include <cmath>\nusing std::sqrt;\n"]
-
-    def kernel(inputs, outs, operation, name, options):
-        taken = [*(f"const T &{x[2:]}" for x in inputs.split(", ")),
-                 *(f"T &{x[2:]}" for x in outs.split(", "))]
-        text.append(f"template <typename T> void {name}({', '.join(taken)}) {{\n{operation}}}\n")
-        for kind in ("float", "double"):
-            types = [f"const {kind} &"] * len(inputs.split(", ")) + [f"{kind} &"] * len(
-                outs.split(", "))
-            text.append(f"template void {name}<{kind}>({', '.join(types)});\n")
-
-    for update in UPDATES:
-        update._kernel(Compiler(kernel))
-    subprocess.run([compiler(), "-fsyntax-only", "-Wall", "-Werror", "-x", "c++", "-"],
-                   input="".join(text), text=True, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

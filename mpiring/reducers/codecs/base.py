@@ -1,15 +1,17 @@
 """The interface of codecs, and the base of codecs with blocks."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ...gpu.device import DeviceVector
+from ...gpu.warps import WarpKernel, warp_kernel
 from ...memory.arrays import Array
 from ...memory.reduction import quietly
 
@@ -17,9 +19,9 @@ from ...memory.reduction import quietly
 class Codec(ABC):
     """Converts float32 vectors to payloads of bytes, and back.
 
-    Each codec consists of array operations, which NumPy and CuPy run, and of loops that numba
-    compiles. All give the same bits, except that CuPy flushes subnormal numbers to zero. With
-    numba, the first call of each method compiles a loop, which takes up to a second.
+    Each codec consists of NumPy operations, of loops that numba compiles, and of kernels for GPUs.
+    All give the same bits. With numba, the first call of each method compiles a loop, which takes
+    up to a second.
 
     Codecs are thread-safe. Vectors and payloads are contiguous. All arguments of a call are in host
     memory, or all are on one GPU, which queues the work.
@@ -46,9 +48,10 @@ class Codec(ABC):
         """
         fields = self._fields(payload, x.size)
         if isinstance(x, DeviceVector):
-            x.device.compute(self._encode_arrays, x, payload, lost, key)
+            x.device.launch(self._encode_kernel(), self._encode_arrays, x, lost, mixed(key),
+                            *fields)
         elif (loop := self._encode_loop()) is None:
-            quietly(self._encode_arrays, np, x, payload, lost, key)
+            quietly(self._encode_arrays, x, lost, mixed(key), *fields)
         else:
             loop(x, *fields, lost, x.size, *self._loop_numbers(key), lost is not None)
 
@@ -62,9 +65,9 @@ class Codec(ABC):
         """
         fields = self._fields(payload, out.size)
         if isinstance(out, DeviceVector):
-            out.device.compute(self._decode_arrays, payload, out, adds)
+            out.device.launch(self._decode_kernel(), self._decode_arrays, out, adds, *fields)
         elif (loop := self._decode_loop()) is None:
-            quietly(self._decode_arrays, np, payload, out, adds)
+            quietly(self._decode_arrays, out, adds, *fields)
         else:
             loop(*fields, out, out.size, *self._loop_numbers(None), adds)
 
@@ -77,23 +80,18 @@ class Codec(ABC):
         fields = self._fields(payload, n)
         return isinstance(payload, DeviceVector) or self._are_finite(fields)
 
-    def _encode_arrays(self, xp: Any, x: Any, payload: Any, lost: Any, key: int) -> None:
-        """Encode by array operations.
-
-        Args:
-            xp: Array module, NumPy or CuPy.
-        """
-        self._write(xp, x, self._fields(payload, x.size), key)
+    def _encode_arrays(self, x: Array, lost: Array | None, seed: int, *fields: Array) -> None:
+        self._write(x, fields, seed)
         if lost is not None:
-            decoded = xp.empty_like(x)
-            self._read(xp, self._fields(payload, x.size), decoded)
-            xp.subtract(x, decoded, out=lost)
+            decoded = np.empty_like(x)
+            self._read(fields, decoded)
+            np.subtract(x, decoded, out=lost)
 
-    def _decode_arrays(self, xp: Any, payload: Any, out: Any, adds: bool) -> None:
-        decoded = xp.empty_like(out) if adds else out
-        self._read(xp, self._fields(payload, out.size), decoded)
+    def _decode_arrays(self, out: Array, adds: bool, *fields: Array) -> None:
+        decoded = np.empty_like(out) if adds else out
+        self._read(fields, decoded)
         if adds:
-            xp.add(out, decoded, out=out)
+            np.add(out, decoded, out=out)
 
     @abstractmethod
     def _fields(self, payload: Any, n: int) -> Sequence[Any]:
@@ -104,12 +102,12 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
-        """Write the fields of a vector's payload, by array operations."""
+    def _write(self, x: Array, fields: Sequence[Array], seed: int) -> None:
+        """Write the fields of a vector's payload, by NumPy; `seed` is the mixed key."""
 
     @abstractmethod
-    def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
-        """Overwrite `out` by the decoded fields, by array operations."""
+    def _read(self, fields: Sequence[Array], out: Array) -> None:
+        """Overwrite `out` by the decoded fields, by NumPy."""
 
     @abstractmethod
     def _are_finite(self, fields: Sequence[Array]) -> bool:
@@ -126,6 +124,14 @@ class Codec(ABC):
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
         """Return additional arguments of the loops: to encode with a key, to decode without one."""
         return ()
+
+    @abstractmethod
+    def _encode_kernel(self) -> WarpKernel:
+        """Return the kernel that encodes: of `x`, `lost`, the mixed key, and the fields."""
+
+    @abstractmethod
+    def _decode_kernel(self) -> WarpKernel:
+        """Return the kernel that decodes: of `out`, `adds`, and the fields."""
 
 
 def check_size(payload: Any, n: int, size: int) -> None:
@@ -152,9 +158,16 @@ class BlockCodec(Codec):
 
     Args:
         block: Number of elements that share a scale.
+
+    Attributes:
+        code_type: C++ type of the codes.
+        encode_text, decode_text: Statements of the kernels; see `warp_kernel`.
     """
 
     block: int
+    code_type: ClassVar[str]
+    encode_text: ClassVar[str]
+    decode_text: ClassVar[str]
 
     @property
     def alignment(self) -> int:
@@ -173,12 +186,24 @@ class BlockCodec(Codec):
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
         return (self.block,)
 
-    def _rows(self, xp: Any, x: Any) -> Any:
+    @functools.cache  # noqa: B019  # equal codecs share it
+    def _encode_kernel(self) -> WarpKernel:
+        return warp_kernel(f"{type(self).__name__}_{self.block}_encode", {
+            "x": "const float *", "lost": "float *", "seed": "unsigned int", "scales": "float *",
+            "codes": f"{self.code_type} *"}, self.encode_text, block=self.block)
+
+    @functools.cache  # noqa: B019  # equal codecs share it
+    def _decode_kernel(self) -> WarpKernel:
+        return warp_kernel(f"{type(self).__name__}_{self.block}_decode", {
+            "out": "float *", "adds": "bool", "scales": "const float *",
+            "codes": f"const {self.code_type} *"}, self.decode_text, block=self.block)
+
+    def _rows(self, x: Array) -> Array:
         """Return a vector as rows, one per block, padded with zeros."""
-        rows = xp.zeros((-(-x.size // self.block), self.block), x.dtype)
+        rows = np.zeros((-(-x.size // self.block), self.block), x.dtype)
         rows.reshape(-1)[:x.size] = x
         return rows
 
-    def _spread(self, xp: Any, scales: Any, n: int) -> Any:
+    def _spread(self, scales: Array, n: int) -> Array:
         """Return each element's scale."""
-        return xp.repeat(scales, self.block)[:n]
+        return np.repeat(scales, self.block)[:n]

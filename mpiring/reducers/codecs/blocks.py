@@ -8,6 +8,7 @@ import numpy as np
 
 from ...arguments import whole_number
 from ...jit import loops
+from ...memory.arrays import Array
 from .base import BlockCodec, mixed
 
 _INFINITY = np.uint32(0x7f800000)               # the bits of float32 infinity
@@ -26,6 +27,68 @@ _FRACTION = np.float32(2.0**-23)
 _ENCODE = "float32* float32* int8* float32* intp intp uint32 bool"
 _DECODE = "float32* int8* float32* intp intp bool"
 
+_ENCODE_BLOCK = f"""
+        float x[ROWS];
+        unsigned int peak = 0;
+        long long at = 0;
+        do {{
+            load(x, job.x + start + at, size - at);
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) {{
+                const unsigned int bits = __float_as_uint(x[row]) & 0x7fffffffu;
+                peak = bits > peak ? bits : peak;
+            }}
+        }} while (SEVERAL && (at += TILE) < size);
+        #pragma unroll
+        for (int other = 16; other; other /= 2) {{
+            const unsigned int bits = __shfl_xor_sync(~0u, peak, other);
+            peak = bits > peak ? bits : peak;
+        }}
+        const float largest = __uint_as_float(peak), most = {float(_LARGEST).hex()}f;
+        float scale = largest / {_STEPS:.1f}f, inverse = 0;
+        scale = scale < most ? scale : most;
+        if (peak >= {_INFINITY:#x}u) scale = __uint_as_float({_NAN.view(np.uint32):#x}u);
+        else if (scale < {float(_SMALLEST).hex()}f) scale = 0;
+        else inverse = {float(_JUST_BELOW).hex()}f / largest;
+        if (lane == 0) job.scales[block] = scale;
+        at = 0;
+        do {{
+            signed char code[ROWS];
+            if (SEVERAL) load(x, job.x + start + at, size - at);
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) {{
+                unsigned int h = (unsigned int)(start + at + 32 * row + lane);
+                h = h * {_GOLDEN:#x}u + job.seed;
+                h = (h ^ h >> 16) * {_FIRST:#x}u;
+                h = (h ^ h >> 15) * {_SECOND:#x}u >> 9;
+                const float u = (float)(int)h * {float(_FRACTION).hex()}f;
+                // Inf times 0 is NaN, which becomes 0.
+                code[row] = (signed char)__float2int_rd(x[row] * inverse + u);
+            }}
+            store(job.codes + start + at, code, size - at);
+            if (job.lost) {{
+                #pragma unroll
+                for (int row = 0; row < ROWS; ++row) x[row] -= (float)code[row] * scale;
+                store(job.lost + start + at, x, size - at);
+            }}
+        }} while (SEVERAL && (at += TILE) < size);
+"""
+_DECODE_BLOCK = """
+        const float scale = job.scales[block];
+        for (long long at = 0; at < size; at += TILE) {
+            signed char code[ROWS];
+            float out[ROWS];
+            load(code, job.codes + start + at, size - at);
+            if (job.adds) load(out, job.out + start + at, size - at);
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const float decoded = (float)code[row] * scale;
+                out[row] = job.adds ? out[row] + decoded : decoded;
+            }
+            store(job.out + start + at, out, size - at);
+        }
+"""
+
 
 @dataclass(frozen=True)
 class EightBit(BlockCodec):
@@ -41,6 +104,8 @@ class EightBit(BlockCodec):
 
     Sources: Alistarh et al., QSGD, NeurIPS 2017. Wellons, hash-prospector, 2018, for the hash.
     """
+
+    code_type, encode_text, decode_text = "signed char", _ENCODE_BLOCK, _DECODE_BLOCK
 
     def __post_init__(self) -> None:
         whole_number("block", self.block, 1)
@@ -58,28 +123,28 @@ class EightBit(BlockCodec):
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
         return (self.block,) if key is None else (self.block, mixed(key))
 
-    def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
+    def _write(self, x: Array, fields: Sequence[Array], seed: int) -> None:
         scales, codes = fields
-        peak = xp.abs(self._rows(xp, x)).max(axis=1)
-        xp.minimum(peak / _STEPS, _LARGEST, out=scales)
+        peak = np.abs(self._rows(x)).max(axis=1)
+        np.minimum(peak / _STEPS, _LARGEST, out=scales)
         scales[scales < _SMALLEST] = 0
-        scales[~xp.isfinite(peak)] = _NAN
-        inverse = xp.where(scales > 0, _JUST_BELOW / peak, np.float32(0))
-        values = _uniform(xp, x.size, mixed(key))
-        values += x * self._spread(xp, inverse, x.size)
-        xp.floor(values, out=values)
+        scales[~np.isfinite(peak)] = _NAN
+        inverse = np.where(scales > 0, _JUST_BELOW / peak, np.float32(0))
+        values = _uniform(x.size, seed)
+        values += x * self._spread(inverse, x.size)
+        np.floor(values, out=values)
         # Inf times 0 is NaN.
-        values[xp.isnan(values)] = 0
+        values[np.isnan(values)] = 0
         codes.view(np.int8)[...] = values
 
-    def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
+    def _read(self, fields: Sequence[Array], out: Array) -> None:
         scales, codes = fields
-        xp.multiply(codes.view(np.int8), self._spread(xp, scales, out.size), out=out)
+        np.multiply(codes.view(np.int8), self._spread(scales, out.size), out=out)
 
 
-def _uniform(xp: Any, n: int, seed: int) -> Any:
+def _uniform(n: int, seed: int) -> Array:
     """Return u for the elements 0 to n - 1."""
-    h = xp.arange(n, dtype=np.uint32)
+    h = np.arange(n, dtype=np.uint32)
     h *= _GOLDEN
     h += np.uint32(seed)
     h ^= h >> np.uint32(16)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ...errors import ConfigError
+from ...gpu.warps import WarpKernel, narrowing, widening
 from ...jit import loops
 from ...memory import sixteen
 from ...memory.arrays import INFINITY_BITS, SIXTEEN_BIT, Array, peak
@@ -54,11 +55,17 @@ class SixteenBit(Codec):
     def _decode_loop(self) -> Callable[..., None] | None:
         return loops.loop_16(f"sums of {self.dtype} codes", _decode_loop, _DECODE, self.dtype)
 
-    def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
-        sixteen.narrow(x, fields[0], xp)
+    def _encode_kernel(self) -> WarpKernel:
+        return narrowing(self.dtype)
 
-    def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
-        sixteen.widen(fields[0], out, xp)
+    def _decode_kernel(self) -> WarpKernel:
+        return widening(self.dtype)
+
+    def _write(self, x: Array, fields: Sequence[Array], seed: int) -> None:
+        sixteen.narrow(x, fields[0])
+
+    def _read(self, fields: Sequence[Array], out: Array) -> None:
+        sixteen.widen(fields[0], out)
 
 
 def _encode_loop(widen: Any, narrow: Any) -> Callable[..., None]:

@@ -9,6 +9,7 @@ import numpy as np
 from ...arguments import whole_number
 from ...errors import ConfigError
 from ...jit import loops
+from ...memory.arrays import Array
 from .base import BlockCodec
 
 # Number of lanes that add magnitudes in the order of the elements; the lanes are then added in
@@ -19,6 +20,54 @@ _NAN = np.float32(np.nan)
 
 _ENCODE = "float32* float32* uint32* float32* intp intp float32* bool"
 _DECODE = "float32* uint32* float32* intp intp bool"
+
+# A word of signs is a row of a tile, and a lane adds the magnitudes in its column.
+_ENCODE_BLOCK = f"""
+        float x[ROWS], total = 0;
+        long long at = 0;
+        do {{
+            load(x, job.x + start + at, size - at);
+            unsigned int word = 0;
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) {{
+                const unsigned int bits = __float_as_uint(x[row]);
+                total += __uint_as_float(bits & 0x7fffffffu);
+                const unsigned int signs = __ballot_sync(~0u, bits >> 31);
+                if (lane == row) word = signs;
+            }}
+            if (lane < ROWS && at + 32 * lane < size) job.codes[(start + at) / 32 + lane] = word;
+        }} while (SEVERAL && (at += TILE) < size);
+        float scale = sum_of_lanes(total) / (float)size;
+        if (scale != scale) scale = __uint_as_float({_NAN.view(np.uint32):#x}u);
+        if (lane == 0) job.scales[block] = scale;
+        if (job.lost) {{
+            at = 0;
+            do {{
+                if (SEVERAL) load(x, job.x + start + at, size - at);
+                #pragma unroll
+                for (int row = 0; row < ROWS; ++row)
+                    x[row] -= __float_as_uint(x[row]) >> 31 ? -scale : scale;
+                store(job.lost + start + at, x, size - at);
+            }} while (SEVERAL && (at += TILE) < size);
+        }}
+"""
+_DECODE_BLOCK = """
+        const unsigned int scale = __float_as_uint(job.scales[block]);
+        for (long long at = 0; at < size; at += TILE) {
+            unsigned int word[ROWS];
+            float out[ROWS];
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row)
+                word[row] = at + 32 * row < size ? job.codes[(start + at) / 32 + row] : 0;
+            if (job.adds) load(out, job.out + start + at, size - at);
+            #pragma unroll
+            for (int row = 0; row < ROWS; ++row) {
+                const float decoded = __uint_as_float(scale ^ word[row] >> lane << 31);
+                out[row] = job.adds ? out[row] + decoded : decoded;
+            }
+            store(job.out + start + at, out, size - at);
+        }
+"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +82,8 @@ class Sign(BlockCodec):
 
     Sources: Bernstein et al., signSGD, ICML 2018. Karimireddy et al., ICML 2019, for the scale.
     """
+
+    code_type, encode_text, decode_text = "unsigned int", _ENCODE_BLOCK, _DECODE_BLOCK
 
     def __post_init__(self) -> None:
         if whole_number("block", self.block, 1) % _LANES:
@@ -52,10 +103,10 @@ class Sign(BlockCodec):
         # Encoding also needs scratch memory.
         return (self.block,) if key is None else (self.block, np.empty(_LANES, np.float32))
 
-    def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
+    def _write(self, x: Array, fields: Sequence[Array], seed: int) -> None:
         scales, signs = fields
-        rows = self._rows(xp, xp.abs(x)).reshape(-1, self.block // _LANES, _LANES)
-        # Not by `sum`, whose order depends on the array package.
+        rows = self._rows(np.abs(x)).reshape(-1, self.block // _LANES, _LANES)
+        # Not by `sum`, which adds in another order.
         lanes = rows[:, 0]
         for i in range(1, rows.shape[1]):
             lanes += rows[:, i]
@@ -63,16 +114,16 @@ class Sign(BlockCodec):
         while half > 1:
             half //= 2
             lanes = lanes[:, :half] + lanes[:, half:]
-        counts = xp.minimum(x.size - xp.arange(0, x.size, self.block), self.block)
-        xp.divide(lanes[:, 0], counts.astype(np.float32), out=scales)
-        scales[xp.isnan(scales)] = _NAN
-        bits = xp.packbits(xp.signbit(x), bitorder="little")
+        counts = np.minimum(x.size - np.arange(0, x.size, self.block), self.block)
+        np.divide(lanes[:, 0], counts.astype(np.float32), out=scales)
+        scales[np.isnan(scales)] = _NAN
+        bits = np.packbits(np.signbit(x), bitorder="little")
         signs[:bits.size], signs[bits.size:] = bits, 0
 
-    def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
+    def _read(self, fields: Sequence[Array], out: Array) -> None:
         scales, codes = fields
-        signs = 1 - 2 * xp.unpackbits(codes, bitorder="little")[:out.size].view(np.int8)
-        xp.multiply(signs, self._spread(xp, scales, out.size), out=out)
+        signs = 1 - 2 * np.unpackbits(codes, bitorder="little")[:out.size].view(np.int8)
+        np.multiply(signs, self._spread(scales, out.size), out=out)
 
 
 def _encode_loop(x, scales, words, lost, n, block, lanes, loses):  # type: ignore[no-untyped-def]

@@ -27,10 +27,8 @@ __version__ = "14.2.0"
 _SHIM, _DRIVER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "driver.cpp"))
 # Smaller numbers than on a GPU, so that loops over the grid have several iterations.
 _BLOCKS, _THREADS = 3, 64
-_SAME = {"abs", "add", "arange", "ascontiguousarray", "asfortranarray", "copyto", "divide", "empty",
-         "empty_like", "exp", "floor", "full", "isfinite", "isnan", "left_shift", "log", "matmul",
-         "maximum", "minimum", "multiply", "ones", "packbits", "repeat", "signbit", "square",
-         "subtract", "unpackbits", "where", "zeros", "zeros_like"}
+_SAME = {"arange", "ascontiguousarray", "asfortranarray", "empty", "exp", "full", "isfinite",
+         "log", "matmul", "maximum", "ones", "zeros", "zeros_like"}
 
 
 class ndarray(NDArrayOperatorsMixin):
@@ -153,24 +151,6 @@ def asnumpy(x):
 def savez(path, **arrays):
     """Save arrays to a file."""
     np.savez(path, **{name: x.get() for name, x in arrays.items()})
-
-
-def ElementwiseKernel(inputs, outs, text, name, options):
-    """Return a function of the inputs and then the outs, which have one dtype."""
-    names = [parameter.removeprefix("T ") for parameter in f"{inputs}, {outs}".split(", ")]
-    program = compile(text.replace("T g = ", "g = "), name, "exec")
-
-    def kernel(*arguments):
-        dtype = arguments[-1].dtype
-        of = {name: x.inside if isinstance(x, ndarray) else dtype.type(x)
-              for name, x in zip(names, arguments, strict=True)}
-        values = {**of, "sqrt": np.sqrt}
-        with np.errstate(all="ignore"):
-            exec(program, values)  # noqa: S102
-        for out in outs.split(", "):
-            of[out.removeprefix("T ")][...] = values[out.removeprefix("T ")]
-
-    return kernel
 
 
 def get_default_memory_pool():

@@ -1,4 +1,4 @@
-"""Holds the codecs' array operations, on a simulated GPU, to the bits of the host's loops."""
+"""Holds the codecs' NumPy operations, on a simulated GPU, to the bits of the host's loops."""
 
 import kernel_cases as cases
 import numpy as np
@@ -25,5 +25,7 @@ def test_wrong_payloads_are_refused_and_empty_ones_are_nothing(memory):
     codec, x = EightBit(512), memory.put(np.zeros(8, np.float32))
     with pytest.raises(ConfigError, match="a payload of 3 bytes for 8 elements"):
         codec.encode(x, memory.put(np.zeros(3, np.uint8)), None, 0)
-    codec.encode(x[:0], memory.put(np.zeros(0, np.uint8)), None, 0)
+    nothing = memory.put(np.zeros(0, np.uint8))
+    codec.encode(x[:0], nothing, x[:0], 0)
+    codec.decode(nothing, x[:0], adds=True)
     assert codec.is_finite(memory.put(np.zeros(12, np.uint8)), 8)
