@@ -115,8 +115,12 @@ class CudaStream:
 
     def __init__(self, cuda: "Cuda") -> None:
         self._cuda = cuda
-        with cuda.current():
-            self._stream = cuda.cupy.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def _stream(self) -> Any:
+        # CUDA runs the streams of a process in few hardware queues, so none is made in vain.
+        with self._cuda.current():
+            return self._cuda.cupy.cuda.Stream(non_blocking=True)
 
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
@@ -222,8 +226,6 @@ class Cuda(Gpu):
         MissingDependencyError: CuPy or a GPU is missing.
         ConfigError: There is no GPU with this index.
     """
-
-    unqueued = "not yet"
 
     def __init__(self, index: int) -> None:
         self.cupy = cupy()

@@ -407,6 +407,7 @@ class _Queue:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._mark: Event | None = None
+        self._is_used = False
         self._known: dict[_Queue, Event] = {}
 
     def mark(self) -> Event:
@@ -418,15 +419,13 @@ class _Queue:
     def follow(self, *others: "_Queue") -> None:
         """Make work that is queued from now on wait for the queued work of other streams."""
         for other in others:
-            mark = other.mark()
-            if self._known.get(other) is not mark:
+            if other._is_used and self._known.get(other) is not (mark := other.mark()):
                 self._known[other] = mark
-                self._stream.wait(mark)
-                self._mark = None
+                self.changes().wait(mark)
 
     def changes(self) -> Stream:
         """Return the stream, to queue work on it."""
-        self._mark = None
+        self._mark, self._is_used = None, True
         return self._stream
 
 
