@@ -181,7 +181,7 @@ class Averaging:
             if self._owner is None:
                 self._assign_gradients()
             else:
-                self._owner.take(self)
+                self._owner.take()
         self._completed()
 
     def _assign_gradients(self) -> None:

@@ -129,7 +129,7 @@ class Sharded(torch.optim.Optimizer):
         # Other gradients were dropped by the user, with model.zero_grad().
         self._drop()
 
-    def take(self, averaging: Averaging) -> None:
+    def take(self) -> None:
         """Give this rank's slices of the means to the optimizer, at the end of backward."""
         self._assign_gradients()
         self._has_new_gradients = True

@@ -405,6 +405,6 @@ def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
         # In TorchScript, the parameters are not a dict.
         items = dict.items if isinstance(parameters, dict) else type(parameters).items
         for name, p in items(parameters):
-            if p is not None and p not in seen:
-                seen.add(p)
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
                 yield f"{prefix}.{name}" if prefix else name, p
