@@ -20,7 +20,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, failed
 
 # cudaHostRegisterPortable; HIP uses the same value.
 _PORTABLE = 1
@@ -85,7 +85,7 @@ class AcceleratorEvent(Mark):
 
 
 class AcceleratorStream:
-    """A queue of work, separate from PyTorch's default stream; see gpu.Stream.
+    """A queue of work: a new PyTorch stream, or a user's; see gpu.Stream.
 
     Only one thread may call it at a time.
     """
@@ -167,6 +167,13 @@ class AcceleratorStream:
         with torch.accelerator.device_index(self._index):
             self._stream.wait_event(_of_pytorch(event))
 
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; see gpu.Stream."""
+        try:
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise failed(error) from error
+
 
 class Accelerator(Gpu):
     """A PyTorch accelerator; see gpu.Gpu."""
@@ -189,13 +196,9 @@ class Accelerator(Gpu):
         self._streams.append(stream)
         return AcceleratorStream(stream)
 
-    def mark(self, stream: Any = None) -> AcceleratorEvent:
-        """Return a mark on a PyTorch stream, by default the current one."""
-        return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
-
-    def follow(self, event: Event) -> None:
-        """Make work that PyTorch queues on its current stream from now on wait for an event."""
-        torch.accelerator.current_stream(self._where).wait_event(_of_pytorch(event))
+    def user_stream(self, stream: Any = None) -> AcceleratorStream:
+        """Return a PyTorch stream, by default the current one."""
+        return AcceleratorStream(stream or torch.accelerator.current_stream(self._where))
 
     def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of this shape that shares a vector's memory, for the current stream."""

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .device import Device, DeviceVector, Event
+from .device import Device, DeviceVector, Event, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -67,15 +67,48 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
-        if is_tensor(x):
-            stream = stream_of(x)
-            if stream is None:
-                return array_of(x)
-            refuse_gaps(x)
-            return replace(stream.vector(x), ready=stream.mark())
-        if is_on_gpu(x):
+        is_tensor_here = is_tensor(x)
+        if is_tensor_here and not is_gpu_tensor(x):
+            return array_of(x)
+        if is_tensor_here or is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
+
+
+def seen_on_gpu(x: Any) -> tuple[Any, ...] | None:
+    """Return what distinguishes the calls of a collective on a CuPy array or a GPU's tensor.
+
+    Return None for other arrays.
+    """
+    if is_tensor(x):
+        return (type(x), x.dtype, x.shape) if is_gpu_tensor(x) else None
+    array_type: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
+    if isinstance(x, array_type):
+        return type(x), x.dtype, x.shape, x.flags.c_contiguous
+    return None
+
+
+def on_stream(x: Any, *, writeable: bool = True) -> tuple[DeviceVector, Stream | None]:
+    """Return the elements of an array on a GPU as a vector, and the stream that uses the array.
+
+    It is the current stream of PyTorch or CuPy, or the stream that the array's interface names. It
+    is None for memory that no stream writes, and for a DeviceVector; see `vector_on_gpu`.
+    """
+    if isinstance(x, DeviceVector):
+        return x, None
+    if is_tensor(x):
+        refuse_gaps(x)
+        user = UserStream(x.device)
+        return user.vector(x), user.stream()
+    from . import cuda
+    package = cuda.cupy()
+    if isinstance(x, package.ndarray):
+        flags = x.flags
+        _refuse_strides(x.shape, x.strides, flags.c_contiguous or flags.f_contiguous)
+        index = x.device.id
+        return _vector_at(x.data.ptr, x.size, x.dtype, index,
+                          package.cuda.get_current_stream(index).ptr, x)
+    return _of_interface(x, package.cuda.runtime, writeable)
 
 
 def is_on_gpu(x: Any) -> bool:
@@ -90,11 +123,10 @@ def is_on_gpu(x: Any) -> bool:
 def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
 
-    The vector is ready after the work that is now queued on the producer's stream: CuPy's current
-    stream, or the stream that the array's interface names.
+    The vector is ready after the work that is now queued on the producer's stream; see `on_stream`.
 
-    The array is a CuPy array, C- or Fortran-contiguous, or an object with
-    `__cuda_array_interface__`, C-contiguous. If `writeable`, it must not be read-only.
+    The array is a CuPy array, C- or Fortran-contiguous, a contiguous PyTorch tensor, or an object
+    with `__cuda_array_interface__`, C-contiguous. If `writeable`, it must not be read-only.
 
     Raises:
         ConfigError: The object is not such an array, or is masked, not contiguous, or read-only.
@@ -102,12 +134,11 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
     """
-    from . import cuda
-    package = cuda.cupy()
-    if isinstance(x, package.ndarray):
-        _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
-        stream = package.cuda.get_current_stream(x.device.id).ptr
-        return _vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
+    vector, stream = on_stream(x, writeable=writeable)
+    return vector if stream is None else replace(vector, ready=stream.record())
+
+
+def _of_interface(x: Any, runtime: Any, writeable: bool) -> tuple[DeviceVector, Stream | None]:
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -123,7 +154,6 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     address, read_only = interface["data"]
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
-    runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
     return _vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
 
@@ -141,16 +171,16 @@ def _interface_of(x: Any) -> Any:
 
 
 def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-               owner: object) -> DeviceVector:
-    """Return memory of an NVIDIA GPU as a vector; `owner` keeps the memory alive.
+               owner: object) -> tuple[DeviceVector, Stream | None]:
+    """Return memory of an NVIDIA GPU, which `owner` keeps alive, as a vector, and its stream.
 
     `stream` is the CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is
     the default stream; None means that the memory is ready.
     """
     from . import cuda
-    vector = cuda.device(index).vector_at(address, n, dtype, owner)
-    return vector if stream is None or not n else replace(
-        vector, ready=vector.device.gpu.mark(stream))
+    device = cuda.device(index)
+    return (device.vector_at(address, n, dtype, owner),
+            None if stream is None or not n else device.gpu.user_stream(stream))
 
 
 def is_gpu_tensor(x: "torch.Tensor") -> bool:
@@ -200,9 +230,13 @@ class UserStream:
         """Return a contiguous tensor's elements, which are ready when a `mark` is done."""
         return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
+    def stream(self) -> Stream:
+        """Return the stream, to queue copies on it."""
+        return self.device().gpu.user_stream(self._stream)
+
     def mark(self) -> Event:
         """Return a mark behind all work queued on it."""
-        return self.device().gpu.mark(self._stream)
+        return self.stream().record()
 
     def in_use(self) -> AbstractContextManager[Any]:
         """Make it the current stream of this thread in a `with` block."""

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import Array, data_address, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, failed
 from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, which CuPy does not name.
@@ -107,20 +107,27 @@ def _pointer_of(event: Event) -> Any:
 
 
 class CudaStream:
-    """A queue of a GPU's work, separate from the default stream; see gpu.Stream."""
+    """A queue of a GPU's work; see gpu.Stream.
 
-    def __init__(self, cuda: "Cuda") -> None:
+    By default, it is a new stream, separate from the default stream. With the `pointer` of a user's
+    stream, only copies and marks can be queued.
+    """
+
+    def __init__(self, cuda: "Cuda", pointer: int | None = None) -> None:
         self._cuda = cuda
-        with cuda.current():
-            self._stream = cuda.cupy.cuda.Stream(non_blocking=True)
+        if pointer is None:
+            with cuda.current():
+                self._stream = cuda.cupy.cuda.Stream(non_blocking=True)
+            pointer = self._stream.ptr
+        self._pointer = pointer
 
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
-        self._copy(out.ctypes.data, x.address, x.nbytes)
+        self._copy(data_address(out), x.address, x.nbytes)
 
     def upload(self, x: Array, out: DeviceVector) -> None:
         """Queue a copy from pinned host memory."""
-        self._copy(out.address, x.ctypes.data, out.nbytes)
+        self._copy(out.address, data_address(x), out.nbytes)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
@@ -146,7 +153,7 @@ class CudaStream:
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         with self._cuda.current():
-            self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
+            self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._pointer)
 
     def compute(self, function: Callable[..., None], *arguments: Any) -> None:
         """Queue array operations; see gpu.Stream."""
@@ -165,17 +172,27 @@ class CudaStream:
     def record(self) -> CudaEvent:
         """Return a mark behind all queued work."""
         with self._cuda.current():
-            return CudaEvent(self._cuda, self._stream.ptr)
+            return CudaEvent(self._cuda, self._pointer)
 
     def wait(self, event: Event) -> None:
         """Make work that is queued from now on wait for a CUDA event."""
-        self._cuda.runtime.streamWaitEvent(self._stream.ptr, _pointer_of(event))
+        # CUDA's default stream belongs to the current device.
+        with self._cuda.current():
+            self._cuda.runtime.streamWaitEvent(self._pointer, _pointer_of(event))
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; see gpu.Stream."""
+        try:
+            with self._cuda.current():
+                self._cuda.runtime.streamSynchronize(self._pointer)
+        except RuntimeError as error:
+            raise failed(error) from error
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
             # CUDA recognizes GPU memory by its address.
-            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._pointer)
 
 
 class _Memory:
@@ -239,19 +256,11 @@ class Cuda(Gpu):
         """Return a new stream."""
         return CudaStream(self)
 
-    def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
-        with self.current():
-            if stream is None:
-                stream = self.cupy.cuda.get_current_stream(self.index).ptr
-            return CudaEvent(self, getattr(stream, "cuda_stream", stream))
-
-    def follow(self, event: Event) -> None:
-        """Make work that CuPy queues on its current stream from now on wait for an event."""
-        # CuPy's default stream belongs to the current device.
-        with self.current():
-            stream = self.cupy.cuda.get_current_stream(self.index)
-            self.runtime.streamWaitEvent(stream.ptr, _pointer_of(event))
+    def user_stream(self, stream: Any = None) -> CudaStream:
+        """Return a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
+        if stream is None:
+            stream = self.cupy.cuda.get_current_stream(self.index).ptr
+        return CudaStream(self, getattr(stream, "cuda_stream", stream))
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.

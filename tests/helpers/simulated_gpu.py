@@ -205,6 +205,19 @@ class Stream:
 
         self.queue(act)
 
+    def synchronize(self):
+        event = self.record()
+        while not event.test():
+            pass
+
+
+class PyTorchStream(Stream):
+    """A stream on which PyTorch, which is not simulated, calculates at once."""
+
+    def upload(self, x, out):
+        super().upload(x, out)
+        self.synchronize()
+
 
 class SimulatedGpu:
     """A GPU as CuPy shows it; see gpu.Gpu.
@@ -233,7 +246,7 @@ class SimulatedGpu:
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
-        self.user = Stream(self)
+        self.user, self._pytorch = Stream(self), PyTorchStream(self)
 
     @property
     def is_clocked(self):
@@ -324,8 +337,11 @@ class SimulatedGpu:
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
+    def user_stream(self, stream=None):
+        return self.user if stream is None or isinstance(stream, int) else self._pytorch
+
     def mark(self, stream=None):
-        return self.user.record()
+        return self.user_stream(stream).record()
 
     def follow(self, event):
         self.user.wait(event)
@@ -419,9 +435,7 @@ class Array(NDArrayOperatorsMixin):
 
     def get(self):
         """Wait for the user's stream, and return a copy in host memory, as CuPy does."""
-        event = self.gpu.user.record()
-        while not event.test():
-            pass
+        self.gpu.user.synchronize()
         return self.inside.copy()
 
     def set(self, value):

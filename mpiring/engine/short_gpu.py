@@ -1,0 +1,110 @@
+"""Runs collectives on short vectors of a GPU in host memory, among the ranks of one node."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ..gpu.arrays import on_stream
+from ..gpu.device import DeviceVector, Stream
+from ..memory.arrays import Array
+from ..operations.agreement import Call
+from ..operations.collectives import Build, Collectives, returning
+from ..operations.on_device import TUNING
+from ..record.flight import Flight
+from ..transport.base import Schedule, T
+from .handle import Handle
+from .prepared import Pattern, Prepared
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+def is_short(group: "Group", x: Any) -> bool:
+    """Return whether plain collectives on a vector are those of a ShortOnGpu.
+
+    Equal calls have the same answer on all ranks. It does not depend on the vector's memory.
+    """
+    return (isinstance(x, DeviceVector) and x.nbytes <= TUNING.host_bytes
+            and len(group.sharing.memory_groups) == 1 < group.size)
+
+
+class ShortOnGpu(Prepared):
+    """A collective on short vectors of a GPU: two copies, and the collective on the host.
+
+    The copies are queued on the user's stream, so they need no other events. A run waits for this
+    stream once, for the first copy. Its result is for work that is queued later on this stream.
+
+    `run` and `start` need a CuPy array, a tensor, or a DeviceVector of the pattern's dtype and
+    length.
+    """
+
+    def __init__(self, group: "Group", call: Call, pattern: Pattern) -> None:
+        super().__init__(group, call, pattern)
+        sends = pattern.kind != "broadcast" or group.rank == pattern.option
+        self._sends, self._receives = sends, pattern.kind != "broadcast" or not sends
+
+    def named(self, name: str) -> "ShortOnGpu":
+        """Return another object for the same collective; see Prepared."""
+        return ShortOnGpu(self._group, self._call_named(name), cast(Pattern, self.pattern))
+
+    def run(self, x: Any, call: Call | None = None, costs: list[Flight] | None = None) -> None:
+        """Run it on an array; see Prepared."""
+        vector, stream = on_stream(x)
+        used = stream or vector.device.gpu.user_stream()
+        slot, host = self._slot(vector)
+        if self._sends and vector.size:
+            if vector.ready is not None:
+                used.wait(vector.ready)
+            used.download(vector, host)
+            used.synchronize()
+        super().run(host, call, costs)
+        # After an error, an operation in flight may still use the slot.
+        until = None
+        if self._receives and vector.size:
+            used.upload(host, vector)
+            until = used.record()
+            if stream is None:
+                # The array's later readers use any stream.
+                used.synchronize()
+        vector.device.staging.release(slot, until)
+
+    def start(self, x: Any, result: T, call: Call | None = None) -> Handle[T]:
+        """Start it on an array; see Prepared."""
+        build = self.build(x)
+        handle = self._group.submit(
+            call or self.call, lambda collectives: returning(result, build(collectives)))
+        self.make_ready()
+        return handle
+
+    def build(self, x: Any) -> Build[None]:
+        """Return the function that builds the schedule on an array, for an ordinary operation.
+
+        The ranks exchange the same as in a run, so that each rank can do either.
+        """
+        vector, stream = on_stream(x)
+        return partial(self._schedule, vector, stream or vector.device.gpu.user_stream())
+
+    def _schedule(self, vector: DeviceVector, stream: Stream,
+                  collectives: Collectives) -> Schedule[None]:
+        slot, host = self._slot(vector)
+        schedule = cast(Pattern, self.pattern).schedule(host, collectives)
+        if self._sends and vector.size:
+            if vector.ready is not None:
+                stream.wait(vector.ready)
+            stream.download(vector, host)
+            # The first step of a host's schedule may already write its vector to a slot.
+            collectives.ready = (stream.record(),)
+        return self._received(schedule, vector, slot, host)
+
+    def _received(self, schedule: Schedule[Any], vector: DeviceVector, slot: Array,
+                  host: Array) -> Schedule[None]:
+        yield from schedule
+        until = None
+        if self._receives and vector.size:
+            until = vector.device.to_device(host, vector)
+            yield (until,)
+        vector.device.staging.release(slot, until)
+
+    def _slot(self, vector: DeviceVector) -> tuple[Array, Array]:
+        """Return pinned memory to release later, and the vector of the collective in it."""
+        slot = vector.device.staging.acquire(vector.nbytes)
+        return slot, slot[:vector.nbytes].view(vector.dtype)
