@@ -16,11 +16,11 @@ from .engine.compiling import COMPILED_EARLY, compile_fast_calls
 from .engine.group import Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.persistent import Persistent
+from .engine.persistent import Persistent, moved
 from .engine.prepared import REDUCING, Pattern, Prepared
 from .engine.short_gpu import ShortOnGpu, is_short
 from .errors import ConfigError
-from .gpu.arrays import device_named, on_stream, seen_on_gpu, vector_of
+from .gpu.arrays import device_named, seen_on_gpu, vector_of
 from .gpu.device import Device, Event
 from .launch.forks import OfRank
 from .memory.arrays import dtype_name
@@ -396,7 +396,7 @@ class Communicator(OfRank):
             prepared.make_ready()
         result = x if kind != "reduce_scatter" else part_of(
             x, vector, self._part(pattern.n))
-        return Persistent(self._group, prepared, _current_vector(x, vector, pattern.n, self.rank),
+        return Persistent(self._group, prepared, _current_vector(x, vector, self.rank),
                           cast(A, result), self)
 
     # Objects
@@ -715,19 +715,23 @@ class Communicator(OfRank):
             self.close()
 
 
-def _current_vector(x: Any, vector: Any, n: int, rank: int) -> Callable[[], Any]:
+def _current_vector(x: Any, vector: Any, rank: int) -> Callable[[], Any]:
     """Return a function that returns the vector of `x`, or refuses a tensor that has moved."""
     if isinstance(x, np.ndarray):
         return lambda: vector
     on_gpu, address = type(vector) is not np.ndarray, getattr(x, "data_ptr", int)()
 
     def current() -> Any:
+        if vector is x:
+            # A ShortOnGpu checks the array.
+            note_write(x)
+            return x
         # On a GPU, the operation starts after the work that is queued at this time.
-        now = vector if not on_gpu else on_stream(x)[0] if vector is x else vector_of(x)
-        if now.size != n or not on_gpu and (x.data_ptr() != address or x.numel() != n):
-            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
-                              f"other memory; create a new operation for it")
+        now = vector_of(x) if on_gpu else vector
+        if now.size != vector.size or not on_gpu and (
+                x.data_ptr() != address or x.numel() != vector.size):
+            raise moved(rank)
         note_write(x)
-        return x if vector is x else now
+        return now
 
     return current

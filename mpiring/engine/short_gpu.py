@@ -12,6 +12,7 @@ from ..operations.on_device import TUNING
 from ..record.flight import Flight
 from ..transport.base import Schedule, T
 from .handle import Handle
+from .persistent import moved
 from .prepared import Pattern, Prepared
 
 if TYPE_CHECKING:
@@ -33,14 +34,16 @@ class ShortOnGpu(Prepared):
     The copies are queued on the user's stream, so they need no other events. A run waits for this
     stream once, for the first copy. Its result is for work that is queued later on this stream.
 
-    `run` and `start` need a CuPy array, a tensor, or a DeviceVector of the pattern's dtype and
-    length.
+    It runs on a CuPy array or a tensor of the pattern's dtype and length, or on a DeviceVector. A
+    DeviceVector is complete after the run.
     """
 
     def __init__(self, group: "Group", call: Call, pattern: Pattern) -> None:
         super().__init__(group, call, pattern)
-        sends = pattern.kind != "broadcast" or group.rank == pattern.option
-        self._sends, self._receives = sends, pattern.kind != "broadcast" or not sends
+        is_root = group.rank == pattern.option
+        self._sends = pattern.n > 0 and (pattern.kind != "broadcast" or is_root)
+        self._receives = pattern.n > 0 and (pattern.kind != "broadcast" or not is_root)
+        self._nbytes = pattern.n * pattern.dtype.itemsize
 
     def named(self, name: str) -> "ShortOnGpu":
         """Return another object for the same collective; see Prepared."""
@@ -48,23 +51,19 @@ class ShortOnGpu(Prepared):
 
     def run(self, x: Any, call: Call | None = None, costs: list[Flight] | None = None) -> None:
         """Run it on an array; see Prepared."""
-        vector, stream = on_stream(x)
-        used = stream or vector.device.gpu.user_stream()
+        vector, stream = self._on_stream(x)
         slot, host = self._slot(vector)
-        if self._sends and vector.size:
-            if vector.ready is not None:
-                used.wait(vector.ready)
-            used.download(vector, host)
-            used.synchronize()
+        if self._sends:
+            stream.download(vector, host)
+            stream.synchronize()
+        # If this raises, an operation in flight may still use the slot.
         super().run(host, call, costs)
-        # After an error, an operation in flight may still use the slot.
         until = None
-        if self._receives and vector.size:
-            used.upload(host, vector)
-            until = used.record()
-            if stream is None:
-                # The array's later readers use any stream.
-                used.synchronize()
+        if self._receives:
+            stream.upload(host, vector)
+            until = stream.record()
+            if x is vector:
+                stream.synchronize()
         vector.device.staging.release(slot, until)
 
     def start(self, x: Any, result: T, call: Call | None = None) -> Handle[T]:
@@ -80,16 +79,13 @@ class ShortOnGpu(Prepared):
 
         The ranks exchange the same as in a run, so that each rank can do either.
         """
-        vector, stream = on_stream(x)
-        return partial(self._schedule, vector, stream or vector.device.gpu.user_stream())
+        return partial(self._schedule, *self._on_stream(x))
 
     def _schedule(self, vector: DeviceVector, stream: Stream,
                   collectives: Collectives) -> Schedule[None]:
         slot, host = self._slot(vector)
         schedule = cast(Pattern, self.pattern).schedule(host, collectives)
-        if self._sends and vector.size:
-            if vector.ready is not None:
-                stream.wait(vector.ready)
+        if self._sends:
             stream.download(vector, host)
             # The first step of a host's schedule may already write its vector to a slot.
             collectives.ready = (stream.record(),)
@@ -99,12 +95,24 @@ class ShortOnGpu(Prepared):
                   host: Array) -> Schedule[None]:
         yield from schedule
         until = None
-        if self._receives and vector.size:
+        if self._receives:
             until = vector.device.to_device(host, vector)
             yield (until,)
         vector.device.staging.release(slot, until)
 
     def _slot(self, vector: DeviceVector) -> tuple[Array, Array]:
         """Return pinned memory to release later, and the vector of the collective in it."""
-        slot = vector.device.staging.acquire(vector.nbytes)
-        return slot, slot[:vector.nbytes].view(vector.dtype)
+        slot = vector.device.staging.acquire(self._nbytes)
+        return slot, slot[:self._nbytes].view(vector.dtype)
+
+    def _on_stream(self, x: Any) -> tuple[DeviceVector, Stream]:
+        """Return an array's elements, and the user's stream, on which they are ready."""
+        if isinstance(x, DeviceVector):
+            vector, stream = x, x.device.gpu.user_stream()
+            if x.ready is not None:
+                stream.wait(x.ready)
+        else:
+            vector, stream = on_stream(x)
+        if vector.size != cast(Pattern, self.pattern).n:
+            raise moved(self._group.rank)
+        return vector, stream

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
@@ -67,48 +66,43 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
-        is_tensor_here = is_tensor(x)
-        if is_tensor_here and not is_gpu_tensor(x):
-            return array_of(x)
-        if is_tensor_here or is_on_gpu(x):
+        if is_tensor(x):
+            return _ready(*on_stream(x)) if is_gpu_tensor(x) else array_of(x)
+        if is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
 
 
 def seen_on_gpu(x: Any) -> tuple[Any, ...] | None:
-    """Return what distinguishes the calls of a collective on a CuPy array or a GPU's tensor.
+    """Return what a collective sees of a CuPy array, or of a tensor on a GPU.
 
-    Return None for other arrays.
+    If it is equal for two arrays, calls on them are equal. Return None for other arrays.
     """
     if is_tensor(x):
         return (type(x), x.dtype, x.shape) if is_gpu_tensor(x) else None
-    array_type: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
-    if isinstance(x, array_type):
-        return type(x), x.dtype, x.shape, x.flags.c_contiguous
-    return None
+    kind: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
+    return (type(x), x.dtype, x.shape, x.flags.c_contiguous) if isinstance(x, kind) else None
 
 
-def on_stream(x: Any, *, writeable: bool = True) -> tuple[DeviceVector, Stream | None]:
-    """Return the elements of an array on a GPU as a vector, and the stream that uses the array.
+def on_stream(x: Any) -> tuple[DeviceVector, Stream]:
+    """Return the elements of a CuPy array, or of a tensor on a GPU, and the user's stream.
 
-    It is the current stream of PyTorch or CuPy, or the stream that the array's interface names. It
-    is None for memory that no stream writes, and for a DeviceVector; see `vector_on_gpu`.
+    The vector shares the array's memory. The stream is the current one of CuPy or PyTorch. Raises
+    ConfigError if the array is not contiguous.
     """
-    if isinstance(x, DeviceVector):
-        return x, None
     if is_tensor(x):
         refuse_gaps(x)
         user = UserStream(x.device)
         return user.vector(x), user.stream()
     from . import cuda
-    package = cuda.cupy()
-    if isinstance(x, package.ndarray):
-        flags = x.flags
-        _refuse_strides(x.shape, x.strides, flags.c_contiguous or flags.f_contiguous)
-        index = x.device.id
-        return _vector_at(x.data.ptr, x.size, x.dtype, index,
-                          package.cuda.get_current_stream(index).ptr, x)
-    return _of_interface(x, package.cuda.runtime, writeable)
+    _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
+    device = cuda.device(x.device.id)
+    return device.vector_at(x.data.ptr, x.size, x.dtype, x), device.gpu.user_stream()
+
+
+def _ready(vector: DeviceVector, stream: Stream) -> DeviceVector:
+    """Return a vector that is ready after the work that is now queued on a stream."""
+    return replace(vector, ready=stream.record()) if vector.size else vector
 
 
 def is_on_gpu(x: Any) -> bool:
@@ -123,10 +117,11 @@ def is_on_gpu(x: Any) -> bool:
 def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
 
-    The vector is ready after the work that is now queued on the producer's stream; see `on_stream`.
+    The vector is ready after the work that is now queued on the producer's stream: CuPy's current
+    stream, or the stream that the array's interface names.
 
-    The array is a CuPy array, C- or Fortran-contiguous, a contiguous PyTorch tensor, or an object
-    with `__cuda_array_interface__`, C-contiguous. If `writeable`, it must not be read-only.
+    The array is a CuPy array, C- or Fortran-contiguous, or an object with
+    `__cuda_array_interface__`, C-contiguous. If `writeable`, it must not be read-only.
 
     Raises:
         ConfigError: The object is not such an array, or is masked, not contiguous, or read-only.
@@ -134,11 +129,10 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
     """
-    vector, stream = on_stream(x, writeable=writeable)
-    return vector if stream is None else replace(vector, ready=stream.record())
-
-
-def _of_interface(x: Any, runtime: Any, writeable: bool) -> tuple[DeviceVector, Stream | None]:
+    from . import cuda
+    package = cuda.cupy()
+    if isinstance(x, package.ndarray):
+        return _ready(*on_stream(x))
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -154,8 +148,12 @@ def _of_interface(x: Any, runtime: Any, writeable: bool) -> tuple[DeviceVector, 
     address, read_only = interface["data"]
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
-    index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return _vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    runtime = package.cuda.runtime
+    device = cuda.device(
+        runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+    vector, stream = device.vector_at(address, math.prod(shape), dtype, x), interface.get("stream")
+    # Without a stream, the memory is ready. 1 is the default stream.
+    return vector if stream is None else _ready(vector, device.gpu.user_stream(stream))
 
 
 def _interface_of(x: Any) -> Any:
@@ -168,19 +166,6 @@ def _interface_of(x: Any) -> Any:
             f"{type(x).__module__}.{type(x).__qualname__} does not say on which stream it was "
             f"written; pass cupy.asarray(x)")
     return interface
-
-
-def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-               owner: object) -> tuple[DeviceVector, Stream | None]:
-    """Return memory of an NVIDIA GPU, which `owner` keeps alive, as a vector, and its stream.
-
-    `stream` is the CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is
-    the default stream; None means that the memory is ready.
-    """
-    from . import cuda
-    device = cuda.device(index)
-    return (device.vector_at(address, n, dtype, owner),
-            None if stream is None or not n else device.gpu.user_stream(stream))
 
 
 def is_gpu_tensor(x: "torch.Tensor") -> bool:

@@ -123,11 +123,11 @@ class CudaStream:
 
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
-        self._copy(data_address(out), x.address, x.nbytes)
+        self._copy(data_address(out), x.address, out.nbytes)
 
     def upload(self, x: Array, out: DeviceVector) -> None:
         """Queue a copy from pinned host memory."""
-        self._copy(out.address, data_address(x), out.nbytes)
+        self._copy(out.address, data_address(x), x.nbytes)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:

@@ -211,12 +211,18 @@ class Stream:
             pass
 
 
-class PyTorchStream(Stream):
-    """A stream on which PyTorch, which is not simulated, calculates at once."""
+class PyTorchStream:
+    """The user's stream for PyTorch, which is not simulated and reads results at once."""
+
+    def __init__(self, stream):
+        self._stream = stream
 
     def upload(self, x, out):
-        super().upload(x, out)
-        self.synchronize()
+        self._stream.upload(x, out)
+        self._stream.synchronize()
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
 
 
 class SimulatedGpu:
@@ -246,7 +252,7 @@ class SimulatedGpu:
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
-        self.user, self._pytorch = Stream(self), PyTorchStream(self)
+        self.user = Stream(self)
 
     @property
     def is_clocked(self):
@@ -338,7 +344,8 @@ class SimulatedGpu:
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
     def user_stream(self, stream=None):
-        return self.user if stream is None or isinstance(stream, int) else self._pytorch
+        is_pytorch = not isinstance(stream, int | None)
+        return PyTorchStream(self.user) if is_pytorch else self.user
 
     def mark(self, stream=None):
         return self.user_stream(stream).record()
