@@ -232,6 +232,7 @@ class SimulatedGpu:
         shared: Memory that GPUs have exported to each other; None if they cannot.
 
         unqueued: Reason why its streams cannot wait for other GPUs.
+        streams: The user's streams; `current` is the number of the one in use.
 
     Args:
         later: Function that schedules an action; by default, each test of an event executes some
@@ -252,7 +253,12 @@ class SimulatedGpu:
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
-        self.user = Stream(self)
+        self.streams, self.current = [Stream(self), Stream(self)], 0
+
+    @property
+    def user(self):
+        """The user's current stream."""
+        return self.streams[self.current]
 
     @property
     def is_clocked(self):
@@ -344,8 +350,9 @@ class SimulatedGpu:
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
     def user_stream(self, stream=None):
-        is_pytorch = not isinstance(stream, int | None)
-        return PyTorchStream(self.user) if is_pytorch else self.user
+        if isinstance(stream, int):
+            return self.streams[stream]
+        return self.user if stream is None else PyTorchStream(self.user)
 
     def mark(self, stream=None):
         return self.user_stream(stream).record()
@@ -478,7 +485,7 @@ class Cupy:
                                     runtimeGetVersion=self._no_version,
                                     memGetInfo=lambda: (0, 0)), Event=Event,
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
-            get_current_stream=lambda index: SimpleNamespace(ptr=0),
+            get_current_stream=lambda index: SimpleNamespace(ptr=gpu.current),
             Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
             get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
 
