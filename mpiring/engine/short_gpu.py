@@ -115,4 +115,6 @@ class ShortOnGpu(Prepared):
             vector, stream = on_stream(x)
         if vector.size != cast(Pattern, self.pattern).n:
             raise moved(self._group.rank)
+        # Ranks without CuPy are refused at the first use of a GPU.
+        self._group.gpus.context_of(vector.device)
         return vector, stream

@@ -243,10 +243,10 @@ class GpuOperations:
         The vectors may be used after the events `ready`. The first call for each GPU is collective
         and blocking.
         """
-        context = self._context_of(device)
+        context = self.context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build)
 
-    def _context_of(self, device: Device) -> GpuContext:
+    def context_of(self, device: Device) -> GpuContext:
         """Return a GPU and its resources; all ranks must make the first call for each GPU."""
         context = self._contexts.get(id(device))
         if context is None:

@@ -170,7 +170,7 @@ class TensorBuffers:
         x: Any = self._vectors[0] if self._vectors else NO_BYTES
         settles = self._copies or self._sums
         if plain is not None and is_short(group, x):
-            short = self._prepared(ShortOnGpu, group, call, plain)
+            short = _prepared(ShortOnGpu, group, call, Pattern(*plain, x.dtype, x.size))
             # The tensor, because a vector does not name its stream.
             if not settles:
                 return partial(short.start, x.owner, None), partial(short.run, x.owner)
@@ -179,19 +179,10 @@ class TensorBuffers:
             build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build)
         elif not (plain is None or group.fast_calls.memory is None or settles
                   or not x.flags.carray):
-            prepared = self._prepared(Prepared, group, call, plain)
+            prepared = _prepared(Prepared, group, call, Pattern(*plain, x.dtype, x.size))
             return partial(prepared.start, x, None), partial(prepared.run, x)
         bound = call, lambda collectives: self.settled(build(collectives))
         return partial(group.submit, *bound), partial(group.run, *bound)
-
-    def _prepared(self, kind: type[_P], group: Group, call: Call, plain: tuple[str, Any]) -> _P:
-        """Return the collective that the group keeps for a call on the only vector."""
-        prepared = group.prepared.get(call)
-        if prepared is None:
-            (x,) = self._vectors
-            prepared = kind(group, call, Pattern(*plain, x.dtype, x.size))
-            group.keep(call, prepared)
-        return cast(_P, prepared)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
         """Run a schedule, then divide sums, and copy results back into the user's tensors."""
@@ -212,6 +203,15 @@ class TensorBuffers:
                 tensor.copy_(copy)
         if self.stream is not None:
             yield (self.stream.mark(),)
+
+
+def _prepared(kind: type[_P], group: Group, call: Call, pattern: Pattern) -> _P:
+    """Return the collective that the group keeps for a call."""
+    prepared = group.prepared.get(call)
+    if prepared is None:
+        prepared = kind(group, call, pattern)
+        group.keep(call, prepared)
+    return cast(_P, prepared)
 
 
 def refuse_overlap(tensor: torch.Tensor) -> None:
