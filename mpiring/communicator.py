@@ -56,6 +56,9 @@ class Communicator(OfRank):
     collectives if they agree on the order, since ranks cannot distinguish identical calls from two
     threads. Threads that do not wait for each other need one communicator each: `split(0)`.
 
+    On a GPU, a blocking collective begins after the work that is queued on the current stream of
+    CuPy or PyTorch. Use its result on this stream, or after the stream is synchronized.
+
     Args:
         mpi_comm: mpi4py intracommunicator. It is duplicated, so that messages of mpiring never
             match messages of the program.

@@ -31,11 +31,9 @@ def is_short(group: "Group", x: Any) -> bool:
 class ShortOnGpu(Prepared):
     """A collective on short vectors of a GPU: two copies, and the collective on the host.
 
-    The copies are queued on the user's stream, so they need no other events. A run waits for this
-    stream once, for the first copy. Its result is for work that is queued later on this stream.
-
-    It runs on a CuPy array or a tensor of the pattern's dtype and length, or on a DeviceVector. A
-    DeviceVector is complete after the run.
+    Its vectors are CuPy arrays or tensors, of the pattern's dtype and length. A run queues the
+    copies on the user's current stream, and waits once, until the first copy is done. Work that is
+    queued later on this stream sees the result. A DeviceVector is complete after the run.
     """
 
     def __init__(self, group: "Group", call: Call, pattern: Pattern) -> None:
@@ -56,7 +54,7 @@ class ShortOnGpu(Prepared):
         if self._sends:
             stream.download(vector, host)
             stream.synchronize()
-        # If this raises, an operation in flight may still use the slot.
+        # If this raises, the slot is not released, because an operation may still use it.
         super().run(host, call, costs)
         until = None
         if self._receives:
@@ -115,6 +113,6 @@ class ShortOnGpu(Prepared):
             vector, stream = on_stream(x)
         if vector.size != cast(Pattern, self.pattern).n:
             raise moved(self._group.rank)
-        # Ranks without CuPy are refused at the first use of a GPU.
+        # The first use of a GPU refuses ranks that use it through another package.
         self._group.gpus.context_of(vector.device)
         return vector, stream

@@ -85,7 +85,7 @@ class AcceleratorEvent(Mark):
 
 
 class AcceleratorStream:
-    """A queue of work: a new PyTorch stream, or a user's; see gpu.Stream.
+    """A queue of work, which is a PyTorch stream; see gpu.Stream.
 
     Only one thread may call it at a time.
     """
@@ -165,7 +165,8 @@ class AcceleratorStream:
     def synchronize(self) -> None:
         """Wait until all queued work is done; see gpu.Stream."""
         try:
-            self._stream.synchronize()
+            with torch.accelerator.device_index(self._index):
+                self._stream.synchronize()
         except RuntimeError as error:
             raise failed(error) from error
 

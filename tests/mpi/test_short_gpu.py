@@ -13,7 +13,6 @@ import simulated_gpu
 from mpi4py import MPI
 
 import mpiring
-from mpiring.engine.short_gpu import ShortOnGpu
 from mpiring.operations.on_device import TUNING
 
 pytestmark = pytest.mark.mpi
@@ -22,7 +21,6 @@ if MPI.COMM_WORLD.size == 1:
     pytest.skip(reason="there is no other rank", allow_module_level=True)
 
 LIMIT = TUNING.host_bytes
-GPU_DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
 # The first call of a Prepared takes the general path, and the later ones are fast.
 TWICE = 2
 
@@ -46,11 +44,6 @@ def calls_of(comm, op="sum"):
     return {"allreduce": functools.partial(comm.allreduce, op=op),
             "reduce_scatter": functools.partial(comm.reduce_scatter, op=op),
             "allgather": comm.allgather, "broadcast": functools.partial(comm.broadcast, root=root)}
-
-
-def shorts(comm):
-    return [prepared for prepared in comm._group.prepared.values()
-            if isinstance(prepared, ShortOnGpu)]
 
 
 def test_results_have_the_bits_of_the_host(comm, gpu):
