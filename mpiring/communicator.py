@@ -16,13 +16,14 @@ from .engine.compiling import COMPILED_EARLY, compile_fast_calls
 from .engine.group import Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.persistent import Persistent
+from .engine.persistent import Persistent, moved
 from .engine.prepared import REDUCING, Pattern, Prepared
+from .engine.short_gpu import ShortOnGpu, is_short
 from .errors import ConfigError
-from .gpu.arrays import device_named, vector_of
+from .gpu.arrays import device_named, seen_on_gpu, vector_of
 from .gpu.device import Device, Event, UserStream
 from .launch.forks import OfRank
-from .memory.arrays import dtype_name, slice_of
+from .memory.arrays import dtype_name
 from .memory.reduction import reduction
 from .memory.tensors import note_write
 from .names import COMMUNICATOR, INIT, AlgorithmName, OpName, explaining
@@ -54,6 +55,9 @@ class Communicator(OfRank):
     BufferMismatchError; a call that a rank never makes raises StallError. Several threads may call
     collectives if they agree on the order, since ranks cannot distinguish identical calls from two
     threads. Threads that do not wait for each other need one communicator each: `split(0)`.
+
+    On a GPU, a blocking collective begins after the work that is queued on the current stream of
+    CuPy or PyTorch. Use its result on this stream, or after the stream is synchronized.
 
     Args:
         mpi_comm: mpi4py intracommunicator. It is duplicated, so that messages of mpiring never
@@ -218,7 +222,7 @@ class Communicator(OfRank):
         """
         prepared, vector = self._find("reduce_scatter", x, op)
         prepared.run(vector)
-        return cast(A, part_of(x, vector, slice_of(vector, self.rank, self.size)))
+        return cast(A, part_of(x, vector, self._part(cast(Pattern, prepared.pattern).n)))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's slice of `x` to all ranks, in place, and return `x`.
@@ -326,24 +330,34 @@ class Communicator(OfRank):
 
         The option is the op or the root.
         """
-        if type(x) is np.ndarray and algorithm == "auto":
+        is_plain, seen = type(x) is np.ndarray, None
+        if algorithm == "auto":
+            seen = (x.dtype, x.shape) if is_plain else seen_on_gpu(x)
+        if seen is not None:
             try:
-                prepared = self._prepared.get((kind, option, x.dtype, x.shape))
+                prepared = self._prepared.get((kind, option, seen))
             except TypeError:
                 # The option cannot be hashed, so it is refused below.
                 prepared = None
             # Check each time, because the array's memory, shape and flags may change at any time.
-            if prepared is not None and x.flags.carray:
-                return prepared, x if x.ndim == 1 else x.reshape(-1)
+            if prepared is not None:
+                if not is_plain:
+                    note_write(x)
+                    return prepared, x
+                if x.flags.carray:
+                    return prepared, x if x.ndim == 1 else x.reshape(-1)
         prepared, vector = self._prepare(kind, x, option, algorithm)
         note_write(x)
-        if type(x) is np.ndarray and x.flags.carray and type(option) in (str, int, NoneType):
-            if algorithm == "auto":
-                self._group.keep((kind, option, x.dtype, x.shape), prepared)
+        if seen is not None and type(option) in (str, int, NoneType) and (
+                x.flags.carray if is_plain else vector is x):
+            self._group.keep((kind, option, seen), prepared)
         return prepared, vector
 
     def _prepare(self, kind: str, x: Any, option: Any, algorithm: str) -> tuple[Prepared, Any]:
-        """Return what `_find` returns, after checks."""
+        """Return what `_find` returns, after checks.
+
+        The vector of a ShortOnGpu is the array itself, unless its package is unknown.
+        """
         if kind == "broadcast":
             option = self._root(option)
         vector = vector_of(x, writeable=kind != "broadcast" or self.rank != option)
@@ -351,33 +365,40 @@ class Communicator(OfRank):
             option = op_named(option, vector.dtype)
         call = collective_call(kind, option, x, vector, algorithm)
         is_plain = type(vector) is np.ndarray and vector.flags.carray
+        short = algorithm == "auto" and is_short(self._group, vector)
         prepared = self._prepared.get((call, is_plain))
         if prepared is None:
-            prepared = Prepared(self._group, call, Pattern(
-                kind, option, vector.dtype, vector.size, algorithm), can_be_fast=is_plain)
+            pattern = Pattern(kind, option, vector.dtype, vector.size, algorithm)
+            prepared = ShortOnGpu(self._group, call, pattern) if short else Prepared(
+                self._group, call, pattern, can_be_fast=is_plain)
             self._group.keep((call, is_plain), prepared)
-        return prepared, vector
+        return prepared, x if short and seen_on_gpu(x) is not None else vector
+
+    def _part(self, n: int) -> slice:
+        """Return the range of this rank's slice of n elements."""
+        return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def _persistent_call(self, kind: str, x: A, option: Any = None) -> Persistent[A]:
         # Later changes of a NumPy array's shape and flags do not affect a view.
         equal, vector = self._prepare(
             kind, x.view() if isinstance(x, np.ndarray) else x, option, "auto")
+        pattern = cast(Pattern, equal.pattern)
         if kind in REDUCING:
             # An op that the dtype does not support is refused before other ranks wait.
-            reduction(op_named(option, vector.dtype), vector.dtype, self.size)
+            reduction(pattern.op, pattern.dtype, self.size)
         if kind == "allreduce":
             self._group.tune_once()
         self._persistent += 1
         prepared = equal.named(f"persistent operation {self._persistent}")
         # All ranks must make the same operations in the same order.
-        call = Call("persistent", str(prepared), nbytes=vector.nbytes, prepares=True)
+        call = Call("persistent", str(prepared), nbytes=equal.call.nbytes, prepares=True)
         self._group.run(call, lambda collectives: collectives.barrier())
-        if type(vector) is np.ndarray:
+        if type(vector) is np.ndarray or isinstance(prepared, ShortOnGpu):
             compile_fast_calls(self._group, [
-                dtype_name(vector.dtype) if kind in REDUCING else compiled.COPIES])
+                dtype_name(pattern.dtype) if kind in REDUCING else compiled.COPIES])
             prepared.make_ready()
         result = x if kind != "reduce_scatter" else part_of(
-            x, vector, slice_of(vector, self.rank, self.size))
+            x, vector, self._part(pattern.n))
         return Persistent(self._group, prepared, _current_vector(x, vector, self.rank),
                           cast(A, result), self)
 
@@ -723,12 +744,15 @@ def _current_vector(x: Any, vector: Any, rank: int) -> Callable[[], Any]:
     on_gpu, address = type(vector) is not np.ndarray, getattr(x, "data_ptr", int)()
 
     def current() -> Any:
+        if vector is x:
+            # A ShortOnGpu checks the array.
+            note_write(x)
+            return x
         # On a GPU, the operation starts after the work that is queued at this time.
         now = vector_of(x) if on_gpu else vector
         if now.size != vector.size or not on_gpu and (
                 x.data_ptr() != address or x.numel() != vector.size):
-            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to "
-                              f"other memory; create a new operation for it")
+            raise moved(rank)
         note_write(x)
         return now
 

@@ -330,7 +330,8 @@ class Group(forks.OfRank):
                 return flight, schedule
             self._record(flight)
             return flight, agreed(
-                lambda: collectives.net, node, sharing.neighbors, call, schedule)
+                lambda: collectives.net, node, sharing.neighbors, call, schedule,
+                collectives.ready)
         except BaseException:
             # The operation is canceled: later operations must not wait for its turn.
             self._resources.turns.forget(sequence)

@@ -16,6 +16,12 @@ from .handle import Handle
 from .prepared import Prepared
 
 
+def moved(rank: int) -> ConfigError:
+    """Return what to raise if a tensor is in other memory than when its operation was made."""
+    return ConfigError(f"rank {rank}: the tensor of this persistent operation has moved to other "
+                       f"memory; create a new operation for it")
+
+
 class Persistent(OfRank, Generic[T]):
     """An operation on one array, made once: call it, or `start()` and `wait()`, many times.
 

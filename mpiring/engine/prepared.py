@@ -105,8 +105,11 @@ class Prepared:
 
     def named(self, name: str) -> "Prepared":
         """Return another object for the same collective, whose name ranks also compare."""
-        call = replace(self.call, detail=f"{self.call.detail}, {name}")
-        return Prepared(self._group, call, self.pattern, can_be_fast=self._can_be_fast)
+        return Prepared(self._group, self._call_named(name), self.pattern,
+                        can_be_fast=self._can_be_fast)
+
+    def _call_named(self, name: str) -> Call:
+        return replace(self.call, detail=f"{self.call.detail}, {name}")
 
     def __repr__(self) -> str:
         return str(self.call)

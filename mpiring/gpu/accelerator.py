@@ -9,8 +9,8 @@ Any thread may call these functions, which leave its current device and stream u
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, failed
 from .warps import WarpKernel
 
 # cudaHostRegisterPortable; HIP uses the same value.
@@ -86,30 +86,25 @@ class AcceleratorEvent(Mark):
 
 
 class AcceleratorStream:
-    """A queue of work, separate from PyTorch's default stream; see gpu.Stream.
+    """A queue of work, which is a PyTorch stream; see gpu.Stream.
 
     Only one thread may call it at a time.
     """
 
     def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
+        # With a stream of another GPU alone, a thread would keep contexts on both GPUs.
         self._index = stream.device_index
         self._divisors: dict[tuple[torch.dtype, float], torch.Tensor] = {}
 
-    @contextmanager
-    def _used(self) -> Iterator[None]:
-        # With a stream of another GPU alone, this thread would keep contexts on both GPUs.
-        with torch.accelerator.device_index(self._index), self._stream:
-            yield
-
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
-        with self._used():
+        with torch.accelerator.device_index(self._index), self._stream:
             torch.from_numpy(out.view(np.uint8)).copy_(_bytes_of(x), non_blocking=True)
 
     def upload(self, x: Array, out: DeviceVector) -> None:
         """Queue a copy from pinned host memory."""
-        with self._used():
+        with torch.accelerator.device_index(self._index), self._stream:
             _bytes_of(out).copy_(torch.from_numpy(x.view(np.uint8)), non_blocking=True)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
@@ -124,7 +119,7 @@ class AcceleratorStream:
         wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
         # The first result is written before the third and later sources are read.
         overwrites = any(results[0].data_ptr() == x.data_ptr() for x in xs[2:])
-        with self._used():
+        with torch.accelerator.device_index(self._index), self._stream:
             total = torch.empty_like(results[0], dtype=torch.float32 if wide else None) if (
                 wide or overwrites) else results[0]
             if wide or len(xs) == 1:
@@ -151,7 +146,7 @@ class AcceleratorStream:
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
-        with self._used():
+        with torch.accelerator.device_index(self._index), self._stream:
             _bytes_of(x).zero_()
 
     def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
@@ -166,6 +161,14 @@ class AcceleratorStream:
         """Make work that is queued from now on wait for a PyTorch event."""
         with torch.accelerator.device_index(self._index):
             self._stream.wait_event(_of_pytorch(event))
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; see gpu.Stream."""
+        try:
+            with torch.accelerator.device_index(self._index):
+                self._stream.synchronize()
+        except RuntimeError as error:
+            raise failed(error) from error
 
 
 class Accelerator(Gpu):
@@ -189,14 +192,9 @@ class Accelerator(Gpu):
         self._streams.append(stream)
         return AcceleratorStream(stream)
 
-    def mark(self, stream: Any = None) -> AcceleratorEvent:
-        """Return a mark on a PyTorch stream, by default the current one."""
-        return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
-
-    def follow(self, event: Event, stream: Any = None) -> None:
-        """Make work that is queued from now on wait for an event; for `stream` see `mark`."""
-        stream = stream or torch.accelerator.current_stream(self._where)
-        stream.wait_event(_of_pytorch(event))
+    def user_stream(self, stream: Any = None) -> AcceleratorStream:
+        """Return a PyTorch stream, by default the current one."""
+        return AcceleratorStream(stream or torch.accelerator.current_stream(self._where))
 
     def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of this shape that shares a vector's memory, for the current stream."""
@@ -253,15 +251,19 @@ def _of_pytorch(event: Event) -> torch.Event:
 
 
 def _bytes_of(x: DeviceVector) -> torch.Tensor:
-    return _elements_of(x.view(np.uint8), torch.uint8)
+    return _tensor_at(x, torch.uint8, x.dtype.itemsize * x.size)
 
 
 def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
     """Return a vector's memory as a tensor, of a PyTorch dtype with the vector's item size."""
+    return _tensor_at(x, dtype, x.size)
+
+
+def _tensor_at(x: DeviceVector, dtype: torch.dtype, n: int) -> torch.Tensor:
     # The owner cannot be viewed, because it may have any shape and dtype, and require a gradient.
     storage = x.owner.untyped_storage()
-    start = (x.address - storage.data_ptr()) // x.itemsize
-    return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (x.size,), (1,))
+    start = (x.address - storage.data_ptr()) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (n,), (1,))
 
 
 def _copy(out: torch.Tensor, x: torch.Tensor) -> None:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .device import Device, DeviceVector, Event
+from .device import Device, DeviceVector, Event, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -68,14 +67,44 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
         if isinstance(x, DeviceVector):
             return x
         if is_tensor(x):
-            stream = stream_of(x)
-            if stream is None:
+            if not is_gpu_tensor(x):
                 return array_of(x)
-            refuse_gaps(x)
-            return replace(stream.vector(x), ready=stream.mark(), stream=CurrentStream(x.device))
+            return replace(_ready(*on_stream(x)), stream=CurrentStream(x.device))
         if is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
+
+
+def seen_on_gpu(x: Any) -> tuple[Any, ...] | None:
+    """Return what a collective sees of a CuPy array, or of a tensor on a GPU.
+
+    If it is equal for two arrays, calls on them are equal. Return None for other arrays.
+    """
+    if is_tensor(x):
+        return (type(x), x.dtype, x.shape) if is_gpu_tensor(x) else None
+    kind: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
+    return (type(x), x.dtype, x.shape, x.flags.c_contiguous) if isinstance(x, kind) else None
+
+
+def on_stream(x: Any) -> tuple[DeviceVector, Stream]:
+    """Return the elements of a CuPy array, or of a tensor on a GPU, and the user's stream.
+
+    The vector shares the array's memory. The stream is the current one of CuPy or PyTorch. Raises
+    ConfigError if the array is not contiguous.
+    """
+    if is_tensor(x):
+        refuse_gaps(x)
+        user = TorchStream(x.device)
+        return user.vector(x), user.stream()
+    from . import cuda
+    _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
+    device = cuda.device(x.device.id)
+    return device.vector_at(x.data.ptr, x.size, x.dtype, x), device.gpu.user_stream()
+
+
+def _ready(vector: DeviceVector, stream: Stream) -> DeviceVector:
+    """Return a vector that is ready after the work that is now queued on a stream."""
+    return replace(vector, ready=stream.record()) if vector.size else vector
 
 
 def is_on_gpu(x: Any) -> bool:
@@ -105,9 +134,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     from . import cuda
     package = cuda.cupy()
     if isinstance(x, package.ndarray):
-        _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
-        stream = package.cuda.get_current_stream(x.device.id).ptr
-        return _vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
+        return _ready(*on_stream(x))
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -124,8 +151,11 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
-    index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return _vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    device = cuda.device(
+        runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+    vector, stream = device.vector_at(address, math.prod(shape), dtype, x), interface.get("stream")
+    # Without a stream, the memory is ready. 1 is the default stream.
+    return vector if stream is None else _ready(vector, device.gpu.user_stream(stream))
 
 
 def _interface_of(x: Any) -> Any:
@@ -138,19 +168,6 @@ def _interface_of(x: Any) -> Any:
             f"{type(x).__module__}.{type(x).__qualname__} does not say on which stream it was "
             f"written; pass cupy.asarray(x)")
     return interface
-
-
-def _vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-               owner: object) -> DeviceVector:
-    """Return memory of an NVIDIA GPU as a vector; `owner` keeps the memory alive.
-
-    `stream` is the CUDA pointer of the stream that wrote last, as in the CUDA Array Interface. 1 is
-    the default stream; None means that the memory is ready.
-    """
-    from . import cuda
-    vector = cuda.device(index).vector_at(address, n, dtype, owner)
-    return vector if stream is None or not n else replace(
-        vector, ready=vector.device.gpu.mark(stream))
 
 
 def is_gpu_tensor(x: "torch.Tensor") -> bool:
@@ -200,9 +217,13 @@ class TorchStream:
         """Return a contiguous tensor's elements, which are ready when a `mark` is done."""
         return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
+    def stream(self) -> Stream:
+        """Return the stream, to queue copies on it."""
+        return self.device().gpu.user_stream(self._stream)
+
     def mark(self) -> Event:
         """Return a mark behind all work queued on it."""
-        return self.device().gpu.mark(self._stream)
+        return self.stream().record()
 
     def follow(self, event: Event) -> None:
         """Make work that is queued on it from now on wait for an event."""

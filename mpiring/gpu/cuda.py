@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError, TransportError
-from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, Array, data_address, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
 from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, address_of,
-                     await_event)
+                     await_event, failed)
 from .kernels import Kernel
 from .stream_memory import ALL_BITS, Barrier, driver
 from .warps import WARP, WarpKernel
@@ -111,10 +111,15 @@ def _pointer_of(event: Event) -> Any:
 
 
 class CudaStream:
-    """A queue of a GPU's work, separate from the default stream; see gpu.Stream."""
+    """A queue of a GPU's work; see gpu.Stream.
 
-    def __init__(self, cuda: "Cuda") -> None:
+    By default, it is a new stream, separate from the default stream. With the `pointer` of a user's
+    stream, only copies and marks can be queued.
+    """
+
+    def __init__(self, cuda: "Cuda", pointer: int | None = None) -> None:
         self._cuda = cuda
+        self._user = pointer
 
     @functools.cached_property
     def _stream(self) -> Any:
@@ -122,13 +127,17 @@ class CudaStream:
         with self._cuda.current():
             return self._cuda.cupy.cuda.Stream(non_blocking=True)
 
+    @functools.cached_property
+    def _pointer(self) -> Any:
+        return self._stream.ptr if self._user is None else self._user
+
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
-        self._copy(out.ctypes.data, x.address, x.nbytes)
+        self._copy(data_address(out), x.address, out.nbytes)
 
     def upload(self, x: Array, out: DeviceVector) -> None:
         """Queue a copy from pinned host memory."""
-        self._copy(out.address, x.ctypes.data, out.nbytes)
+        self._copy(out.address, data_address(x), x.nbytes)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
@@ -155,7 +164,7 @@ class CudaStream:
         """Queue a barrier of a node; see gpu.Stream. Raises TransportError if CUDA refuses it."""
         cuda = self._cuda
         with cuda.current():
-            status = cuda.barrier(flags).queue(self._stream.ptr, number)
+            status = cuda.barrier(flags).queue(self._pointer, number)
         if status:
             error = cuda.runtime.CUDARuntimeError(status)
             raise TransportError(f"the GPU failed: cuStreamBatchMemOp, barrier {number} of "
@@ -164,7 +173,7 @@ class CudaStream:
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         with self._cuda.current():
-            self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
+            self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._pointer)
 
     def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
         """Queue a kernel; see gpu.Stream."""
@@ -183,17 +192,27 @@ class CudaStream:
     def record(self) -> CudaEvent:
         """Return a mark behind all queued work."""
         with self._cuda.current():
-            return CudaEvent(self._cuda, self._stream.ptr)
+            return CudaEvent(self._cuda, self._pointer)
 
     def wait(self, event: Event) -> None:
         """Make work that is queued from now on wait for a CUDA event."""
-        self._cuda.runtime.streamWaitEvent(self._stream.ptr, _pointer_of(event))
+        # CUDA's default stream belongs to the current device.
+        with self._cuda.current():
+            self._cuda.runtime.streamWaitEvent(self._pointer, _pointer_of(event))
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; see gpu.Stream."""
+        try:
+            with self._cuda.current():
+                self._cuda.runtime.streamSynchronize(self._pointer)
+        except RuntimeError as error:
+            raise failed(error) from error
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
             # CUDA recognizes GPU memory by its address.
-            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._pointer)
 
 
 class _Memory:
@@ -280,21 +299,11 @@ class Cuda(Gpu):
         """Return a new stream."""
         return CudaStream(self)
 
-    def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
-        with self.current():
-            if stream is None:
-                stream = self.cupy.cuda.get_current_stream(self.index).ptr
-            return CudaEvent(self, getattr(stream, "cuda_stream", stream))
-
-    def follow(self, event: Event, stream: Any = None) -> None:
-        """Make work that is queued from now on wait for an event; for `stream` see `mark`."""
-        # CuPy's default stream belongs to the current device.
-        with self.current():
-            if stream is None:
-                stream = self.cupy.cuda.get_current_stream(self.index).ptr
-            self.runtime.streamWaitEvent(
-                getattr(stream, "cuda_stream", stream), _pointer_of(event))
+    def user_stream(self, stream: Any = None) -> CudaStream:
+        """Return a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
+        if stream is None:
+            stream = self.cupy.cuda.get_current_stream(self.index).ptr
+        return CudaStream(self, getattr(stream, "cuda_stream", stream))
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.

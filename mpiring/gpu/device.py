@@ -140,6 +140,12 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Make work that is queued from now on wait for an event of any stream of this GPU."""
 
+    def synchronize(self) -> None:
+        """Wait until all queued work is done; other threads can run Python meanwhile.
+
+        Raises TransportError if the GPU has failed.
+        """
+
 
 class Mark(Event, Protocol):
     """An event of CuPy or PyTorch."""
@@ -158,11 +164,16 @@ class Mark(Event, Protocol):
             try:
                 self._done = self._query()
             except RuntimeError as error:
-                raise TransportError(f"the GPU failed: {error}") from error
+                raise failed(error) from error
         return self._done
 
     def _query(self) -> bool:
         """Query the event; raise RuntimeError if the GPU has failed."""
+
+
+def failed(error: RuntimeError) -> TransportError:
+    """Return what to raise if CuPy or PyTorch has raised an error of the GPU."""
+    return TransportError(f"the GPU failed: {error}")
 
 
 class Gpu(Protocol):
@@ -245,14 +256,19 @@ class Gpu(Protocol):
         """Close memory from `open`, before the process that exported it frees it."""
         raise OSError(self.unshared)
 
-    def mark(self, stream: Any = None) -> Event:
-        """Return a mark on a user's stream.
+    def user_stream(self, stream: Any = None) -> Stream:
+        """Return a user's stream, to queue copies on it, and to mark it.
 
         `stream` is a PyTorch stream or a CUDA pointer; by default, the package's current stream.
         """
 
+    def mark(self, stream: Any = None) -> Event:
+        """Return a mark on a user's stream; see `user_stream`."""
+        return self.user_stream(stream).record()
+
     def follow(self, event: Event, stream: Any = None) -> None:
-        """Make work that is queued on a user's stream from now on wait for an event; see `mark`."""
+        """Make work that is queued on a user's stream from now on wait; see `user_stream`."""
+        self.user_stream(stream).wait(event)
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as a CuPy array, or a PyTorch tensor, of the same memory.

@@ -11,18 +11,18 @@ import hashlib
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError
-from ..gpu.device import DeviceVector, address_of
+from ..gpu.device import DeviceVector
 from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS
 from ..names import OP_ALIASES
-from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T
+from ..transport.base import HEADER_BYTES, Channel, Node, Request, Schedule, T
 from .algorithms import NAMES
 
 # Ops of mpi4py, and their names in mpiring. The logical ops equal the bitwise ops only on bool; on
@@ -122,17 +122,17 @@ def _collective_call(kind: str, option: Any, dtype: np.dtype[Any], shape: tuple[
     return Call(kind, details.get(kind, array), nbytes=dtype.itemsize * math.prod(shape))
 
 
-def part_of(x: Any, vector: Any, chunk: Any) -> Any:
-    """Return `chunk`, a part of the memory of `x`, as an array of the same package.
+def part_of(x: Any, vector: Any, part: slice) -> Any:
+    """Return a part of the elements of `x`, in memory order, as an array of the same package.
 
     It is a one-dimensional view of `x`; a CuPy array if the package of `x` is unknown.
     """
-    if x is vector or isinstance(x, np.ndarray):
-        return chunk
+    if isinstance(x, np.ndarray | DeviceVector):
+        return vector[part]
     if not hasattr(x, "reshape"):
+        chunk = vector[part]
         return chunk.device.gpu.array(chunk, chunk.shape)
-    start = (address_of(chunk) - address_of(vector)) // vector.itemsize
-    return (x.T if _is_fortran(x) else x).reshape(-1)[start:start + chunk.size]
+    return (x.T if _is_fortran(x) else x).reshape(-1)[part]
 
 
 def _shape(x: Any, vector: Any) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def _is_fortran(x: Any) -> bool:
 
 def agreed(
     net: Callable[[], Channel], node: Node | None, neighbors: tuple[int, int] | None,
-    call: Call, schedule: Schedule[T],
+    call: Call, schedule: Schedule[T], ready: Sequence[Request] = (),
 ) -> Schedule[T]:
     """Run `schedule`, but stop after its first step if another rank made a different call.
 
@@ -163,12 +163,15 @@ def agreed(
             None for other ranks, and on a single node.
         schedule: Schedule of the operation. Its first yield must precede any use of received data;
             it may be the node's first barrier.
+        ready: Requests to wait for before the schedule's first step.
 
     Raises:
         BufferMismatchError: Another rank made a different call; the message names both ranks and
             both calls.
     """
     header = call.header
+    if ready:
+        yield ready
     if node is not None and not node.test():
         yield (node,)
     if neighbors is not None:

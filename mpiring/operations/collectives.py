@@ -16,7 +16,7 @@ from ..gpu.device import Queued
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
 from ..memory.reduction import Combine, reduction
-from ..transport.base import Channel, Members, Node, Schedule, T
+from ..transport.base import Channel, Members, Node, Request, Schedule, T
 from ..transport.node_memory import Alone
 from ..transport.windows import mapped_once
 from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
@@ -39,11 +39,12 @@ class Collectives:
         gpu: Name of the GPU that holds the vectors; "" for host memory.
         algorithm: Name of the algorithm of the last allreduce, if any.
         sent: List whose only number is the bytes that this rank has sent so far.
+        ready: Requests for which the operation waits before it begins; its builder sets them.
     """
 
     gpu = ""
     __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
-                 "preferred", "algorithm", "sent", "_net", "_window_count")
+                 "preferred", "algorithm", "sent", "ready", "_net", "_window_count")
 
     def __init__(self, resources: Resources, node: Node | None, sequence: int) -> None:
         transport = resources.transport
@@ -53,6 +54,7 @@ class Collectives:
         self.windows, self.tuning = resources.windows, resources.tuning
         self.preferred, self.algorithm = resources.algorithm, ""
         self.sent = [0]
+        self.ready: Sequence[Request] = ()
         self._net: Channel | None = None
         self._window_count = 0
 

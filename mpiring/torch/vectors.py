@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..engine.group import Group
 from ..engine.handle import Handle
 from ..engine.prepared import Pattern, Prepared
+from ..engine.short_gpu import ShortOnGpu, is_short
 from ..errors import ConfigError
 from ..gpu.arrays import CurrentStream, TorchStream, stream_of
 from ..gpu.device import Device
@@ -32,6 +33,7 @@ _NAMES = {
     _Kind.PREMUL_SUM: "sum"}
 # As with Gloo, which adds bytes, any nonzero value is true.
 _ON_BOOL = {"sum": "bor", "prod": "band"}
+_P = TypeVar("_P", bound=Prepared)
 
 
 @dataclass(frozen=True)
@@ -167,27 +169,32 @@ class TensorBuffers:
               ) -> tuple[Callable[[], Handle[Any]], Callable[[], Any]]:
         """Return two functions: one starts the operation, the other one runs it to its end.
 
-        A plain operation on contiguous host memory is prepared once per call, so that node calls
-        run it. Collective and blocking, but only the first time on each GPU.
+        A plain operation on contiguous host memory, or on a short vector of a GPU, is prepared once
+        per call, so that node calls run it. Collective and blocking, but only the first time on
+        each GPU.
 
         Args:
             build: Function that returns the schedule, given the collectives of its channel.
             plain: Kind and option of a Pattern that describes the same schedule on the only vector;
                 None if there is none.
         """
-        x = self._vectors[0] if self._vectors else NO_BYTES
-        if (plain is None or group.fast_calls.memory is None or self.stream is not None
-                or self._copies or self._sums or not x.flags.carray):
-            if self.stream is not None:
-                build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build,
-                                              CurrentStream(self._where))
-            bound = call, lambda collectives: self.settled(build(collectives))
-            return partial(group.submit, *bound), partial(group.run, *bound)
-        prepared = group.prepared.get(call)
-        if prepared is None:
-            prepared = Prepared(group, call, Pattern(*plain, x.dtype, x.size))
-            group.keep(call, prepared)
-        return partial(prepared.start, x, None), partial(prepared.run, x)
+        x: Any = self._vectors[0] if self._vectors else NO_BYTES
+        settles = self._copies or self._sums
+        if plain is not None and is_short(group, x):
+            short = _prepared(ShortOnGpu, group, call, Pattern(*plain, x.dtype, x.size))
+            # The tensor, because a vector does not name its stream.
+            if not settles:
+                return partial(short.start, x.owner, None), partial(short.run, x.owner)
+            build = short.build(x.owner)
+        elif self.stream is not None:
+            build = group.gpus.for_device(self.stream.device(), (self.stream.mark(),), build,
+                                          CurrentStream(self._where))
+        elif not (plain is None or group.fast_calls.memory is None or settles
+                  or not x.flags.carray):
+            prepared = _prepared(Prepared, group, call, Pattern(*plain, x.dtype, x.size))
+            return partial(prepared.start, x, None), partial(prepared.run, x)
+        bound = call, lambda collectives: self.settled(build(collectives))
+        return partial(group.submit, *bound), partial(group.run, *bound)
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
         """Run a schedule, then divide sums, and copy results back into the user's tensors."""
@@ -216,6 +223,15 @@ class TensorBuffers:
                 yield (copied,)
             else:
                 device.follow([copied])
+
+
+def _prepared(kind: type[_P], group: Group, call: Call, pattern: Pattern) -> _P:
+    """Return the collective that the group keeps for a call."""
+    prepared = group.prepared.get(call)
+    if prepared is None:
+        prepared = kind(group, call, pattern)
+        group.keep(call, prepared)
+    return cast(_P, prepared)
 
 
 def refuse_overlap(tensor: torch.Tensor) -> None:

@@ -111,6 +111,10 @@ def test_a_gpu_that_fails_or_is_full_says_so(device, accelerator, monkeypatch):
     monkeypatch.setattr(event.event, "query", fail)
     with pytest.raises(TransportError, match="the GPU failed: illegal address"):
         event.test()
+    stream = device.gpu.user_stream()
+    monkeypatch.setattr(stream._stream, "synchronize", fail)
+    with pytest.raises(TransportError, match="the GPU failed: illegal address"):
+        stream.synchronize()
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(MemoryError, match=r"64 bytes on GPU cpu \(simulated\): illegal address"):
         device.allocate(64)

@@ -35,8 +35,9 @@ class FakeRuntime:
     memcpyDefault, hostAllocPortable = 4, 1
     # What CuPy's take: so many whole numbers, or a handle.
     takes = {"malloc": 1, "free": 1, "deviceGetAttribute": 2, "eventRecord": 2,
-             "streamWaitEvent": 2, "memcpyAsync": 5, "hostRegister": 3, "hostUnregister": 1,
-             "ipcGetMemHandle": 1, "ipcOpenMemHandle": 0, "ipcCloseMemHandle": 1}
+             "streamWaitEvent": 2, "streamSynchronize": 1, "memcpyAsync": 5, "hostRegister": 3,
+             "hostUnregister": 1, "ipcGetMemHandle": 1, "ipcOpenMemHandle": 0,
+             "ipcCloseMemHandle": 1}
 
     def __init__(self):
         self.current, self.context = 0, 1
@@ -281,6 +282,20 @@ def test_events_end_once_and_tell_of_failures(runtime):
     assert event.test()
     runtime.status = 700
     assert event.test(), "once done, always done"
+
+
+def test_a_users_stream_is_that_of_the_array(runtime):
+    x = cuda.device(1).allocate(100)
+    for stream, pointer in [(None, 7), (8, 8), (SimpleNamespace(cuda_stream=0), 0)]:
+        runtime.calls.clear()
+        used = x.device.gpu.user_stream(stream)
+        used.download(x, pages(100)), used.upload(pages(100), x), used.record()
+        used.synchronize()
+        assert [(call[1], call[-1]) for call in runtime.calls] == [(1, pointer)] * 4
+        assert runtime.current == 0
+    runtime.fails["streamSynchronize"] = [700]
+    with pytest.raises(TransportError, match="the GPU failed: cuda error 700"):
+        used.synchronize()
 
 
 def test_memory_is_whole_blocks_freed_with_its_last_owner(runtime):

@@ -208,6 +208,25 @@ class Stream:
 
         self.queue(act)
 
+    def synchronize(self):
+        event = self.record()
+        while not event.test():
+            pass
+
+
+class PyTorchStream:
+    """The user's stream for PyTorch, which is not simulated and reads results at once."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def upload(self, x, out):
+        self._stream.upload(x, out)
+        self._stream.synchronize()
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
 
 class Threads:
     """Memory that GPUs of one process open to each other."""
@@ -263,6 +282,7 @@ class SimulatedGpu:
         shared: Memory that GPUs open to each other, as Threads or Processes; None if they cannot.
 
         unqueued: Reason why its streams cannot wait for other GPUs.
+        streams: The user's streams; `current` is the number of the one in use.
 
     Args:
         later: Function that schedules an action; by default, each test of an event executes some
@@ -283,7 +303,12 @@ class SimulatedGpu:
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
-        self.user = Stream(self)
+        self.streams, self.current = [Stream(self), Stream(self)], 0
+
+    @property
+    def user(self):
+        """The user's current stream."""
+        return self.streams[self.current]
 
     @property
     def is_clocked(self):
@@ -373,8 +398,13 @@ class SimulatedGpu:
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
+    def user_stream(self, stream=None):
+        if isinstance(stream, int):
+            return self.streams[stream]
+        return self.user if stream is None else PyTorchStream(self.user)
+
     def mark(self, stream=None):
-        return self.user.record()
+        return self.user_stream(stream).record()
 
     def follow(self, event, stream=None):
         self.user.wait(event)
@@ -472,9 +502,7 @@ class Array(NDArrayOperatorsMixin):
 
     def get(self):
         """Wait for the user's stream, and return a copy in host memory, as CuPy does."""
-        event = self.gpu.user.record()
-        while not event.test():
-            pass
+        self.gpu.user.synchronize()
         return self.inside.copy()
 
     def set(self, value):
@@ -510,7 +538,7 @@ class Cupy:
                                     runtimeGetVersion=self._no_version,
                                     memGetInfo=lambda: (0, 0)), Event=Event,
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
-            get_current_stream=lambda index: SimpleNamespace(ptr=0),
+            get_current_stream=lambda index: SimpleNamespace(ptr=gpu.current),
             Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
             get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
 

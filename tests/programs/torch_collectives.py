@@ -52,6 +52,18 @@ def all_reduce(group, dtype, op, shape=(3, 5)):
     return x
 
 
+def all_reduce_half_strided(group):
+    """Only some ranks have a contiguous tensor, and wait at once."""
+    results = []
+    for turn in range(4):
+        x = strided((3, 5)) if (RANK + turn) % 2 else filled((3, 5))
+        work = dist.all_reduce(x, group=group, async_op=(RANK + turn) % 3 == 0)
+        if work is not None:
+            work.wait()
+        results.append(x)
+    return results
+
+
 def all_reduce_strided(group, dtype, op=Op.SUM):
     x, wide = strided((3, 5), dtype), strided((4, 2), dtype).T
     dist.all_reduce(x, op, group=group)
@@ -344,6 +356,7 @@ DOCUMENTED = [
     *(([sum(of_all((3, 5), dtype)), sum(of_all((4, 2), dtype)).T], all_reduce_strided, dtype)
       for dtype in (torch.float32, torch.bfloat16, torch.int64)),
     ([sum(of_all((3, 5)))] * 4 * SIZE, all_reduce_in_turn),
+    ([sum(of_all((3, 5)))] * 4, all_reduce_half_strided),
     *((of_all((2, 3), dtype), all_gather, dtype) for dtype in OTHER),
     (of_all((0,)), all_gather, torch.float32, (0,)),
     *((filled((3, 5), dtype, rank=1), broadcast, dtype, 1) for dtype in OTHER),

@@ -229,6 +229,9 @@ class _Runtime:
     def memsetAsync(self, out, value, nbytes, stream):
         ctypes.memset(out, value, nbytes)
 
+    def streamSynchronize(self, stream):
+        self._check(stream, 400)
+
     def eventRecord(self, event, stream):
         self._check(event, 400)
 
