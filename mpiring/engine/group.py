@@ -476,7 +476,10 @@ class Group(forks.OfRank):
             self._wait_for_all()
             # Other ranks may compute for hours before they also close.
             self._close_together()
-            self.gpus.compare()
+            if self.gpus.close():
+                # No rank may free memory that another rank has open.
+                self.run(Call("close GPU memory", prepares=True),
+                         lambda collectives: collectives.barrier())
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
@@ -485,6 +488,7 @@ class Group(forks.OfRank):
             self._messages.free()
         self._mailbox.close()
         self._transport.free()
+        self._create_resources()
 
     def _close_together(self) -> None:
         """Wait until all ranks close, and note whether any of them has communicated."""

@@ -52,6 +52,8 @@ class Exports:
         # Segments of open windows, by number. This rank no longer uses the windows in _given_up.
         self._segments: dict[int, Sequence[DeviceVector]] = {}
         self._given_up: list[int] = []
+        # Memory of other ranks that is open, by its address.
+        self._opened: dict[int, DeviceVector] = {}
 
     def empty(self, node: Node, device: Device, shape: Sequence[int], dtype: DTypeLike,
               number: int) -> Schedule[DeviceVector]:
@@ -87,7 +89,7 @@ class Exports:
             try:
                 for rank, other in enumerate(handles):
                     opened.append(memory if rank == node.rank else
-                                  device.gpu.open(other, memory.nbytes, device))
+                                  self._open(other, memory.nbytes, device))
             except OSError as error:
                 problem = str(error)
         if problem:
@@ -95,7 +97,7 @@ class Exports:
         answers = yield from node.share(int(len(opened) == node.size))
         if all(ok for ok, in answers):
             return opened
-        self._close(opened, node.rank)
+        self._close(opened)
         # After this barrier, no rank has the memory open, so it can be freed.
         yield (node.barrier(),)
         return None
@@ -110,13 +112,22 @@ class Exports:
         common = set(offers[0]).intersection(*offers[1:]) - {-1}
         for number in common:
             self._given_up.remove(number)
-            self._close(self._segments[number], node.rank)
+            self._close(self._segments[number])
         if common:
             yield (node.barrier(),)
             for number in common:
                 del self._segments[number]
 
-    def _close(self, segments: Sequence[DeviceVector], rank: int) -> None:
-        for other, segment in enumerate(segments):
-            if other != rank:
+    def _open(self, handle: Sequence[int], nbytes: int, device: Device) -> DeviceVector:
+        memory = device.gpu.open(handle, nbytes, device)
+        self._opened[memory.address] = memory
+        return memory
+
+    def _close(self, segments: Sequence[DeviceVector]) -> None:
+        for segment in segments:
+            if self._opened.pop(segment.address, None) is not None:
                 segment.device.gpu.close(segment)
+
+    def close(self) -> None:
+        """Close all memory of other ranks, when no queued work uses it any more."""
+        self._close(list(self._opened.values()))

@@ -304,11 +304,17 @@ class GpuOperations:
         context = self.context_of(device)
         return lambda collectives: in_context(collectives, context, ready, build, stream)
 
-    def compare(self) -> None:
-        """Compare the calls of queued operations; raise BufferMismatchError if they differ."""
+    def close(self) -> bool:
+        """Close the memory of other ranks; return whether operations have used GPUs.
+
+        All queued work of all ranks is done. Raises BufferMismatchError if the calls of queued
+        operations differ.
+        """
         for context in self._contexts.values():
             if context.queue is not None:
                 context.queue.compare()
+        self._exports.close()
+        return bool(self._contexts)
 
     def release(self, is_over: Callable[[], bool]) -> None:
         """Let queued operations end without a rank that has died; their results are undefined.
