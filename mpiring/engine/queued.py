@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..gpu.device import Event, Queued, UserStream
 from ..operations.agreement import Call
 from ..operations.collectives import Build
-from ..operations.on_device import GpuContext, queue_call
+from ..operations.on_device import GpuContext, QueuedWork
 from ..operations.queue import GpuQueue
 from ..record.flight import Flight
 from ..transport.base import T
@@ -21,55 +21,43 @@ class QueuedOperation:
     """An operation on GPU memory that was agreed on when it was prepared, on all ranks.
 
     Args:
-        build: Function that returns the schedule; see `queue_call`.
+        build: Function that returns the schedule; see QueuedWork.
         ready: Function that returns the events after which the vectors may be used.
         stream: Stream on which callers use the results.
     """
 
     def __init__(self, group: "Group", context: GpuContext, build: Build[Any],
                  ready: Callable[[], Sequence[Event]], stream: UserStream) -> None:
-        self._group, self._context, self._build = group, context, build
+        self._group, self._work = group, QueuedWork(context, build)
         self._ready, self._stream = ready, stream
-        self._queue = cast(GpuQueue, context.queue)
 
     def start(self, call: Call, result: T) -> "QueuedHandle[T]":
         """Queue the operation; return a handle whose `wait` returns `result`. Collective."""
-        group = self._group
+        group, engine = self._group, self._group.engine
+        group.check_open()
         try:
             while True:
-                self._await_turn()
+                if engine.failure is not None:
+                    engine.raise_failure()
+                # Operations of several threads must queue in the order of their numbers.
                 with group.sharing.counter:
-                    # Another thread may have started an operation.
-                    if self._is_next:
+                    # Earlier operations are queued first, and no rank may be far behind.
+                    if self._work.queue.compare() and group.turns.idle:
                         return self._start(call, result)
+                engine.advance()
         except BaseException as error:
-            group.engine.fail(error)
+            engine.fail(error)
             raise
 
     def _start(self, call: Call, result: T) -> "QueuedHandle[T]":
-        group, called_s = self._group, time.monotonic()
-        collectives = group.collectives()
-        number, event = queue_call(self._context, collectives, call, self._ready(), self._build)
+        group, work, called_s = self._group, self._work, time.monotonic()
+        number, event = work.start(group.collectives, call, self._ready())
         # Numbers of the queue are negative, apart from those of other operations.
-        flight = Flight(call, -number, group.name, collectives.algorithm, called_s, called_s)
-        handle = QueuedHandle(group, self._queue, flight, Queued(result, event, self._stream))
+        flight = Flight(call, -number, group.name, work.algorithm, called_s, called_s)
+        handle = QueuedHandle(
+            group, work.queue, flight, Queued(result, event, self._stream))
         group.record_queued(handle)
         return handle
-
-    @property
-    def _is_next(self) -> bool:
-        """Whether all earlier operations are queued, and no rank is far behind."""
-        return self._group.turns.idle and self._queue.has_room
-
-    def _await_turn(self) -> None:
-        group = self._group
-        group.check_open()
-        while True:
-            group.engine.raise_failure()
-            self._queue.compare()
-            if self._is_next:
-                return
-            group.engine.advance()
 
 
 class QueuedHandle(Handle[T]):

@@ -87,8 +87,13 @@ class StallWatch(Watch):
 
     def _forget(self) -> None:
         """Forget complete operations, which would keep their results alive."""
-        self._queued += (handle for handle in self._unfinished if handle.is_queued)
-        self._unfinished = [handle for handle in self._unfinished if not handle.complete]
+        unfinished = []
+        for handle in self._unfinished:
+            if handle.is_queued:
+                self._queued.append(handle)
+            elif not handle.complete:
+                unfinished.append(handle)
+        self._unfinished = unfinished
         while self._queued and self._queued[0].is_over:
             self._queued.popleft()
 

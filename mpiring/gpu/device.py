@@ -63,6 +63,10 @@ class Event(Protocol):
 Alarm = tuple[Array, int]
 
 
+# Sums, as arguments of Stream.combine without its alarm, and barriers, as None.
+Program = list[tuple[Any, ...] | None]
+
+
 class UserStream(Protocol):
     """The stream on which the calling thread queues work at the moment."""
 
@@ -463,6 +467,7 @@ class Device:
         self._uploads, self._downloads, self._work, self._marks = (
             _Queue(gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
+        self._program: Program | None = None
         self.scratch = Scratch(
             _MAX_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
         self.staging = Staging(gpu)
@@ -485,6 +490,7 @@ class Device:
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return its event."""
         with self._lock:
+            self._refuse_to_note()
             self._downloads.follow(self._work, self._uploads)
             if x.size:
                 self._downloads.changes().download(x, out)
@@ -493,6 +499,7 @@ class Device:
     def to_device(self, x: Array, out: DeviceVector) -> Event:
         """Queue a copy from pinned host memory; return its event."""
         with self._lock:
+            self._refuse_to_note()
             self._uploads.follow(self._work)
             if out.size:
                 self._uploads.changes().upload(x, out)
@@ -505,12 +512,53 @@ class Device:
             return
         with self._uploaded(sources) as vectors, self._computing() as stream:
             stream.combine(op, vectors, divisor, outs, nonfinite)
+            if self._program is not None:
+                self._program.append((op, vectors, divisor, outs))
 
     def meet(self, flags: Flags, number: int) -> None:
         """Queue a barrier of a node between all work so far and all later work; see Stream.meet."""
         with self._lock:
             self._work.follow(self._uploads, self._downloads)
             self._work.changes().meet(flags, number)
+            if self._program is not None:
+                self._program.append(None)
+
+    @contextmanager
+    def noting(self) -> Iterator[Program]:
+        """Note the sums and barriers that are queued in a `with` block, so that `repeat` can.
+
+        Other work in the block raises RuntimeError.
+        """
+        with self._lock:
+            program: Program = []
+            self._program = program
+            try:
+                yield program
+            finally:
+                self._program = None
+
+    def _refuse_to_note(self) -> None:
+        if self._program is not None:
+            raise RuntimeError("only sums and barriers can be repeated")
+
+    def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
+               nonfinite: Alarm) -> Event:
+        """Queue the work of a program again, after the events `ready`; return its last event.
+
+        The first barrier has this number. Sums have the alarm `nonfinite`.
+        """
+        with self._lock:
+            self._work.follow(self._uploads, self._downloads)
+            stream = self._work.changes()
+            for event in ready:
+                stream.wait(event)
+            for step in program:
+                if step is None:
+                    stream.meet(flags, number)
+                    number += 1
+                else:
+                    stream.combine(*step, nonfinite)
+            return self._work.mark()
 
     def follow(self, events: Sequence[Event]) -> None:
         """Make all work that is queued from now on wait for events of any stream of this GPU."""
@@ -522,12 +570,14 @@ class Device:
         """Queue filling a vector with zeros."""
         if x.size:
             with self._computing() as stream:
+                self._refuse_to_note()
                 stream.clear(x)
 
     def launch(self, kernel: WarpKernel, function: Callable[..., None], *arguments: Any) -> None:
         """Queue a kernel, unless the first argument is empty; see Stream.launch."""
         if arguments[0].size:
             with self._computing() as stream:
+                self._refuse_to_note()
                 stream.launch(kernel, function, *arguments)
 
     @contextmanager

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import TransportError
-from ..gpu.device import Alarm, Device, DeviceVector, Event, UserStream
+from ..gpu.device import Alarm, Device, DeviceVector, Event, Program, UserStream
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
@@ -250,22 +250,40 @@ def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) 
     return result
 
 
-def queue_call(context: GpuContext, collectives: Collectives, call: Call,
-               ready: Sequence[Event], build: Build[Any]) -> tuple[int, Event]:
-    """Queue an operation on which ranks have agreed; return its number and its last event.
+class QueuedWork:
+    """The work of an operation that ranks have agreed on, which is noted once, and then repeated.
 
-    The number is that of the call in the queue, which ranks compare later. On all ranks, the
-    vectors are in the same windows, or all in none. They may be used after the events `ready`.
+    The function `build` returns its schedule. On all ranks, the vectors are always in the same
+    windows, or all in none.
     """
-    queue, device = cast(GpuQueue, context.queue), context.device
-    number, node = queue.record(call), QueuedNode(cast(GpuQueue, context.queue), None)
-    node.begin(ready)
-    on_gpu = DeviceCollectives(collectives, context, node, queue.alarm(number))
-    for pending in build(on_gpu):
-        if not all(request.test() for request in pending):
-            raise RuntimeError(f"{call} waits for {pending}, not only for GPUs")
-    collectives.algorithm = on_gpu.algorithm
-    return number, device.mark()
+
+    def __init__(self, context: GpuContext, build: Build[Any]) -> None:
+        self._context, self._build = context, build
+        self.queue = cast(GpuQueue, context.queue)
+        self.algorithm = ""
+        # The work, for each place of the staging slots.
+        self._programs: dict[int, Program] = {}
+
+    def start(self, collectives: Callable[[], Collectives], call: Call,
+              ready: Sequence[Event]) -> tuple[int, Event]:
+        """Queue it; return the number of the call, which ranks compare later, and its last event.
+
+        The vectors may be used after the events `ready`.
+        """
+        queue = self.queue
+        number, half = queue.record(call), queue.half
+        program = self._programs.get(half)
+        if program is not None:
+            return number, queue.repeat(program, ready, number)
+        node = QueuedNode(queue, None)
+        node.begin(ready)
+        on_gpu = DeviceCollectives(collectives(), self._context, node, queue.alarm(number))
+        with queue.device.noting() as self._programs[half]:
+            for pending in self._build(on_gpu):
+                if not all(request.test() for request in pending):
+                    raise RuntimeError(f"{call} waits for {pending}, not only for GPUs")
+        self.algorithm = on_gpu.algorithm
+        return number, queue.device.mark()
 
 
 class GpuOperations:

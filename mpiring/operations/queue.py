@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..collectives.native import Turn
-from ..gpu.device import Alarm, Device, DeviceVector, Event, Flags, Queued, UserStream
+from ..gpu.device import (
+    Alarm, Device, DeviceVector, Event, Flags, Program, Queued, UserStream)
 from ..memory.arrays import Array
 from ..transport.base import HEADER_BYTES, Node, Schedule, T
 from ..transport.node_memory import REORDERS, NodeMemory
@@ -62,10 +63,22 @@ class GpuQueue:
         Its work waits for the events `ready`.
         """
         self.device.follow(ready)
-        half = self._slots[0].size // _HALVES
-        start = self._operations % _HALVES * half
+        size = self._slots[0].size // _HALVES
+        start = self.half * size
         self._operations += 1
-        return [slot[start:start + half] for slot in self._slots]
+        return [slot[start:start + size] for slot in self._slots]
+
+    @property
+    def half(self) -> int:
+        """The half of the staging slots that the next operation uses."""
+        return self._operations % _HALVES
+
+    def repeat(self, program: Program, ready: Sequence[Event], number: int) -> Event:
+        """Queue the work of an operation again, for a call; see Device.repeat."""
+        first = self._meetings + 1
+        self._operations += 1
+        self._meetings += program.count(None)
+        return self.device.repeat(program, ready, self._flags, first, self.alarm(number))
 
     def meet(self) -> None:
         """Queue a barrier of all ranks."""
@@ -102,25 +115,18 @@ class GpuQueue:
         self._calls.append(call)
         return self.number
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the next call may be recorded, after `compare`.
+    def compare(self) -> bool:
+        """Compare the calls that all ranks have recorded; return whether there is room for more.
 
-        Half of the ring is for ranks that are behind: they may compare these calls later.
-        """
-        return len(self._calls) < RING // 2
-
-    def compare(self) -> None:
-        """Compare the calls that all ranks have recorded.
-
-        Raises:
-            BufferMismatchError: Another rank made a different call.
+        Half of the ring is for ranks that are behind, which may compare these calls later. Raises
+        BufferMismatchError if another rank made a different call.
         """
         while self._calls:
             number = self.number - len(self._calls) + 1
             word = number % RING * _RECORD_BYTES // 8
-            if any(words[word] < number for words in self._words):
-                return
+            for words in self._words:
+                if words[word] < number:
+                    return len(self._calls) < RING // 2
             if REORDERS:
                 NodeMemory.fence()
             call = self._calls.popleft()
@@ -129,6 +135,7 @@ class GpuQueue:
                     start = 8 * word + 16
                     refuse(self.ranks[self.rank], call, self.ranks[position],
                            bytes(self._texts[position][start:start + HEADER_BYTES]))
+        return True
 
     def alarm(self, number: int) -> Alarm:
         """Return this rank's alarm for NaN and Inf in the results of a call."""
