@@ -166,9 +166,12 @@ def test_a_late_rank(comm, gpu):
         assert (x.get() == sum(range(comm.size))).all()
 
 
-def test_streams_take_turns(comm, gpu):
+def test_streams_take_turns(comm, gpu, monkeypatch):
     """A result may still be on its way on one stream when a call on another one begins."""
+    monkeypatch.setattr(gpu.gpu, "current", 0)
     xs = [gpu.put(np.zeros(300)) for _ in gpu.gpu.streams]
+    # All were written on the first stream.
+    gpu.gpu.user.synchronize()
     for turn in range(60):
         for gpu.gpu.current, x in enumerate(xs):
             x[...] = comm.rank + turn
