@@ -85,8 +85,9 @@ class ShortOnGpu(Prepared):
         schedule = cast(Pattern, self.pattern).schedule(host, collectives)
         if self._sends:
             stream.download(vector, host)
-            # The first step of a host's schedule may already write its vector to a slot.
-            collectives.ready = (stream.record(),)
+        # The first step on the host may send the vector. The result, which another stream copies,
+        # must not be overwritten by the user's earlier work.
+        collectives.ready = (stream.record(),)
         return self._received(schedule, vector, slot, host)
 
     def _received(self, schedule: Schedule[Any], vector: DeviceVector, slot: Array,

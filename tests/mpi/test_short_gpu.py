@@ -25,9 +25,11 @@ LIMIT = TUNING.host_bytes
 TWICE = 2
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    return simulated_gpu.installed(monkeypatch)
+@pytest.fixture(scope="module")
+def gpu():
+    """Return one GPU, because a communicator keeps memory for each GPU that it has used."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield simulated_gpu.installed(patch)
 
 
 @pytest.fixture(scope="module", params=["auto", "mixed"])
@@ -73,7 +75,7 @@ def test_each_rank_may_start_the_call_or_wait_in_it(comm, gpu, n):
     copied = comm.persistent_broadcast(y, root=1)
     own = slice(comm.rank * n // comm.size, (comm.rank + 1) * n // comm.size)
     want = np.arange(n, dtype=np.float32) * comm.size + sum(range(comm.size))
-    for turn in range(5):
+    for turn in range(12):
         mine = np.arange(n, dtype=np.float32) + comm.rank
         x.set(mine)
         if (turn + comm.rank) % 2:
@@ -164,9 +166,12 @@ def test_a_late_rank(comm, gpu):
         assert (x.get() == sum(range(comm.size))).all()
 
 
-def test_streams_take_turns(comm, gpu):
+def test_streams_take_turns(comm, gpu, monkeypatch):
     """A result may still be on its way on one stream when a call on another one begins."""
+    monkeypatch.setattr(gpu.gpu, "current", 0)
     xs = [gpu.put(np.zeros(300)) for _ in gpu.gpu.streams]
+    # All were written on the first stream.
+    gpu.gpu.user.synchronize()
     for turn in range(60):
         for gpu.gpu.current, x in enumerate(xs):
             x[...] = comm.rank + turn

@@ -21,14 +21,16 @@ DTYPES = (torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float16, tor
           torch.float32, torch.float64, torch.complex64)
 
 
-@pytest.fixture(autouse=True)
-def _accelerator(monkeypatch):
-    """Let tensors on the CPU count as tensors on a GPU without CuPy."""
+@pytest.fixture(autouse=True, scope="module")
+def _accelerator():
+    """Let tensors on the CPU count as tensors on one GPU without CuPy."""
     import simulated_accelerator
     from mpiring.gpu import accelerator
-    simulated_accelerator.install(monkeypatch)
-    monkeypatch.setattr(accelerator, "_devices", {})
-    monkeypatch.setattr(arrays, "device_of", functools.cache(arrays.device_of.__wrapped__))
+    with pytest.MonkeyPatch.context() as patch:
+        simulated_accelerator.install(patch)
+        patch.setattr(accelerator, "_devices", {})
+        patch.setattr(arrays, "device_of", functools.cache(arrays.device_of.__wrapped__))
+        yield
 
 
 def calls_of(comm, op):
