@@ -28,7 +28,7 @@ class QueuedOperation:
 
     def __init__(self, group: "Group", context: GpuContext, build: Build[Any],
                  ready: Callable[[], Sequence[Event]], stream: UserStream) -> None:
-        self._group, self._work = group, QueuedWork(context, build)
+        self._group, self._work, self._turns = group, QueuedWork(context, build), group.turns
         self._ready, self._stream = ready, stream
 
     def start(self, call: Call, result: T) -> "QueuedHandle[T]":
@@ -42,7 +42,7 @@ class QueuedOperation:
                 # Operations of several threads must queue in the order of their numbers.
                 with group.sharing.counter:
                     # Earlier operations are queued first, and no rank may be far behind.
-                    if self._work.queue.compare() and group.turns.idle:
+                    if self._work.queue.compare() and self._turns.idle:
                         return self._start(call, result)
                 engine.advance()
         except BaseException as error:
@@ -77,7 +77,7 @@ class QueuedHandle(Handle[T]):
 
     def test(self) -> bool:
         """Return whether the GPU has done the work. See Handle."""
-        self.queue.engine.raise_failure()
+        self._raise_difference()
         return self.is_over
 
     def wait(self, timeout_s: float | None = None) -> T:
@@ -85,6 +85,11 @@ class QueuedHandle(Handle[T]):
 
         Raises the same errors as Handle, as far as they are known by now.
         """
+        self._raise_difference()
+        return self._queued.settled()
+
+    def _raise_difference(self) -> None:
+        """Raise the error of an earlier operation, or that ranks have made different calls."""
         engine = self.queue.engine
         engine.raise_failure()
         try:
@@ -92,7 +97,6 @@ class QueuedHandle(Handle[T]):
         except BaseException as error:
             engine.fail(error)
             raise
-        return self._queued.settled()
 
     def when_done(self, action: Action) -> None:
         """Call `action` at once. See Handle."""

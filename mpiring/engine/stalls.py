@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # and therefore reports on all. This costs a few messages per rank in total. A report lists at most
 # _MAX_ASKED ranks.
 _MAX_ASKED, _GROWTH = 64, 4
+# Number of queued operations after which this class looks which of them are over.
+_MAX_QUEUED = 32
 # How often per `stall_timeout_s` a patient rank asks the other ranks.
 _QUESTIONS = 2
 _NO_ANSWER = "does not answer: it is stopped, or outside mpiring without a progress thread"
@@ -75,8 +77,14 @@ class StallWatch(Watch):
     def enter(self, handle: Handle[Any]) -> None:
         """Watch an operation."""
         with self._lock:
-            self._newest_queued = min(self._newest_queued, handle.flight.sequence)
-            self._unfinished.append(handle)
+            if handle.is_queued:
+                self._newest_queued = min(self._newest_queued, handle.flight.sequence)
+                self._queued.append(handle)
+                if len(self._queued) < _MAX_QUEUED:
+                    # It takes a call of CUDA to find out which are over.
+                    return
+            else:
+                self._unfinished.append(handle)
             self._forget()
 
     def unfinished(self) -> list[Handle[Any]]:

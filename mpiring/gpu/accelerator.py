@@ -20,7 +20,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from ..remedies import pip_install_cupy
-from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, failed
+from .device import Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, Program, failed
 from .warps import WarpKernel
 
 # cudaHostRegisterPortable; HIP uses the same value.
@@ -143,6 +143,12 @@ class AcceleratorStream:
     def meet(self, flags: Flags, number: int) -> None:
         """Raise MissingDependencyError, because PyTorch has no such operation."""
         raise MissingDependencyError(f"barriers of streams need CuPy: {pip_install_cupy()}")
+
+    def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
+               nonfinite: Alarm) -> Event:
+        """Raise MissingDependencyError, as `meet` does."""
+        self.meet(flags, number)
+        return self.record()
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""

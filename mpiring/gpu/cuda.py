@@ -19,7 +19,7 @@ from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import COMPLEX, FLOATING, Array, data_address, dtype_name
 from ..remedies import pip_install_cupy
 from . import kernels
-from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, address_of,
+from .device import (Alarm, Device, DeviceVector, Event, Flags, Gpu, Mark, Program,
                      await_event, failed)
 from .kernels import Kernel
 from .stream_memory import ALL_BITS, Barrier, driver
@@ -142,33 +142,62 @@ class CudaStream:
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector], nonfinite: Alarm | None = None) -> None:
         """Queue an elementwise combination of vectors; see gpu.Stream."""
+        with self._cuda.current():
+            self._sum(op, sources, divisor, outs, nonfinite is not None)(nonfinite)
+
+    def _sum(self, op: str, sources: Sequence[DeviceVector], divisor: float,
+             outs: Sequence[DeviceVector], alarmed: bool) -> Callable[[Alarm | None], None]:
+        """Return a function that queues a combination, with another alarm each time."""
         x = outs[0]
+        if len(sources) == 1 and divisor == 1 and not alarmed:
+            return functools.partial(self._copy_to, sources[0], outs)
         divides, by = kernels.division(x.dtype, divisor)
-        alarm = {}
-        if nonfinite is not None and dtype_name(x.dtype) in (*FLOATING, *COMPLEX):
-            word, number = nonfinite
-            alarm = {"word": address_of(word), "number": number & ALL_BITS}
-        if len(sources) == 1 and divides == "none" and not alarm:
-            for out in outs:
-                if out.address != sources[0].address:
-                    self._copy(out.address, sources[0].address, out.nbytes)
-            return
+        alarmed = alarmed and dtype_name(x.dtype) in (*FLOATING, *COMPLEX)
         kernel = kernels.combine("sum" if op == "mean" else op, x.dtype, len(sources), len(outs),
-                                 divides, bool(alarm))
+                                 divides, alarmed)
         read, written = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*read, *written], x.size, x.itemsize)
-        self._launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
-                     packs=cut.packs, divisor=by, **alarm)
+        job = kernel.job(sources=read, outs=written, n=x.size, head=cut.head, packs=cut.packs,
+                         divisor=by)
+        launch = self._launcher(kernel, cut.work, job)
+
+        def queue(nonfinite: Alarm | None) -> None:
+            if alarmed and nonfinite is not None:
+                word, number = nonfinite
+                job["word"], job["number"] = data_address(word), number & ALL_BITS
+            launch()
+
+        return queue
 
     def meet(self, flags: Flags, number: int) -> None:
         """Queue a barrier of a node; see gpu.Stream. Raises TransportError if CUDA refuses it."""
+        with self._cuda.current():
+            self._meet(flags, number)
+
+    def _meet(self, flags: Flags, number: int) -> None:
         cuda = self._cuda
-        with cuda.current():
-            status = cuda.barrier(flags).queue(self._pointer, number)
+        status = cuda.barrier(flags).queue(self._pointer, number)
         if status:
             error = cuda.runtime.CUDARuntimeError(status)
             raise TransportError(f"the GPU failed: cuStreamBatchMemOp, barrier {number} of "
                                  f"{len(flags.words)} ranks: {error}")
+
+    def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
+               nonfinite: Alarm) -> CudaEvent:
+        """Queue the work of a program again; see gpu.Stream."""
+        with self._cuda.current():
+            if program.prepared is None:
+                program.prepared = [
+                    None if step is None else self._sum(*step) for step in program.steps]
+            for event in ready:
+                self._cuda.runtime.streamWaitEvent(self._pointer, _pointer_of(event))
+            for queue in program.prepared:
+                if queue is None:
+                    self._meet(flags, number)
+                    number += 1
+                else:
+                    queue(nonfinite)
+            return CudaEvent(self._cuda, self._pointer)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
@@ -179,15 +208,19 @@ class CudaStream:
         """Queue a kernel; see gpu.Stream."""
         n = arguments[0].size
         values = [x.address if isinstance(x, DeviceVector) else x or 0 for x in arguments]
-        self._launch(kernel, -(-n // kernel.block) * WARP, n=n,
-                     **dict(zip(kernel.parameters.names or (), values)))
-
-    def _launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel with its struct's values, for at most as many threads as units of work."""
-        blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.max_blocks))
+        job = kernel.job(n=n, **dict(zip(kernel.parameters.names or (), values)))
         with self._cuda.current():
-            kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
-                (blocks,), (kernels.THREADS,), (kernel.arguments(**values),), stream=self._stream)
+            self._launcher(kernel, -(-n // kernel.block) * WARP, job)()
+
+    def _launcher(self, kernel: Kernel, work: int, job: Array) -> Callable[[], None]:
+        """Return a function that queues a kernel with a job.
+
+        It has at most as many threads as there are units of work. The GPU must be current.
+        """
+        blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.max_blocks))
+        return functools.partial(
+            kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index),
+            (blocks,), (kernels.THREADS,), (kernel.opaque(job),), stream=self._stream)
 
     def record(self) -> CudaEvent:
         """Return a mark behind all queued work."""
@@ -207,6 +240,11 @@ class CudaStream:
                 self._cuda.runtime.streamSynchronize(self._pointer)
         except RuntimeError as error:
             raise failed(error) from error
+
+    def _copy_to(self, x: DeviceVector, outs: Sequence[DeviceVector], _: object) -> None:
+        for out in outs:
+            if out.address != x.address:
+                self._copy(out.address, x.address, out.nbytes)
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
@@ -301,9 +339,24 @@ class Cuda(Gpu):
 
     def user_stream(self, stream: Any = None) -> CudaStream:
         """Return a PyTorch stream, a stream at a pointer, or CuPy's current stream."""
+        return CudaStream(self, self._pointer_of(stream))
+
+    # A bucket is marked and followed in each step, which these methods do in few calls.
+
+    def mark(self, stream: Any = None) -> CudaEvent:
+        """Return a mark on a user's stream; see gpu.Gpu."""
+        with self.current():
+            return CudaEvent(self, self._pointer_of(stream))
+
+    def follow(self, event: Event, stream: Any = None) -> None:
+        """Make work that is queued on a user's stream from now on wait; see gpu.Gpu."""
+        with self.current():
+            self.runtime.streamWaitEvent(self._pointer_of(stream), _pointer_of(event))
+
+    def _pointer_of(self, stream: Any) -> Any:
         if stream is None:
-            stream = self.cupy.cuda.get_current_stream(self.index).ptr
-        return CudaStream(self, getattr(stream, "cuda_stream", stream))
+            return self.cupy.cuda.get_current_stream(self.index).ptr
+        return getattr(stream, "cuda_stream", stream)
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
@@ -63,8 +63,18 @@ class Event(Protocol):
 Alarm = tuple[Array, int]
 
 
-# Sums, as arguments of Stream.combine without its alarm, and barriers, as None.
-Program = list[tuple[Any, ...] | None]
+@dataclass(eq=False)
+class Program:
+    """Work that is queued again and again.
+
+    Attributes:
+        steps: Sums, as arguments of Stream.combine, with a truth value for its alarm; and barriers,
+            as None.
+        prepared: What a stream keeps to repeat the work faster.
+    """
+
+    steps: list[tuple[Any, ...] | None] = field(default_factory=list)
+    prepared: Any = None
 
 
 class UserStream(Protocol):
@@ -137,6 +147,10 @@ class Stream(Protocol):
         The arguments are vectors, numbers, or None; the first one is a vector. A simulated GPU
         calls the function, which computes the same with NumPy arrays.
         """
+
+    def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
+               nonfinite: Alarm) -> Event:
+        """Queue the work of a program again, after events, and a mark; see Device.repeat."""
 
     def record(self) -> Event:
         """Return a mark behind all queued work."""
@@ -443,6 +457,11 @@ class _Queue:
                 self._known[other] = mark
                 self.changes().wait(mark)
 
+    def repeat(self, *arguments: Any) -> Event:
+        """Queue the work of a program; see Stream.repeat."""
+        self._mark, self._is_used = self._stream.repeat(*arguments), True
+        return self._mark
+
     def changes(self) -> Stream:
         """Return the stream, to queue work on it."""
         self._mark, self._is_used = None, True
@@ -513,7 +532,7 @@ class Device:
         with self._uploaded(sources) as vectors, self._computing() as stream:
             stream.combine(op, vectors, divisor, outs, nonfinite)
             if self._program is not None:
-                self._program.append((op, vectors, divisor, outs))
+                self._program.steps.append((op, vectors, divisor, outs, nonfinite is not None))
 
     def meet(self, flags: Flags, number: int) -> None:
         """Queue a barrier of a node between all work so far and all later work; see Stream.meet."""
@@ -521,7 +540,7 @@ class Device:
             self._work.follow(self._uploads, self._downloads)
             self._work.changes().meet(flags, number)
             if self._program is not None:
-                self._program.append(None)
+                self._program.steps.append(None)
 
     @contextmanager
     def noting(self) -> Iterator[Program]:
@@ -530,8 +549,7 @@ class Device:
         Other work in the block raises RuntimeError.
         """
         with self._lock:
-            program: Program = []
-            self._program = program
+            self._program = program = Program()
             try:
                 yield program
             finally:
@@ -545,20 +563,11 @@ class Device:
                nonfinite: Alarm) -> Event:
         """Queue the work of a program again, after the events `ready`; return its last event.
 
-        The first barrier has this number. Sums have the alarm `nonfinite`.
+        The first barrier has this number. The alarm of sums is `nonfinite`.
         """
         with self._lock:
             self._work.follow(self._uploads, self._downloads)
-            stream = self._work.changes()
-            for event in ready:
-                stream.wait(event)
-            for step in program:
-                if step is None:
-                    stream.meet(flags, number)
-                    number += 1
-                else:
-                    stream.combine(*step, nonfinite)
-            return self._work.mark()
+            return self._work.repeat(program, ready, flags, number, nonfinite)
 
     def follow(self, events: Sequence[Event]) -> None:
         """Make all work that is queued from now on wait for events of any stream of this GPU."""

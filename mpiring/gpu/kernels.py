@@ -142,12 +142,16 @@ class Kernel:
         # CuPy reads the description of a dtype; for a struct with names, this takes 30 µs.
         return np.dtype(f"V{self.parameters.itemsize}")
 
-    def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
+    def job(self, **values: Any) -> np.ndarray[Any, Any]:
         """Return the struct with these values, as a zero-dimensional array."""
         filled = np.zeros((), self.parameters)
         for name, value in values.items():
             filled[name] = value
-        return filled.view(self._opaque)
+        return filled
+
+    def opaque(self, job: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the same memory, in the form that CuPy passes to a kernel."""
+        return job.view(self._opaque)
 
 
 _built: dict[tuple[Kernel, int], Any] = {}

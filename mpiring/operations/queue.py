@@ -26,9 +26,6 @@ _ALARMS = 64
 _RECORDS = _ALARMS + 4 * RING
 _RECORD_BYTES = 16 + HEADER_BYTES
 MEMORY_BYTES = _RECORDS + RING * _RECORD_BYTES
-# Operations use the halves of the staging slots in turn. A rank writes to a half again after the
-# barrier of another operation, when all ranks have queued their reads of its content.
-_HALVES = 2
 
 
 class GpuQueue:
@@ -41,19 +38,23 @@ class GpuQueue:
     Attributes:
         ranks, rank: Ranks of the node in the communicator, and the position of this rank.
         number: Number of calls that this rank has recorded; see `record`.
+        half: Half of the staging slots that the next operation uses, 0 or 1. Operations use them in
+            turn. A rank writes to a half again after the barrier of another operation, when all
+            ranks have queued their reads of its content.
     """
 
     def __init__(self, device: Device, node: Node, memory: Sequence[Array],
                  slots: Sequence[DeviceVector]) -> None:
         self.device, self.ranks, self.rank = device, node.ranks, node.rank
-        self.number = 0
+        self.number = self.half = 0
         self._slots = slots
         self._flags = Flags([part[:4].view(np.uint32) for part in memory], node.rank)
         self._alarms = [part[_ALARMS:_RECORDS].view(np.uint32) for part in memory]
+        self._own_alarms = [self._alarms[node.rank][i:i + 1] for i in range(RING)]
         self._words = [part[_RECORDS:].data.cast("q") for part in memory]
         self._texts = [part[_RECORDS:].data for part in memory]
         self._calls: deque[Call] = deque()
-        self._operations = self._meetings = 0
+        self._meetings = 0
 
     # Work on the GPU
 
@@ -63,21 +64,16 @@ class GpuQueue:
         Its work waits for the events `ready`.
         """
         self.device.follow(ready)
-        size = self._slots[0].size // _HALVES
+        size = self._slots[0].size // 2
         start = self.half * size
-        self._operations += 1
+        self.half = 1 - self.half
         return [slot[start:start + size] for slot in self._slots]
-
-    @property
-    def half(self) -> int:
-        """The half of the staging slots that the next operation uses."""
-        return self._operations % _HALVES
 
     def repeat(self, program: Program, ready: Sequence[Event], number: int) -> Event:
         """Queue the work of an operation again, for a call; see Device.repeat."""
         first = self._meetings + 1
-        self._operations += 1
-        self._meetings += program.count(None)
+        self.half = 1 - self.half
+        self._meetings += program.steps.count(None)
         return self.device.repeat(program, ready, self._flags, first, self.alarm(number))
 
     def meet(self) -> None:
@@ -139,7 +135,7 @@ class GpuQueue:
 
     def alarm(self, number: int) -> Alarm:
         """Return this rank's alarm for NaN and Inf in the results of a call."""
-        return self._alarms[self.rank][number % RING:][:1], number
+        return self._own_alarms[number % RING], number
 
     def is_finite(self, number: int) -> bool:
         """Return whether no rank has given the alarm of a call, whose event is complete."""

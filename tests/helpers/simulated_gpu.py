@@ -187,6 +187,18 @@ class Stream:
 
         self.queue(act)
 
+    def repeat(self, program, ready, flags, number, nonfinite):
+        for event in ready:
+            self.wait(event)
+        for step in program.steps:
+            if step is None:
+                self.meet(flags, number)
+                number += 1
+            else:
+                *sums, alarmed = step
+                self.combine(*sums, nonfinite if alarmed else None)
+        return self.record()
+
     def record(self):
         event = Event(self._gpu)
 
