@@ -17,6 +17,8 @@ class Combined:
     ranks over `predivide`.
     """
 
+    queues = True
+
     def __init__(self, op: str, predivide: float = 1.0) -> None:
         self.op, self.predivide = op, predivide
 

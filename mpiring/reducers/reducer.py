@@ -17,6 +17,10 @@ class Reducer(Protocol):
     If its attribute `on_gpus` is False, mpiring copies gradients from a GPU to host memory before
     it calls `reduce`, and copies their means back.
 
+    If its attribute `queues` is True, its schedule consists of sums and collectives of the bucket,
+    the same in each step. On a GPU, `reduce` is then called only for the first steps, and its work
+    is queued again in the others, for which no host waits.
+
     A Reducer that keeps state between steps derives from `compressor.Compressor`. A Reducer may
     also have a method `scatter`, which gives each rank only its slice at lower cost; see
     `scatter_of`.
@@ -40,6 +44,8 @@ class Reducer(Protocol):
 
 class Mean:
     """The plain mean, by the fastest allreduce."""
+
+    queues = True
 
     def __repr__(self) -> str:
         return "Mean()"

@@ -103,6 +103,10 @@ class Future(torch.futures.Future):
         if error is not None:
             self.set_exception(error)
             return
+        if self._handle is DONE:
+            # The result is for this stream, on which its last copy may be queued.
+            self.set_result(self._value)
+            return
         # On the user's stream, the future would wait for later work. This stream waits only for the
         # operation, if its work is queued.
         with on_idle_stream(self._gpus):

@@ -245,7 +245,7 @@ class FusedTensors:
                 self._comm.prepared(
                     _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
                     device=self.device, ready=lambda: bucket.written, stream=self.stream,
-                    is_agreed=type(reducer) is Mean)
+                    is_agreed=getattr(reducer, "queues", False))
                 for build in (reduce_of, scatter_of)]
         return BucketReduction(reducer, bucket, *operations)
 
