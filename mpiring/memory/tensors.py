@@ -73,7 +73,7 @@ def note_write(x: object) -> None:
 
 
 def refuse_gaps(tensor: "torch.Tensor") -> None:
-    """Raise ConfigError unless a tensor is strided and contiguous."""
+    """Raise ConfigError unless a tensor is strided and contiguous, and stores its own elements."""
     if tensor.layout is not sys.modules["torch"].strided:
         raise ConfigError(
             f"a {tensor.layout} tensor on {tensor.device}: expected a dense one")
@@ -82,3 +82,7 @@ def refuse_gaps(tensor: "torch.Tensor") -> None:
             f"tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
             f"contiguous, so it cannot be combined in place; pass y = x.contiguous(), and "
             f"afterwards x.copy_(y)")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            f"tensor of shape {tuple(tensor.shape)} is a lazy conjugate or negative view; pass y = "
+            f"x.resolve_conj().resolve_neg(), and afterwards x.copy_(y)")
