@@ -4,6 +4,7 @@ The ranks of a node see each other's GPU memory. Their streams wait for each oth
 pinned host memory. All ranks queue their operations in the same order.
 """
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from ..transport.base import HEADER_BYTES, Node, Schedule, T
 from ..transport.node_memory import REORDERS, NodeMemory
 from .agreement import Call, refuse
 
-# Number of the latest calls that are kept for comparison, and of alarms.
+# Number of the latest calls that are kept for comparison.
 RING = 64
+# Number of the latest calls whose alarms are kept. Those of a step are read in the next step.
+ALARMS = 2048
 # The memory of a rank has its flag, an alarm for each call, and a record of each call, which is its
 # number, its digest and its header.
 _ALARMS = 64
-_RECORDS = _ALARMS + 4 * RING
+_RECORDS = _ALARMS + 4 * ALARMS
 _RECORD_BYTES = 16 + HEADER_BYTES
 MEMORY_BYTES = _RECORDS + RING * _RECORD_BYTES
 
@@ -50,10 +53,12 @@ class GpuQueue:
         self._slots = slots
         self._flags = Flags([part[:4].view(np.uint32) for part in memory], node.rank)
         self._alarms = [part[_ALARMS:_RECORDS].view(np.uint32) for part in memory]
-        self._own_alarms = [self._alarms[node.rank][i:i + 1] for i in range(RING)]
+        self._own_alarms = [self._alarms[node.rank][i:i + 1] for i in range(ALARMS)]
         self._words = [part[_RECORDS:].data.cast("q") for part in memory]
         self._texts = [part[_RECORDS:].data for part in memory]
         self._calls: deque[Call] = deque()
+        # Threads that wait compare calls, too.
+        self._comparing = threading.Lock()
         self._meetings = 0
 
     # Work on the GPU
@@ -100,16 +105,18 @@ class GpuQueue:
 
     def record(self, call: Call) -> int:
         """Let the other ranks compare a call, which has the returned number, from 1."""
-        self.number += 1
-        place = self.number % RING * _RECORD_BYTES
+        number = self.number + 1
+        place = number % RING * _RECORD_BYTES
         self._texts[self.rank][place + 16:place + _RECORD_BYTES] = call.header
         words, word = self._words[self.rank], place // 8
         words[word + 1] = call.digest
         if REORDERS:
             NodeMemory.fence()
-        words[word] = self.number
-        self._calls.append(call)
-        return self.number
+        words[word] = number
+        with self._comparing:
+            self._calls.append(call)
+            self.number = number
+        return number
 
     def compare(self) -> bool:
         """Compare the calls that all ranks have recorded; return whether there is room for more.
@@ -117,29 +124,30 @@ class GpuQueue:
         Half of the ring is for ranks that are behind, which may compare these calls later. Raises
         BufferMismatchError if another rank made a different call.
         """
-        while self._calls:
-            number = self.number - len(self._calls) + 1
-            word = number % RING * _RECORD_BYTES // 8
-            for words in self._words:
-                if words[word] < number:
-                    return len(self._calls) < RING // 2
-            if REORDERS:
-                NodeMemory.fence()
-            call = self._calls.popleft()
-            for position, words in enumerate(self._words):
-                if words[word + 1] != call.digest:
-                    start = 8 * word + 16
-                    refuse(self.ranks[self.rank], call, self.ranks[position],
-                           bytes(self._texts[position][start:start + HEADER_BYTES]))
-        return True
+        with self._comparing:
+            while self._calls:
+                number = self.number - len(self._calls) + 1
+                word = number % RING * _RECORD_BYTES // 8
+                for words in self._words:
+                    if words[word] < number:
+                        return len(self._calls) < RING // 2
+                if REORDERS:
+                    NodeMemory.fence()
+                call = self._calls.popleft()
+                for position, words in enumerate(self._words):
+                    if words[word + 1] != call.digest:
+                        start = 8 * word + 16
+                        refuse(self.ranks[self.rank], call, self.ranks[position],
+                               bytes(self._texts[position][start:start + HEADER_BYTES]))
+            return True
 
     def alarm(self, number: int) -> Alarm:
         """Return this rank's alarm for NaN and Inf in the results of a call."""
-        return self._own_alarms[number % RING], number
+        return self._own_alarms[number % ALARMS], number
 
     def is_finite(self, number: int) -> bool:
         """Return whether no rank has given the alarm of a call, whose event is complete."""
-        return not any(int(alarms[number % RING]) == number & 0xFFFFFFFF
+        return not any(int(alarms[number % ALARMS]) == number & 0xFFFFFFFF
                        for alarms in self._alarms)
 
 

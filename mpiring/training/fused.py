@@ -18,6 +18,7 @@ from ..names import nearest
 from ..operations.agreement import Call
 from ..operations.collectives import Collectives
 from ..engine.prepared import Pattern, Prepared
+from ..operations.queue import ALARMS
 from ..reducers.reducer import (
     Mean, Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of)
 from ..reducers.compressor import Compressor
@@ -151,7 +152,10 @@ class FusedTensors:
         self.buckets: list[Bucket] = []
         self.reductions: list[BucketReduction] = []
         empty = functools.partial(comm.empty, device=self.device or "cpu")
-        for index, bucket_plan in enumerate(self.plan(self.choice.bucket_bytes)):
+        plans = self.plan(self.choice.bucket_bytes)
+        # A step may also send weights in as many operations.
+        self._queues = len(plans) <= ALARMS // 4
+        for index, bucket_plan in enumerate(plans):
             self.buckets.append(Bucket(index, bucket_plan, empty, self.device))
             self.reductions.append(self._reduction_of(self.buckets[-1]))
         if self.device is not None:
@@ -245,7 +249,7 @@ class FusedTensors:
                 self._comm.prepared(
                     _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
                     device=self.device, ready=lambda: bucket.written, stream=self.stream,
-                    is_agreed=getattr(reducer, "queues", False))
+                    is_agreed=self._queues and getattr(reducer, "queues", False))
                 for build in (reduce_of, scatter_of)]
         return BucketReduction(reducer, bucket, *operations)
 

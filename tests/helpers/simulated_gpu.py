@@ -611,9 +611,13 @@ class SimulatedDevice(Device):
         return vector.view(dtype)
 
 
+# The GPU that was installed last.
+_installed = None
+
+
 def _drive(ref):
     """Execute actions while the host does other things, because other ranks may wait for them."""
-    while (gpu := ref()) is not None:
+    while ref is _installed and (gpu := ref()) is not None:
         gpu.idle()
         del gpu
         time.sleep(1e-4)
@@ -622,7 +626,9 @@ def _drive(ref):
 def installed(monkeypatch):
     """Replace CuPy by a simulated package with one GPU; return this GPU's device."""
     device = SimulatedDevice(SimulatedGpu(shared=Processes()))
-    threading.Thread(target=_drive, args=(weakref.ref(device.gpu),), daemon=True).start()
+    global _installed
+    _installed = weakref.ref(device.gpu)
+    threading.Thread(target=_drive, args=(_installed,), daemon=True).start()
     device.gpu.cupy = Cupy(device.gpu)
     monkeypatch.setitem(sys.modules, "cupy", device.gpu.cupy)
     monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))

@@ -230,7 +230,9 @@ def test_a_rank_that_is_missing_is_named(comm, gpu, breakable, how):
         time.sleep(6)
         return
     step(dp, gpu, 1)
-    with pytest.raises(StallError, match=f"rank {comm.size - 1} has NOT CALLED it") as error:
+    # On a busy machine, an answer may come too late.
+    problem = f"rank {comm.size - 1} (has NOT CALLED it|does not answer)"
+    with pytest.raises(StallError, match=problem) as error:
         dp.finite if how == "asks" else own.close()
     assert "on a GPU reduce Mean()" in str(error.value)
     time.sleep(1)
