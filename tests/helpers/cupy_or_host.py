@@ -11,6 +11,7 @@ from launching import missing
 
 from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda, kernels
+from mpiring.operations import on_device
 
 _FOLDER = Path(__file__).with_name("host_cuda")
 
@@ -47,6 +48,8 @@ def installed(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", host_cupy())
         monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))
         monkeypatch.setattr(cuda, "_devices", {})
+        # Each GPU of a process keeps its slots.
+        monkeypatch.setattr(on_device, "SLOT_BYTES", 1 << 20)
         monkeypatch.setattr(kernels, "_built", {})
         monkeypatch.setenv("PYTHONPATH", str(_FOLDER), prepend=os.pathsep)
     return cuda.cupy()

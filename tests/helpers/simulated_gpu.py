@@ -26,6 +26,7 @@ from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
 from mpiring.gpu.device import Device, DeviceVector
 from mpiring.memory.arrays import is_finite
+from mpiring.operations import on_device
 from mpiring.memory.reduction import quietly, reduction
 
 JUNK = 0xA5
@@ -633,4 +634,6 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", device.gpu.cupy)
     monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))
     monkeypatch.setattr(cuda, "_devices", {0: device})
+    # Each GPU of a process keeps its slots.
+    monkeypatch.setattr(on_device, "SLOT_BYTES", 1 << 20)
     return device
