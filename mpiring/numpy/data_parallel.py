@@ -116,11 +116,12 @@ class DataParallel:
 
         Collective: yes, over a step. Blocking: no.
         """
-        self.gradients.nonfinite.report()
         factor = self.gradients.weighing.factor
         if factor != 1 and name in self.grads and self.gradients.expects(name):
             _multiply(self.grads[name], factor)
         self.gradients.ready(name)
+        # Means that are queued on a GPU are checked when the next step begins.
+        self.gradients.nonfinite.report()
 
     def weigh(self, tokens: float) -> None:
         """Weight this rank's gradients in this step by its number of tokens, or samples.
@@ -264,7 +265,9 @@ class DataParallel:
 
         A NaN or Inf on any rank reaches the means on all ranks. If this is False, skip the update;
         reducers ignore such a step. If the program does not read this, rank 0 warns of such steps,
-        once for several in a row, when the next step begins or the program ends.
+        once for several in a row, when the next step begins or the program ends. If operations are
+        queued on a GPU, reading this waits for the GPU, and rank 0 does not warn when the program
+        ends.
         """
         self.gradients.skip_report()
         return self.gradients.finite
@@ -274,8 +277,8 @@ class DataParallel:
         """Names of gradients that held NaN or Inf before averaging in the last step, by rank.
 
         The same on all ranks. Each step checks the gradients that are sent last, because a NaN in
-        any layer reaches them; on a GPU, this check would synchronize and is omitted. All gradients
-        are checked in the ten steps after a step whose means were not finite.
+        any layer reaches them; on a GPU, this check would wait for the GPU and is omitted. All
+        gradients are checked in the ten steps after a step whose means were not finite.
         """
         return self.gradients.nonfinite.by_rank
 

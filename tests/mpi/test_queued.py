@@ -189,6 +189,17 @@ def test_a_step_without_finite_means(comm, gpu, caplog):
     assert all(text.startswith("step 1: NaN or Inf") and " c" in text for text in warnings)
 
 
+def test_the_next_step_warns_when_it_begins(comm, gpu, caplog):
+    """Also if it has only one gradient."""
+    dp = DataParallel({"a": gpu.put(np.zeros(300, np.float32))}, comm)
+    for value in (np.nan, 1):
+        dp.grads["a"][...] = gpu.put(np.full(300, value, np.float32))
+        dp.ready("a")
+        dp.wait()
+    warnings = [record.getMessage()[:11] for record in caplog.records]
+    assert warnings.count("step 0: NaN") == (comm.rank == 0), warnings
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_an_optimizer_has_the_bits_of_the_host(comm, gpu, sharded):
     results = []
