@@ -57,7 +57,9 @@ class Communicator(OfRank):
     threads. Threads that do not wait for each other need one communicator each: `split(0)`.
 
     On a GPU, a blocking collective begins after the work that is queued on the current stream of
-    CuPy or PyTorch. Use its result on this stream, or after the stream is synchronized.
+    CuPy or PyTorch, and may return before the GPU has finished. Use its result on the stream that
+    is current when the call returns. Other streams, also of other threads, must wait for this
+    stream first. Threads that train at the same time need separate streams.
 
     Args:
         mpi_comm: mpi4py intracommunicator. It is duplicated, so that messages of mpiring never
@@ -191,8 +193,9 @@ class Communicator(OfRank):
         """Start to combine `x` over all ranks, and return a handle at once.
 
         The operation advances in the background. Do not read or write `x` until the `wait()` of the
-        handle returns it. Many operations may be in flight; wait for them in any order. Other ranks
-        may call `allreduce` instead.
+        handle returns it. On a GPU, use the result on the stream that is current when `wait()`
+        returns; `test()` tells whether the GPU has finished. Many operations may be in flight; wait
+        for them in any order. Other ranks may call `allreduce` instead.
 
         Args:
             x, op, algorithm: Arguments of `allreduce`.

@@ -70,7 +70,7 @@ class Program:
     Attributes:
         steps: Sums, as arguments of Stream.combine, with a truth value for its alarm; and barriers,
             as None.
-        prepared: What a stream keeps to repeat the work faster.
+        prepared: Data that a stream keeps to repeat the work faster.
     """
 
     steps: list[tuple[Any, ...] | None] = field(default_factory=list)

@@ -361,7 +361,8 @@ class DataParallel(Wrapper):
         """True if all means of the last complete step are finite; the same on all ranks.
 
         A NaN or Inf on any rank reaches the means on all ranks. If this is False, skip the update,
-        as GradScaler does; reducers ignore such a step.
+        as GradScaler does; reducers ignore such a step. If operations are queued on a GPU, reading
+        this waits for the GPU.
         """
         return self._averaging is None or self._averaging.gradients.finite
 
@@ -370,9 +371,10 @@ class DataParallel(Wrapper):
         """Names of gradients that held NaN or Inf before averaging in the last step, by rank.
 
         The same on all ranks. Each step checks the gradients that are sent last, which a NaN of any
-        layer reaches; on a GPU, that check would synchronize and is omitted. All gradients are
+        layer reaches; on a GPU, that check would wait for the GPU and is omitted. All gradients are
         checked in the ten steps after a step whose means were not finite. Rank 0 warns when an
-        optimizer is about to use such gradients.
+        optimizer is about to use such gradients. If they are queued on a GPU, it warns one step
+        later, if the gradients are still not finite.
         """
         return {} if self._averaging is None else self._averaging.gradients.nonfinite.by_rank
 
