@@ -57,7 +57,7 @@ class GpuQueue:
         self._words = [part[_RECORDS:].data.cast("q") for part in memory]
         self._texts = [part[_RECORDS:].data for part in memory]
         self._calls: deque[Call] = deque()
-        # Threads that wait compare calls, too.
+        # Threads that wait also compare calls.
         self._comparing = threading.Lock()
         self._meetings = 0
 
