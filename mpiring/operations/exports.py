@@ -27,11 +27,10 @@ _log = logging.getLogger("mpiring")
 
 
 @functools.cache
-def log_problem(rank: int, device: str, problem: str, *,
-                result: str = "data goes through pinned host memory") -> None:
-    """Log, once, why a GPU cannot be used as other GPUs are, and the result."""
-    _log.warning("rank %d cannot share memory of %s with its node (%s): %s", rank, device, problem,
-                 result)
+def log_problem(rank: int, device: str, problem: str) -> None:
+    """Log, once, why memory cannot be shared."""
+    _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
+                 "host memory", rank, device, problem)
 
 
 @dataclass(eq=False)

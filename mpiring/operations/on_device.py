@@ -6,6 +6,7 @@ arrives at a barrier when all of its queued work is done. Staging slots are in p
 """
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
 from ..transport.windows import Windows, mapped
 from .agreement import Call
-from .exports import Exports, log_problem
+from .exports import Exports
 from .collectives import Build, Collectives, nothing, returning
 from .queue import MEMORY_BYTES, GpuQueue, QueuedNode
 
@@ -44,8 +45,17 @@ TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTE
 # A queue copies in GPU memory, where each step takes only microseconds.
 QUEUED_TUNING = replace(TUNING, host_bytes=0, staged_bytes=SLOT_BYTES // 4)
 
+_log = logging.getLogger("mpiring")
+
 # Function that runs an operation among all ranks of the communicator.
 Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
+
+
+@functools.cache
+def _log_unqueued(rank: int, device: str, problem: str) -> None:
+    """Log, once, why operations cannot be queued."""
+    _log.info("rank %d: operations on %s cannot be queued (%s): the host waits between their steps",
+              rank, device, problem)
 
 
 class GpuContext(NamedTuple):
@@ -386,8 +396,7 @@ class GpuOperations:
         problem = device.gpu.unqueued
         answers = yield from node.share(int(not problem))
         if problem:
-            log_problem(node.ranks[node.rank], repr(device), problem,
-                        result="the host waits between steps of the GPUs")
+            _log_unqueued(node.ranks[node.rank], repr(device), problem)
         if not all(ok for ok, in answers):
             return None
         if node.size == 1:

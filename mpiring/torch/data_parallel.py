@@ -448,8 +448,7 @@ class DataParallel(Wrapper):
         if self._uneven is None and averaging.averaged:
             averaging.gradients.updates += 1
         # GradScaler sets `found_inf` on fused optimizers, which skip such a step themselves.
-        if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
-            averaging.gradients.nonfinite.report()
+        averaging.gradients.note_use(getattr(optimizer, "found_inf", None))
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record that an optimizer has updated parameters, and its duration; called by hooks."""

@@ -248,9 +248,28 @@ class Averager(FusedTensors):
 
         Collective, blocking.
         """
-        if not self._last.is_ended:
-            self._last.is_ended = True
-            self.nonfinite.end_step(self._last)
+        last = self._last
+        if not last.is_ended:
+            last.is_ended = True
+            self.nonfinite.end_step(last)
+            for overflows in last.uses:
+                self._report_use(overflows)
+
+    def note_use(self, overflows: Any = None) -> None:
+        """Record that an optimizer is about to use the means; warn if they are not finite.
+
+        If the means are queued on a GPU, the warning comes in the next step. An optimizer that
+        `overflows`, a tensor or truth value, skips such a step.
+        """
+        if self._last.is_ended:
+            self._report_use(overflows)
+        else:
+            self._last.uses.append(overflows)
+
+    def _report_use(self, overflows: Any) -> None:
+        # A tensor on a GPU is read only if necessary.
+        if self.nonfinite.unreported and not overflows:
+            self.nonfinite.report()
 
     def _await_means(self, elsewhere: Sequence[str], finite: bool) -> "StepMeans":
         """Wait for all means, which may then be queued on a GPU; for the arguments see `wait`."""
@@ -445,6 +464,7 @@ class StepMeans:
         number, elsewhere, is_queued: Arguments of the same names.
         is_ended: If true, ranks have exchanged the names of nonfinite gradients.
         is_known: If true, the user has asked whether the means are finite, or was told.
+        uses: For each use by an optimizer, whether it overflowed; see Averager.note_use.
     """
 
     def __init__(self, number: int, elsewhere: Sequence[str],
@@ -452,6 +472,7 @@ class StepMeans:
         self.number, self.elsewhere, self.is_queued = number, elsewhere, is_queued
         self._check = check
         self.is_ended = self.is_known = False
+        self.uses: list[Any] = []
 
     @functools.cached_property
     def _result(self) -> tuple[bool, list[str]]:
