@@ -100,6 +100,7 @@ def test_figures_stand_beside_their_targets(run, tmp_path):
         "allreduce_figures not readable: KeyError('contender')"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_waits_of_the_host_are_counted():
     needed("torch")
     count = runpy.run_path(str(STEPS))["host_waits"]
@@ -117,8 +118,10 @@ def test_waits_of_the_host_are_counted():
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_training_steps_are_measured(tmp_path):
+def test_training_steps_are_measured(tmp_path, monkeypatch):
     needed("torch")
+    # Compiling takes longer than all that follows.
+    monkeypatch.setenv("MPIRING_MACHINE_CODE", "0")
     small = ("--device", "cpu", "--parameters", 100_000, "--batch", 1, "--json",
              tmp_path / "steps.json")
     ended = launch(2, STEPS, *small, "--bf16", "--trace", tmp_path / "trace.json.gz",
