@@ -3,6 +3,7 @@
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
 import contract
 import counting
@@ -25,11 +26,22 @@ LIMIT = TUNING.host_bytes
 TWICE = 2
 
 
-@pytest.fixture(scope="module")
-def gpu():
-    """Return one GPU, because a communicator keeps memory for each GPU that it has used."""
+@pytest.fixture(scope="module", params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request):
+    """Return one GPU, because a communicator keeps memory for each GPU that it has used.
+
+    It is simulated, or NVIDIA's through CuPy.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        yield simulated_gpu.installed(patch)
+        if request.param == "simulated":
+            yield simulated_gpu.installed(patch)
+        else:
+            yield SimpleNamespace(put=cupy_or_host.installed(patch).asarray)
+
+
+def skip_unless_simulated(gpu):
+    if not hasattr(gpu, "gpu"):
+        pytest.skip(reason="only the simulated GPU shows what it does")
 
 
 @pytest.fixture(scope="module", params=["auto", "mixed"])
@@ -168,6 +180,7 @@ def test_a_late_rank(comm, gpu):
 
 def test_streams_take_turns(comm, gpu, monkeypatch):
     """A result may still be on its way on one stream when a call on another one begins."""
+    skip_unless_simulated(gpu)
     monkeypatch.setattr(gpu.gpu, "current", 0)
     xs = [gpu.put(np.zeros(300)) for _ in gpu.gpu.streams]
     # All were written on the first stream.
@@ -206,6 +219,7 @@ def test_threads_call_at_the_same_time(comm, gpu):
 
 
 def test_only_what_is_needed_is_copied(comm, gpu, monkeypatch):
+    skip_unless_simulated(gpu)
     copies = []
     for name in ("download", "upload"):
         real = getattr(simulated_gpu.Stream, name)
@@ -221,6 +235,7 @@ def test_only_what_is_needed_is_copied(comm, gpu, monkeypatch):
 
 
 def test_pinned_memory_is_used_again(comm, gpu, monkeypatch):
+    skip_unless_simulated(gpu)
     asked, pinned = [], gpu.gpu.pinned
     monkeypatch.setattr(gpu.gpu, "pinned", lambda nbytes: asked.append(nbytes) or pinned(nbytes))
     x = gpu.put(np.ones(100))
@@ -246,6 +261,7 @@ def cupy(monkeypatch):
     return cupy_or_host.installed(monkeypatch)
 
 
+@pytest.mark.gpu
 def test_each_rank_may_have_arrays_of_another_package(comm, cupy):
     total = sum(range(comm.size))
     for turn in range(6):
@@ -256,6 +272,7 @@ def test_each_rank_may_have_arrays_of_another_package(comm, cupy):
         assert type(part) is cupy.ndarray and (part.get() == comm.size * total).all()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not counting.HAS_CODE, reason="without compiled code, ranks poll in Python")
 def test_a_short_call_is_a_few_functions(cupy):
     with mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config()) as comm:

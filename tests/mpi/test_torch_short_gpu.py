@@ -1,6 +1,7 @@
 """Tests collectives on short tensors of a GPU that PyTorch alone uses."""
 
 import functools
+import gc
 
 import counting
 import pytest
@@ -12,7 +13,7 @@ from mpiring.gpu import arrays
 from mpiring.memory.tensors import array_of
 
 torch = needed("torch")
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip(reason="there is no other rank", allow_module_level=True)
@@ -23,14 +24,31 @@ DTYPES = (torch.bool, torch.uint8, torch.uint16, torch.int64, torch.float16, tor
 
 @pytest.fixture(autouse=True, scope="module")
 def _accelerator():
-    """Let tensors on the CPU count as tensors on one GPU without CuPy."""
+    """Create tensors on a GPU; or let tensors on the CPU count as such if there is none."""
     import simulated_accelerator
     from mpiring.gpu import accelerator
     with pytest.MonkeyPatch.context() as patch:
-        simulated_accelerator.install(patch)
+        if torch.cuda.is_available():
+            # GPUs that PyTorch alone can use.
+            patch.setitem(arrays.OPENERS, "cuda", arrays.OPENERS["xpu"])
+            torch.set_default_device("cuda")
+        else:
+            simulated_accelerator.install(patch)
         patch.setattr(accelerator, "_devices", {})
         patch.setattr(arrays, "device_of", functools.cache(arrays.device_of.__wrapped__))
         yield
+        torch.set_default_device(None)
+        # What simulated pinned memory needs when it is freed is gone after this.
+        arrays.device_of.cache_clear()
+        accelerator._devices.clear()
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def comm(_accelerator):
+    """A communicator that is closed before its GPU."""
+    with mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config()) as communicator:
+        yield communicator
 
 
 def calls_of(comm, op):
@@ -43,12 +61,12 @@ def calls_of(comm, op):
 def test_results_have_the_bits_of_the_host(comm, dtype, shape):
     x = torch.ones(shape).mul(comm.rank + 1).to(dtype)
     for call in calls_of(comm, "max" if dtype is torch.bool else "sum"):
-        want = call(array_of(x).copy())
+        want = call(array_of(x.cpu()).copy())
         for _ in range(3):
             y = x.clone()
             got = call(y)
             assert type(got) is torch.Tensor and (got is y or got.ndim == 1)
-            assert array_of(got).tobytes() == want.tobytes()
+            assert array_of(got.cpu()).tobytes() == want.tobytes()
 
 
 def test_each_rank_may_start_the_call_or_wait_in_it(comm):
