@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -150,7 +149,7 @@ class JobEnder:
             _print(f"{text}{self._last_operations(error)}")
             # The job must end even if a report fails.
             with contextlib.suppress(Exception):
-                if not _tells_of_others(error) and (peers := self._report_peers()):
+                if not _names_operations(error) and (peers := self._report_peers()):
                     _print(f"mpiring: the other ranks:\n{textwrap.indent(peers, '  ')}")
         finally:
             self._end(error)
@@ -184,12 +183,6 @@ class JobEnder:
 def _names_operations(error: BaseException) -> bool:
     """Return whether an error's message has the last operations of all ranks that matter."""
     return isinstance(error, StallError) and "the last operations of" in str(error)
-
-
-def _tells_of_others(error: BaseException) -> bool:
-    """Return whether an error's message has the last operations or different values of ranks."""
-    return _names_operations(error) or isinstance(error, MpiringError) and bool(
-        re.search(r", but (on )?rank \d", str(error)))
 
 
 def _print(text: str) -> None:
