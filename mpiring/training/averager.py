@@ -274,7 +274,7 @@ class Averager(FusedTensors):
     def _await_means(self, elsewhere: Sequence[str], finite: bool) -> "StepMeans":
         """Wait for all means, which may then be queued on a GPU; for the arguments see `wait`."""
         queued = [handle for handle in self._handles if isinstance(handle, QueuedHandle)]
-        if len(queued) < len(self.buckets) or (
+        if not queued or len(queued) < len(self.buckets) or (
                 self.scatters or self.compressors or self.nonfinite.checks_all):
             is_finite, bad_means = self._checked_means()
             return StepMeans(self.steps, elsewhere, lambda: (is_finite and finite, bad_means))

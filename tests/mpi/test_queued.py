@@ -84,12 +84,12 @@ def test_the_host_waits_for_nothing_in_a_step(comm, gpu, monkeypatch):
 
 def test_means_of_all_steps(comm, gpu):
     dp = model(comm, gpu)
-    for number in range(40):
+    for number in range(16):
         step(dp, gpu, number)
         if number % 3 == comm.rank % 3:
             check(dp, number)
     assert dp.finite
-    check(dp, 39)
+    check(dp, 15)
 
 
 def test_calls_and_functions_per_bucket(comm, gpu, monkeypatch):
@@ -131,7 +131,7 @@ def test_other_operations_keep_their_order(comm, gpu):
     dp = model(comm, gpu)
     random = np.random.default_rng(7)
     expected, handles, xs = [], [], []
-    for number in range(60):
+    for number in range(24):
         kind = random.integers(4)
         if kind == 0:
             step(dp, gpu, number)
