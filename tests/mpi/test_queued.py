@@ -231,7 +231,8 @@ def test_ranks_that_differ_are_told_at_the_latest_in_the_next_step(comm, gpu, br
 
 @pytest.mark.parametrize("how", ["asks", "closes"])
 def test_a_rank_that_is_missing_is_named(comm, gpu, breakable, how):
-    skip_alone(comm)
+    if comm.size != 2:
+        pytest.skip(reason="takes long")
     skip_on_the_host(gpu)
     own = breakable(stall_timeout_s=4, stall_warning_s=0)
     dp = model(own, gpu)
