@@ -121,6 +121,8 @@ def staged(node: Node, x: Array, combine: Combine,
     """
     if isinstance(node, SharedNode):
         return node.part(piece_part(node.memory, x, piece_bytes, combine), x)
+    if node.is_queued:
+        return slots.combined_in_slots(node, x, combine)
     return slots.by_pieces(node, chunks_of(x, node.size), combine, piece_bytes, gathers=True)
 
 

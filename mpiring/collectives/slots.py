@@ -6,7 +6,7 @@ Copies and reductions may be queued: a rank arrives at a barrier when its queued
 from collections.abc import Sequence
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array
+from ..memory.arrays import Array, slice_of
 from ..memory.reduction import Combine
 from ..transport.base import Node, Request, Schedule
 from ..transport.node_call import SlotPlan
@@ -69,6 +69,26 @@ def by_pieces(node: Node, chunks: Sequence[Array], combine: Combine, piece_bytes
         yield waiting
         # The phases without a barrier are followed by no writes to slots that others still read.
         waiting = (node.barrier(),) if j < count or combines and gathers else ()
+
+
+def combined_in_slots(node: Node, x: Array, combine: Combine) -> Schedule[None]:
+    """Combine `x` over the ranks of a node in their slots, for slots in fast memory.
+
+    Each rank copies a piece to its slot, combines a slice of it in the slots of all ranks, and
+    copies the result back. This needs few steps; see `spread` for the halves of the slots.
+    """
+    slots = node.slots(x.dtype)
+    width = slots[0].size // 2
+    for start in range(0, x.size, width):
+        piece = x[start:start + width]
+        half = start // width % 2 * width
+        copies = [slot[half:half + piece.size] for slot in slots]
+        copy_to(copies[node.rank], piece)
+        yield (node.barrier(),)
+        slices = [slice_of(copy, node.rank, node.size) for copy in copies]
+        combine.combine(slices, *slices)
+        yield (node.barrier(),)
+        copy_to(piece, copies[node.rank])
 
 
 def spread(node: Node, chunks: Sequence[Array]) -> Schedule[None]:
