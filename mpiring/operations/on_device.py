@@ -43,7 +43,7 @@ TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTE
                 moved_bytes=64 << 10, host_bytes=256 << 10)
 
 # A queue copies in GPU memory, where each step takes only microseconds.
-QUEUED_TUNING = replace(TUNING, host_bytes=0, staged_bytes=SLOT_BYTES // 4)
+QUEUED_TUNING = replace(TUNING, host_bytes=0)
 
 _log = logging.getLogger("mpiring")
 

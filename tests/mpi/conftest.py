@@ -3,11 +3,15 @@
 import os
 import sys
 import time
+from types import SimpleNamespace
 
+import cupy_or_host
 import pytest
+import simulated_gpu
 from mpi4py import MPI
 
 import mpiring
+from mpiring.gpus import cupy_for
 
 
 def pytest_sessionstart(session):
@@ -59,3 +63,12 @@ def breakable():
     for communicator in opened:
         communicator._group.closed = True
         communicator._group._unregister()
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request, comm, monkeypatch):
+    """Return an object that puts arrays on a simulated GPU, or on NVIDIA's through CuPy."""
+    if request.param == "simulated":
+        return simulated_gpu.installed(monkeypatch)
+    cupy_or_host.installed(monkeypatch)
+    return SimpleNamespace(put=cupy_for(comm).asarray)

@@ -1,28 +1,15 @@
 """Tests the communicator on vectors in GPU memory, across real ranks."""
 
-from types import SimpleNamespace
-
 import contract
-import cupy_or_host
 import numpy as np
 import pytest
 import simulated_gpu
 
 import mpiring
 from mpiring import ConfigError, ReplicaError, reducers
-from mpiring.gpus import cupy_for
 from mpiring.numpy import DataParallel
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request, comm, monkeypatch):
-    """Return an object that puts arrays on a simulated GPU, or on NVIDIA's through CuPy."""
-    if request.param == "simulated":
-        return simulated_gpu.installed(monkeypatch)
-    cupy_or_host.installed(monkeypatch)
-    return SimpleNamespace(put=cupy_for(comm).asarray)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import SimpleNamespace
 
 import cupy_or_host
 import numpy as np
@@ -12,7 +11,6 @@ import simulated_gpu
 import mpiring
 from mpiring import BufferMismatchError, StallError
 from mpiring.engine import queued
-from mpiring.gpus import cupy_for
 from mpiring.numpy import DataParallel
 from mpiring.operations import queue
 from mpiring.optim import SGD
@@ -20,15 +18,6 @@ from mpiring.optim import SGD
 pytestmark = pytest.mark.mpi
 
 SHAPES = {"a": (300,), "b": (20, 30), "c": (7,), "d": (1001,)}
-
-
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def gpu(request, comm, monkeypatch):
-    """Return an object that puts arrays on a simulated GPU, or on NVIDIA's through CuPy."""
-    if request.param == "simulated":
-        return simulated_gpu.installed(monkeypatch)
-    cupy_or_host.installed(monkeypatch)
-    return SimpleNamespace(put=cupy_for(comm).asarray)
 
 
 def skip_alone(comm):
