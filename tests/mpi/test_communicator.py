@@ -1,6 +1,7 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
 import dataclasses
+import gc
 import glob
 import mmap
 import os
@@ -341,7 +342,10 @@ class Interrupt(BaseException):
 
 
 def interrupted(call, entries):
-    """Make a call, but raise on entry of a function of mpiring's: there, signals are noticed."""
+    """Make a call, but raise on entry of a function of mpiring's: there, signals are noticed.
+
+    Python ignores what a finalizer raises, so none may run inside the call.
+    """
     def trace(frame, event, argument):
         nonlocal entries
         if Path(mpiring.__file__).parent in Path(frame.f_code.co_filename).parents:
@@ -349,6 +353,7 @@ def interrupted(call, entries):
             if entries < 0:
                 raise Interrupt
 
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -356,6 +361,7 @@ def interrupted(call, entries):
         return True
     finally:
         sys.settrace(None)
+        gc.enable()
     return False
 
 
