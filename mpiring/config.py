@@ -14,7 +14,7 @@ from .names import CONFIG, AlgorithmName, explaining
 PREFIX = "MPIRING_"
 # Ranks that disagree on these settings would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
-          "digest_action", "gpu_aware", "autotune")
+          "digest_action", "gpu_aware", "nccl", "autotune")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
@@ -64,6 +64,9 @@ class Config:
             "restore" copies the data of a rank of the majority to the others.
         gpu_aware: Permission to pass pointers to GPU memory to MPI: "yes", "no", or "auto", which
             tests in separate processes whether MPI supports them.
+        nccl: Use of NCCL for vectors in GPU memory: "yes", "no", or "auto". "auto" uses it if
+            ranks do not see each other's GPU memory. Each rank then needs its own GPU, and all
+            ranks need the same version.
         abort_on_exception: If true, an exception that ends a rank ends the whole job. A rank that
             ends with incomplete operations always ends the job.
         full_tracebacks: If true, an error that ends the job prints the complete traceback of each
@@ -94,6 +97,7 @@ class Config:
     digest_steps: int = _setting(1000)
     digest_action: str = _setting("stop", "restore")
     gpu_aware: str = _setting("auto", "yes", "no")
+    nccl: str = _setting("auto", "yes", "no")
     abort_on_exception: bool = _setting(True)
     full_tracebacks: bool = _setting(False)
     allow_singleton: bool = _setting(False)

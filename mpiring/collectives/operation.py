@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..gpu.nccl import Nccl
 from ..memory.arrays import Array
 from ..memory.reduction import Combine
 from ..transport.base import Channel, Node, Schedule
@@ -96,6 +97,10 @@ class Operation(Protocol):
     @property
     def gpu(self) -> str:
         """The name of the GPU that holds the vectors; "" for host memory."""
+
+    @property
+    def nccl(self) -> Nccl:
+        """NCCL's communicator, if the algorithm "nccl" is possible."""
 
     @property
     def net(self) -> Channel:

@@ -77,10 +77,21 @@ class Handle(OfRank, Generic[T]):
         return self.complete and isinstance(self.task.result, Queued)
 
     @property
+    def tells_finite(self) -> bool:
+        """Whether the operation is complete, and `is_finite` can tell about its result."""
+        return self.is_queued and self.task.result.alarm is not None  # type: ignore[union-attr]
+
+    def is_finite(self) -> bool:
+        """Return whether the result of all ranks is finite, when the GPU has done the work."""
+        while not self.test():
+            self.queue.engine.advance()
+        return bool(self.task.result.is_finite)  # type: ignore[union-attr]
+
+    @property
     def is_over(self) -> bool:
         """Whether the operation is complete, also on the GPU."""
         result = self.task.result if self.complete else None
-        return result.event.test() if isinstance(result, Queued) else self.complete
+        return result.is_over if isinstance(result, Queued) else self.complete
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the operation's result when it is complete on this rank.

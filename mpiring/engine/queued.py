@@ -55,7 +55,7 @@ class QueuedOperation:
         # Numbers of the queue are negative, apart from those of other operations.
         flight = Flight(call, -number, group.name, work.algorithm, called_s, called_s)
         handle = QueuedHandle(
-            group, work.queue, flight, Queued(result, event, self._stream))
+            group, work.queue, flight, Queued(result, event, self._stream, work.check))
         group.record_queued(handle)
         return handle
 
@@ -73,7 +73,7 @@ class QueuedHandle(Handle[T]):
     @property
     def is_over(self) -> bool:
         """Whether the GPU has done the work."""
-        return self._queued.event.test()
+        return self._queued.is_over
 
     def test(self) -> bool:
         """Return whether the GPU has done the work. See Handle."""

@@ -150,6 +150,14 @@ class AcceleratorStream:
         self.meet(flags, number)
         return self.record()
 
+    def call(self, queue: Callable[[int], None]) -> None:
+        """Call a function that queues work on the stream, which is one of CUDA or HIP."""
+        stream = torch.cuda.Stream(
+            stream_id=self._stream.stream_id, device_index=self._index,
+            device_type=self._stream.device_type)
+        with torch.accelerator.device_index(self._index):
+            queue(stream.cuda_stream)
+
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
         with torch.accelerator.device_index(self._index), self._stream:
@@ -191,6 +199,18 @@ class Accelerator(Gpu):
         self._home = torch.Stream(where)
         self._streams: list[torch.Stream] = []
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def address(self) -> str:  # type: ignore[override]
+        """The number by which NCCL's users know it; "" if it is no GPU of CUDA or HIP."""
+        if self._where.type != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self._where).uuid)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make it the thread's current GPU in a `with` block."""
+        context: AbstractContextManager[Any] = torch.accelerator.device_index(self.index)
+        return context
 
     def stream(self) -> AcceleratorStream:
         """Return a new stream."""

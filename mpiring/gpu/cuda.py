@@ -188,7 +188,9 @@ class CudaStream:
         with self._cuda.current():
             if program.prepared is None:
                 program.prepared = [
-                    None if step is None else self._sum(*step) for step in program.steps]
+                    self._sum(*step) if isinstance(step, tuple) else
+                    None if step is None else functools.partial(self._call, step)
+                    for step in program.steps]
             for event in ready:
                 self._cuda.runtime.streamWaitEvent(self._pointer, _pointer_of(event))
             for queue in program.prepared:
@@ -198,6 +200,14 @@ class CudaStream:
                 else:
                     queue(nonfinite)
             return CudaEvent(self._cuda, self._pointer)
+
+    def call(self, queue: Callable[[int], None]) -> None:
+        """Call a function that queues work on the stream; see gpu.Stream."""
+        with self._cuda.current():
+            queue(self._pointer)
+
+    def _call(self, queue: Callable[[int], None], _: object) -> None:
+        queue(self._pointer)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue filling a vector with zeros."""
@@ -310,6 +320,11 @@ class Cuda(Gpu):
         except (OSError, TransportError) as error:
             return str(error)
         return ""
+
+    @functools.cached_property
+    def address(self) -> str:  # type: ignore[override]
+        """The address on the PCI bus."""
+        return str(self.cupy.cuda.Device(self.index).pci_bus_id)
 
     def barrier(self, flags: Flags) -> Barrier:
         """Return the barrier of a node's ranks, the same object each time."""

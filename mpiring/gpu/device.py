@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -68,12 +68,12 @@ class Program:
     """Work that is queued again and again.
 
     Attributes:
-        steps: Sums, as arguments of Stream.combine, with a truth value for its alarm; and barriers,
-            as None.
+        steps: Sums, as arguments of Stream.combine, with a truth value for its alarm. Barriers are
+            None, and calls of libraries are functions for Stream.call.
         prepared: Data that a stream keeps to repeat the work faster.
     """
 
-    steps: list[tuple[Any, ...] | None] = field(default_factory=list)
+    steps: list[tuple[Any, ...] | Callable[[int], None] | None] = field(default_factory=list)
     prepared: Any = None
 
 
@@ -91,12 +91,30 @@ class UserStream(Protocol):
 class Queued(Generic[T]):
     """A result in memory of a GPU that is complete after an event, which the host need not await.
 
-    `stream` is the stream of the caller, which then uses the result.
+    `stream` is the stream of the caller, which then uses the result. The function `check` raises
+    TransportError if the work has failed. `alarm` is given if the result is not finite; None if
+    the work does not tell that.
     """
 
     result: T
     event: Event
     stream: UserStream
+    check: Callable[[], None]
+    alarm: Alarm | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the GPU has done the work; raises TransportError if it has failed."""
+        if self.event.test():
+            return True
+        self.check()
+        return False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no alarm was given, when the work `is_over`."""
+        word, number = cast(Alarm, self.alarm)
+        return int(word[0]) != number & 0xFFFFFFFF
 
     def settled(self) -> T:
         """Return the result for work that is queued on the caller's stream from now on."""
@@ -147,6 +165,9 @@ class Stream(Protocol):
         The arguments are vectors, numbers, or None; the first one is a vector. A simulated GPU
         calls the function, which computes the same with NumPy arrays.
         """
+
+    def call(self, queue: Callable[[int], None]) -> None:
+        """Call a function that queues work on the stream, whose CUDA pointer is its argument."""
 
     def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
                nonfinite: Alarm) -> Event:
@@ -199,14 +220,20 @@ class Gpu(Protocol):
 
     `index` is its number among the GPUs that this process sees. The streams of a programmable GPU
     launch kernels. `unshared` is the reason why processes cannot share its memory,
-    `unqueued` the reason why its streams cannot use words in host memory.
+    `unqueued` the reason why its streams cannot use words in host memory. `address` distinguishes
+    it from the other GPUs of its host; it is "" if NCCL cannot use it.
     """
 
     index: int
     name: str
+    address: str = ""
     programmable: bool = True
     unshared: str = ""
     unqueued: str = ""
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make it the thread's current GPU in a `with` block."""
+        return nullcontext()
 
     def stream(self) -> Stream:
         """Return a new stream."""
@@ -542,9 +569,16 @@ class Device:
             if self._program is not None:
                 self._program.steps.append(None)
 
+    def call(self, queue: Callable[[int], None]) -> None:
+        """Queue the work of a library; see Stream.call."""
+        with self._computing() as stream:
+            stream.call(queue)
+            if self._program is not None:
+                self._program.steps.append(queue)
+
     @contextmanager
     def noting(self) -> Iterator[Program]:
-        """Note the sums and barriers that are queued in a `with` block, so that `repeat` can.
+        """Note the sums, barriers and calls that are queued in a block, so that `repeat` can.
 
         Other work in the block raises RuntimeError.
         """
@@ -557,7 +591,7 @@ class Device:
 
     def _refuse_to_note(self) -> None:
         if self._program is not None:
-            raise RuntimeError("only sums and barriers can be repeated")
+            raise RuntimeError("only sums, barriers and calls of libraries can be repeated")
 
     def repeat(self, program: Program, ready: Sequence[Event], flags: Flags, number: int,
                nonfinite: Alarm) -> Event:

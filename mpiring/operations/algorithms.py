@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from ..collectives import direct, doubling, hierarchical, native, ring, shared
+from ..collectives import direct, doubling, hierarchical, native, nccl, ring, shared
 from ..collectives.operation import Operation, Tuning
 from ..errors import ConfigError
 from ..memory.arrays import Array, cut, dtype_name
@@ -20,6 +20,8 @@ from .model import Model
 
 _log = logging.getLogger("mpiring")
 
+NO_GPU = "NCCL combines only vectors of GPUs"
+
 
 # A tuple, because tuples are hashed fastest.
 class Case(NamedTuple):
@@ -29,6 +31,7 @@ class Case(NamedTuple):
         nbytes, dtype: Length and dtype of each rank's vector.
         nodes: Number of memories that the ranks share.
         gpu: Description of the GPU that holds the vector; "" for host memory.
+        without_nccl: Reason why NCCL cannot be used for such vectors; "" if it can.
     """
 
     nbytes: int
@@ -38,6 +41,7 @@ class Case(NamedTuple):
     nodes: int
     tuning: Tuning
     gpu: str = ""
+    without_nccl: str = NO_GPU
 
 
 # Function of the operation, its vector, the op's name, and the op's implementation. Call it when
@@ -185,8 +189,10 @@ DOUBLING = Algorithm(
 EAGER = Algorithm("eager", shared.eager)
 EAGER_HALVES = Halves(shared.eager_reduce_scatter, shared.eager_allgather)
 # The last measured algorithm sends the fewest bytes. For 16 bits, "auto" uses the first algorithm
-# that keeps float32.
+# that keeps float32. The first one is always used if it is possible.
 TABLE = (
+    Algorithm("nccl", nccl.allreduce, Halves(nccl.reduce_scatter, nccl.allgather),
+              lambda case: case.without_nccl, keeps_float32=True),
     Algorithm("shared", shared.allreduce,
               Halves(shared.reduce_scatter, shared.allgather, EAGER_HALVES,
                      lambda case: case.nbytes <= case.tuning.moved_bytes),
@@ -262,7 +268,7 @@ def _row(case: Case, requested: str, model: Model | None, rows: Sequence[Algorit
 
 def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
     """Return the row that "auto" uses; all rows are possible for the case."""
-    if case.nodes == 1:
+    if case.nodes == 1 or rows[0] is TABLE[0]:
         return rows[0]
     if widens(case.dtype, case.op):
         # A ring would round at every hop.

@@ -1,7 +1,7 @@
 """Builds the schedules of one operation, for the communicator and for Reducers."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,15 @@ from ..collectives import (
     chain, direct, doubling, exchange, hierarchical, native, ring, shared)
 from ..errors import ConfigError
 from ..gpu.device import Queued
+from ..gpu.nccl import Nccl
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Members, Node, Request, Schedule, T
 from ..transport.node_memory import Alone
 from ..transport.windows import mapped_once
-from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, log_fallback
+from .algorithms import (
+    EAGER, EAGER_HALVES, NO_GPU, Algorithm, Case, choose, choose_halves, log_fallback)
 from .resources import Resources
 
 _MAX_CHOSEN = 4096
@@ -37,12 +39,14 @@ class Collectives:
         node: Ranks of this node in this operation; `Alone` if this rank is alone on its node.
         preferred: Algorithm that "auto" stands for, if it supports the case.
         gpu: Name of the GPU that holds the vectors; "" for host memory.
+        without_nccl: Reason why these operations cannot use NCCL; "" if they can.
         algorithm: Name of the algorithm of the last allreduce, if any.
         sent: List whose only number is the bytes that this rank has sent so far.
         ready: Requests for which the operation waits before it begins; its builder sets them.
     """
 
     gpu = ""
+    without_nccl = NO_GPU
     __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
                  "preferred", "algorithm", "sent", "ready", "_net", "_window_count")
 
@@ -65,6 +69,11 @@ class Collectives:
             self._net = channel = self.resources.transport.channel(self.sequence)
             channel.sent = self.sent
         return self._net
+
+    @property
+    def nccl(self) -> Nccl:
+        """NCCL's communicator, if the operation can use NCCL."""
+        raise ConfigError(self.without_nccl)
 
     @property
     def ring(self) -> Channel:
@@ -136,7 +145,8 @@ class Collectives:
 
     def _choose(self, choose: Callable[..., T], x: Array, op: str, requested: str) -> T:
         algorithm, model = self.preferred, self.resources.model
-        case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
+        case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu,
+                    self.without_nccl)
         if requested == "auto" and algorithm != "auto":
             try:
                 return choose(case, algorithm, model)
@@ -327,8 +337,7 @@ class Collectives:
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that sends `sends[r]` to rank r, and fills `receives`."""
-        return self.confirmed(exchange.exchange(
-            self.net, dict(enumerate(sends)), dict(enumerate(receives))))
+        return self.confirmed(self._exchange(dict(enumerate(sends)), dict(enumerate(receives))))
 
     def gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
@@ -341,8 +350,7 @@ class Collectives:
         return self.confirmed(self._gather(x, parts, root))
 
     def _gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        receives = dict(enumerate(parts)) if self.rank == root else {}
-        return exchange.exchange(self.net, {root: x}, receives)
+        return self._exchange({root: x}, dict(enumerate(parts)) if self.rank == root else {})
 
     def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
@@ -350,7 +358,11 @@ class Collectives:
         On other ranks, `parts` is ignored. Raises the same errors as `gather`.
         """
         sends = dict(enumerate(parts)) if self.rank == root else {}
-        return self.confirmed(exchange.exchange(self.net, sends, {root: x}))
+        return self.confirmed(self._exchange(sends, {root: x}))
+
+    def _exchange(self, sends: Mapping[int, Array],
+                  receives: Mapping[int, Array]) -> Schedule[None]:
+        return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule in which ranks exchange data with ranks other than their neighbors.

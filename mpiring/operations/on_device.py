@@ -6,20 +6,23 @@ arrives at a barrier when all of its queued work is done. Staging slots are in p
 """
 
 import functools
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..collectives import nccl
 from ..collectives.operation import Tuning
 from ..config import Config
-from ..errors import TransportError
-from ..gpu.device import Alarm, Device, DeviceVector, Event, Program, UserStream
+from ..errors import ConfigError, TransportError
+from ..gpu.device import Alarm, Device, DeviceVector, Event, Program, Queued, UserStream
+from ..gpu.nccl import Nccl, reduces
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, Reduction
@@ -31,7 +34,8 @@ from ..transport.windows import Windows, mapped
 from .agreement import Call
 from .exports import Exports
 from .collectives import Build, Collectives, nothing, returning
-from .queue import MEMORY_BYTES, GpuQueue, QueuedNode
+from .nccl import ONE_RANK, opened
+from .queue import ALARMS, MEMORY_BYTES, GpuQueue, QueuedNode
 
 # Each copy takes about ten microseconds in Python and CUDA, and nothing overlaps with the first and
 # the last copy. A turn is the part of a slot that its rank fills at a time.
@@ -68,6 +72,8 @@ class GpuContext(NamedTuple):
             operations. If None, they use the slots of the node memory.
         queue: Queue of operations on GPUs that see each other's memory, on one node; None if the
             host must wait for the GPU.
+        nccl: NCCL's communicator of these ranks, or None for the reason `without_nccl`.
+        alarms: Words for the alarms of means by NCCL, without a queue; None if there are none.
     """
 
     device: Device
@@ -76,6 +82,14 @@ class GpuContext(NamedTuple):
     segments: Sequence[Array] | None = None
     tuning: Tuning = TUNING
     queue: GpuQueue | None = None
+    nccl: Nccl | None = None
+    without_nccl: str = "NCCL was not opened"
+    alarms: Iterator[Array] | None = None
+
+    def check(self) -> None:
+        """Raise TransportError if NCCL has failed."""
+        if self.nccl is not None:
+            self.nccl.check()
 
 
 class DeviceCombine(Reduction):
@@ -159,9 +173,12 @@ class _Arrival:
 
 
 class DeviceCollectives(Collectives):
-    """The schedules of an operation on vectors in GPU memory; for `alarm` see DeviceCombine."""
+    """The schedules of an operation on vectors in GPU memory; for `alarm` see DeviceCombine.
 
-    __slots__ = ("_host", "_context", "_channel", "_alarm")
+    After an allreduce, `tells_finite` is true if the alarm tells each rank about all elements.
+    """
+
+    __slots__ = ("_host", "_context", "_channel", "_alarm", "tells_finite")
 
     def __init__(self, host: Collectives, context: GpuContext, node: Node,
                  alarm: Alarm | None = None) -> None:
@@ -169,11 +186,26 @@ class DeviceCollectives(Collectives):
         self.tuning = context.tuning
         self._host, self._context, self._alarm = host, context, alarm
         self._channel: Channel | None = None
+        self.tells_finite = False
 
     @property
     def gpu(self) -> str:  # type: ignore[override]
         """The description of the GPU."""
         return str(self._context.device)
+
+    @property
+    def without_nccl(self) -> str:  # type: ignore[override]
+        """The reason why these operations cannot use NCCL; "" if they can."""
+        return self._context.without_nccl
+
+    @property
+    def nccl(self) -> Nccl:
+        """NCCL's communicator, if there is one."""
+        return cast(Nccl, self._context.nccl)
+
+    def _uses_nccl(self, *vectors: Any) -> bool:
+        return self._context.nccl is not None and all(
+            isinstance(x, DeviceVector) for x in vectors)
 
     @property
     def net(self) -> Channel:
@@ -185,8 +217,11 @@ class DeviceCollectives(Collectives):
 
     def allreduce(self, x: Any, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks; see Collectives."""
-        if algorithm != "auto" or x.nbytes > self.tuning.host_bytes or self.size == 1:
-            return super().allreduce(x, op=op, algorithm=algorithm)
+        if (algorithm != "auto" or x.nbytes > self.tuning.host_bytes or self.size == 1
+                or not self.without_nccl):
+            schedule = super().allreduce(x, op=op, algorithm=algorithm)
+            self.tells_finite = op == "mean" and self.algorithm == "nccl"
+            return self._checked(schedule, x) if self.tells_finite else schedule
         slot = self._context.device.staging.acquire(x.nbytes)
         host = slot[:x.nbytes].view(x.dtype)
         row = self._host.algorithm_of(host, op)
@@ -197,6 +232,13 @@ class DeviceCollectives(Collectives):
         return self._on_host(x, host, slot, row.allreduce(
             self._host, host, op, self._host.combiner(op, x.dtype, self.size)))
 
+    def _checked(self, schedule: Schedule[None], x: Any) -> Schedule[None]:
+        """Run a schedule; let each rank check the complete result, as all ranks see it."""
+        yield from schedule
+        if self._alarm is not None and not reduces("mean", x.dtype):
+            # Ranks have checked only their slices.
+            self._context.device.combine("sum", [x], 1, [x], self._alarm)
+
     def _on_host(self, x: Any, host: Array, slot: Array,
                  schedule: Schedule[None]) -> Schedule[None]:
         """Copy a vector to its place in a pinned slot, run a schedule there, and copy it back."""
@@ -204,6 +246,24 @@ class DeviceCollectives(Collectives):
         yield (device.to_host(x, host),)
         yield from schedule
         device.staging.release(slot, device.to_device(host, x))
+
+    def broadcast(self, x: Any, root: int) -> Schedule[None]:
+        """Return the schedule that copies the vector `x` of rank `root` to all ranks."""
+        return nccl.broadcast(self, x, root) if self._uses_nccl(x) else super().broadcast(x, root)
+
+    def allgather_chunks(self, chunks: Sequence[Any]) -> Schedule[None]:
+        """Return the schedule that copies vector r of `chunks` of rank r to all ranks."""
+        return (nccl.allgather_chunks(self, chunks) if self._uses_nccl(*chunks) else
+                super().allgather_chunks(chunks))
+
+    def _combine_directly(self, chunks: Sequence[Any], combine: Combine) -> Schedule[None]:
+        return (nccl.combine_chunks(self, chunks, combine) if self._uses_nccl(*chunks) else
+                super()._combine_directly(chunks, combine))
+
+    def _exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> Schedule[None]:
+        return (nccl.exchange(self, sends, receives)
+                if self._uses_nccl(*sends.values(), *receives.values()) else
+                super()._exchange(sends, receives))
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
         """Lend GPU memory for n elements for the duration of a `with` block."""
@@ -231,25 +291,54 @@ def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Ev
     The vectors may be used after the events `ready`. If the work is queued, the result is Queued
     for the caller's stream, by default that of the GPU's package.
     """
+    stream = stream or context.device.gpu
     if context.queue is not None:
         queued = QueuedNode(context.queue, collectives.node)
-        schedule: Schedule[Any] = _built(collectives, context, queued, build)
-        turn = collectives.resources.turns.join(collectives.sequence)
-        return context.queue.in_turn(turn, queued, ready, schedule, stream or context.device.gpu)
+        _, schedule = _built(collectives, context, queued, build)
+        return _in_turn(collectives, context, lambda: queued.begin(ready), schedule, stream)
     # As in NodeMemory, every fourth operation uses the same slots.
     start = collectives.sequence % AREAS * SLOT_BYTES
     slots = None if context.segments is None else [
         segment[start:start + SLOT_BYTES] for segment in context.segments]
     node = DeviceNode(collectives.node, context.device, slots)
-    return _with_events(ready, _built(collectives, context, node, build), context.device)
+    if context.nccl is None:
+        return _with_events(ready, _built(collectives, context, node, build)[1], context.device)
+    alarm = None if context.alarms is None else (next(context.alarms), collectives.sequence)
+    on_gpu, schedule = _built(collectives, context, node, build, alarm)
+    return _in_turn(collectives, context, lambda: context.device.follow(ready), schedule, stream,
+                    alarm if on_gpu.tells_finite else None)
 
 
-def _built(collectives: Collectives, context: GpuContext, node: Node,
-           build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
-    on_gpu = DeviceCollectives(collectives, context, node)
+def _built(
+    collectives: Collectives, context: GpuContext, node: Node,
+    build: Callable[[Collectives], Schedule[T]], alarm: Alarm | None = None,
+) -> tuple[DeviceCollectives, Schedule[T]]:
+    on_gpu = DeviceCollectives(collectives, context, node, alarm)
     schedule = build(on_gpu)
     collectives.algorithm = on_gpu.algorithm
-    return schedule
+    return on_gpu, schedule
+
+
+def _in_turn(collectives: Collectives, context: GpuContext, begin: Callable[[], None],
+             schedule: Schedule[T], stream: UserStream,
+             alarm: Alarm | None = None) -> Schedule[Queued[T]]:
+    """Return a schedule that queues the work of another one when its turn has come."""
+    turn = collectives.resources.turns.join(collectives.sequence)
+
+    def queued() -> Schedule[Queued[T]]:
+        yield (turn,)
+        begin()
+        result = yield from schedule
+        turn.leave()
+        return Queued(result, context.device.mark(), stream, context.check, alarm)
+
+    return queued()
+
+
+def _words(device: Device) -> Iterator[Array]:
+    """Return words of pinned memory, in turn; see gpu.Alarm."""
+    memory = device.gpu.pinned(4 * ALARMS).view(np.uint32)
+    return itertools.cycle([memory[i:i + 1] for i in range(ALARMS)])
 
 
 def _with_events(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
@@ -269,7 +358,7 @@ class QueuedWork:
 
     def __init__(self, context: GpuContext, build: Build[Any]) -> None:
         self._context, self._build = context, build
-        self.queue = cast(GpuQueue, context.queue)
+        self.queue, self.check = cast(GpuQueue, context.queue), context.check
         self.algorithm = ""
         # The work, for each place of the staging slots.
         self._programs: dict[int, Program] = {}
@@ -333,7 +422,7 @@ class GpuOperations:
         return lambda collectives: in_context(collectives, context, ready, build, stream)
 
     def close(self) -> bool:
-        """Close the memory of other ranks; return whether operations have used GPUs.
+        """Close NCCL and the memory of other ranks; return whether operations have used GPUs.
 
         All queued work of all ranks is done. Raises BufferMismatchError if the calls of queued
         operations differ.
@@ -341,6 +430,8 @@ class GpuOperations:
         for context in self._contexts.values():
             if context.queue is not None:
                 context.queue.compare()
+            if context.nccl is not None:
+                context.nccl.close()
         self._exports.close()
         return bool(self._contexts)
 
@@ -355,41 +446,57 @@ class GpuOperations:
             for context in self._contexts.values():
                 if context.queue is not None:
                     context.queue.release()
+                if context.nccl is not None:
+                    context.nccl.abort(waiting.GRACE_S)
             time.sleep(waiting.BUSY_CHECK_S)
 
     def context_of(self, device: Device) -> GpuContext:
-        """Return a GPU and its resources; all ranks must make the first call for each GPU."""
+        """Return a GPU and its resources; all ranks must make the first call for each GPU.
+
+        Raises ConfigError on all ranks if the setting `nccl` is "yes", but NCCL cannot be used.
+        """
         gpu = device.gpu
         context = self._contexts.get(id(gpu))
         if context is None:
             # The context keeps the GPU alive, so that no other one gets its id. All ranks must use
             # the same package, because the schedules differ.
             package = "CuPy" if gpu.programmable else "PyTorch alone"
-            context = self._contexts[id(gpu)] = self._run(
+            context = self._run(
                 Call("prepare", f"GPU number {len(self._contexts)} for operations with {package}"),
                 lambda collectives: self._prepare(collectives, device))
+            if self._config.nccl == "yes" and context.without_nccl not in ("", ONE_RANK):
+                raise ConfigError(f"MPIRING_NCCL=yes, but {context.without_nccl}; use auto")
+            self._contexts[id(gpu)] = context
         return context
 
     def _prepare(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+        # Operations of two communicators may be queued in different orders on two ranks.
+        own, queue = type(device)(device.gpu), None
         if len(collectives.nodes) == 1:
-            # Operations of two communicators may be queued in different orders on two ranks.
-            own = type(device)(device.gpu)
             queue = yield from self._queue(collectives.node, own)
-            if queue is not None:
-                return GpuContext(own, self._exports, tuning=QUEUED_TUNING, queue=queue)
+        library, without_nccl, has_alarms = yield from opened(
+            collectives, own, self._config.nccl, needed=queue is None)
+        if queue is not None:
+            return GpuContext(own, self._exports, tuning=QUEUED_TUNING, queue=queue, nccl=library,
+                              without_nccl=without_nccl)
+        if library is not None:
+            device = own
         segments = yield from self._segments(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
                 from ..launch.gpu_aware import takes_pointers
                 # The first call may try it in a new job, which takes as long as a job's start.
-                direct[:] = takes_pointers(
+                # While NCCL waits for another rank, MPI might wait for the GPU.
+                direct[:] = library is None and takes_pointers(
                     self._config, load_mpi().Get_library_version(),
                     device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
         # All pieces that a rank stages at a time for the other ranks of its node fit into one turn.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
-        return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
+        return GpuContext(
+            device, self._exports, bool(direct[0]), segments, tuning, None, library, without_nccl,
+            _words(device) if library is not None and has_alarms else None)
 
     def _queue(self, node: Node, device: Device) -> Schedule[GpuQueue | None]:
         """Return a queue of operations, or None on all ranks if a GPU of the node cannot queue."""

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives.native import Turn
-from ..gpu.device import (
-    Alarm, Device, DeviceVector, Event, Flags, Program, Queued, UserStream)
+from ..gpu.device import Alarm, Device, DeviceVector, Event, Flags, Program
 from ..memory.arrays import Array
-from ..transport.base import HEADER_BYTES, Node, Schedule, T
+from ..transport.base import HEADER_BYTES, Node, Schedule
 from ..transport.node_memory import REORDERS, NodeMemory
 from .agreement import Call, refuse
 
@@ -91,15 +89,6 @@ class GpuQueue:
         """Let the queued barriers of this rank pass, as if all ranks had reached them."""
         for word in self._flags.words:
             word[...] = self._meetings & 0xFFFFFFFF
-
-    def in_turn(self, turn: Turn, node: "QueuedNode", ready: Sequence[Event],
-                schedule: Schedule[T], stream: UserStream) -> Schedule[Queued[T]]:
-        """Return a schedule that queues the work of another one when its turn has come."""
-        yield (turn,)
-        node.begin(ready)
-        result = yield from schedule
-        turn.leave()
-        return Queued(result, self.device.mark(), stream)
 
     # Calls that ranks compare later
 

@@ -26,7 +26,7 @@ from ..record.statistics import Statistics, statistics_of
 from ..reducers.compressor import Cost
 from ..text import count, first_few
 from .autotune import Autotuner, is_wanted
-from .fused import FusedTensors, Fusion, Placement
+from .fused import BucketReduction, FusedTensors, Fusion, Placement
 from .replicas import Replicas
 from .search import Choice
 from .weighing import Weighing
@@ -273,7 +273,11 @@ class Averager(FusedTensors):
 
     def _await_means(self, elsewhere: Sequence[str], finite: bool) -> "StepMeans":
         """Wait for all means, which may then be queued on a GPU; for the arguments see `wait`."""
-        queued = [handle for handle in self._handles if isinstance(handle, QueuedHandle)]
+        queued: list[Any] = [
+            handle for handle in self._handles if isinstance(handle, QueuedHandle)]
+        if not queued and self.device is not None:
+            queued = [handle for handle, reduction in zip(self._handles, self.reductions)
+                      if handle is not None and self._tells_finite(handle, reduction)]
         if not queued or len(queued) < len(self.buckets) or (
                 self.scatters or self.compressors or self.nonfinite.checks_all):
             is_finite, bad_means = self._checked_means()
@@ -285,6 +289,13 @@ class Averager(FusedTensors):
         return StepMeans(self.steps, elsewhere, functools.partial(
             _queued_means, finite, [bucket.plan for bucket in self.buckets], queued),
             is_queued=True)
+
+    def _tells_finite(self, handle: Handle[None], reduction: BucketReduction) -> bool:
+        """Return whether an operation that was not queued at once tells of NaN and Inf."""
+        if not self.queues(reduction.reducer):
+            return False
+        handle.wait()
+        return handle.tells_finite
 
     def _checked_means(self) -> tuple[bool, list[str]]:
         """Return whether all means are finite, and the names of nonfinite means on this rank."""
@@ -490,7 +501,7 @@ class StepMeans:
 
 
 def _queued_means(finite: bool, plans: Sequence[BucketPlan],
-                  handles: Sequence[QueuedHandle[None]]) -> tuple[bool, list[str]]:
+                  handles: Sequence[Handle[None]]) -> tuple[bool, list[str]]:
     """Return whether all means are finite, and the names of tensors in buckets with others."""
     names = [tensor.name for plan, handle in zip(plans, handles) if not handle.is_finite()
              for tensor in plan.tensors]

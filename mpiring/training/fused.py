@@ -231,6 +231,10 @@ class FusedTensors:
         return plan(self._ordered(order), bucket_bytes,
                     lambda tensor: id(self._reducers[tensor.name]))
 
+    def queues(self, reducer: Reducer) -> bool:
+        """Return whether a Reducer only queues work, and NaN and Inf give the alarm."""
+        return self._queues and getattr(reducer, "queues", False)
+
     def _reduction_of(self, bucket: Bucket) -> BucketReduction:
         reducer = self._reducers[bucket.plan.tensors[0].name]
         if self.device is not None and (
@@ -249,7 +253,7 @@ class FusedTensors:
                 self._comm.prepared(
                     _call(reducer, bucket), build=functools.partial(build, reducer, bucket=bucket),
                     device=self.device, ready=lambda: bucket.written, stream=self.stream,
-                    is_agreed=self._queues and getattr(reducer, "queues", False))
+                    is_agreed=self.queues(reducer))
                 for build in (reduce_of, scatter_of)]
         return BucketReduction(reducer, bucket, *operations)
 

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +174,19 @@ class Stream:
         self.queue(write)
         self.queue(wait)
 
+    def call(self, queue):
+        """Call a function that does work at once, and may wait for other ranks, in a thread."""
+        thread = threading.Thread(target=queue, args=(0,), daemon=True)
+
+        def act():
+            if thread.ident is None:
+                thread.start()
+            if thread.is_alive():
+                self.go_on()
+            return not thread.is_alive()
+
+        self.queue(act)
+
     def clear(self, x):
         self.queue(lambda: _raw(x).fill(0) or True)
 
@@ -195,6 +208,8 @@ class Stream:
             if step is None:
                 self.meet(flags, number)
                 number += 1
+            elif callable(step):
+                self.call(step)
             else:
                 *sums, alarmed = step
                 self.combine(*sums, nonfinite if alarmed else None)
@@ -295,7 +310,7 @@ class SimulatedGpu:
         shared: Memory that GPUs open to each other, as Threads or Processes; None if they cannot.
 
         unqueued: Reason why its streams cannot wait for other GPUs.
-        streams: The user's streams; `current` is the number of the one in use.
+        streams: The user's streams; `chosen` is the number of the one in use.
 
     Args:
         later: Function that schedules an action; by default, each test of an event executes some
@@ -304,6 +319,8 @@ class SimulatedGpu:
     """
 
     programmable = True
+    address = ""
+    current = staticmethod(nullcontext)
 
     def __init__(self, later=None, seed=0, name="simulated GPU", shared=None, unqueued=""):
         self.index, self.name, self.unqueued = 0, name, unqueued
@@ -316,12 +333,12 @@ class SimulatedGpu:
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
         self._pinned = []
-        self.streams, self.current = [Stream(self), Stream(self)], 0
+        self.streams, self.chosen = [Stream(self), Stream(self)], 0
 
     @property
     def user(self):
         """The user's current stream."""
-        return self.streams[self.current]
+        return self.streams[self.chosen]
 
     @property
     def is_clocked(self):
@@ -551,7 +568,7 @@ class Cupy:
                                     runtimeGetVersion=self._no_version,
                                     memGetInfo=lambda: (0, 0)), Event=Event,
             nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
-            get_current_stream=lambda index: SimpleNamespace(ptr=gpu.current),
+            get_current_stream=lambda index: SimpleNamespace(ptr=gpu.chosen),
             Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
             get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
 

@@ -186,10 +186,10 @@ def test_streams_take_turns(comm, gpu, monkeypatch):
     # All were written on the first stream.
     gpu.gpu.user.synchronize()
     for turn in range(60):
-        for gpu.gpu.current, x in enumerate(xs):
+        for gpu.gpu.chosen, x in enumerate(xs):
             x[...] = comm.rank + turn
             comm.allreduce(x)
-        for gpu.gpu.current, x in enumerate(xs):
+        for gpu.gpu.chosen, x in enumerate(xs):
             assert (x.get() == sum(range(comm.size)) + turn * comm.size).all()
 
 

@@ -26,10 +26,13 @@ for number in range(4):
             sys.exit()
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "sleeps":
+        if how in ("sleeps", "fails"):
             time.sleep(3600)
         if how == "differs":
             dp.gradients.label = "step of another program"
+    if number == 2 and how == "fails":
+        # NCCL of the tests notices that a rank is missing.
+        os.environ["FAKE_NCCL_FAILS"] = "1"
     for name in "ba":
         dp.grads[name][...] = number + comm.rank
         dp.ready(name)

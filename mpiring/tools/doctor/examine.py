@@ -90,7 +90,8 @@ def _examine_ranks(mpi: Any, library: Library, report: Callable[..., None]) -> N
     report(EXCHANGING, ranks=[rank], size=world.size)
     leaders = _leaders(mpi, world)
     place = launch.topology.topology(world.rank, leaders)
-    rank = replace(rank, node=place.node_rank, gpus=with_cupy(rank.gpus, place.local_rank))
+    rank = replace(rank, node=place.node_rank, gpus=with_nccl(
+        with_cupy(rank.gpus, place.local_rank)))
     ranks = world.gather(rank) or [rank]
     report(TRYING, ranks=ranks)
     # Otherwise MPI would end the job before the report.
@@ -183,3 +184,13 @@ def with_cupy(gpus: Gpus, local_rank: int) -> Gpus:
         return replace(gpus, problem=" ".join(str(error).split()) or type(error).__name__)
     return replace(gpus, visible=visible, address=visible[local_rank % count],
                    sharing_error=sharing_error)
+
+
+def with_nccl(gpus: Gpus) -> Gpus:
+    """Add the version of NCCL that this process finds."""
+    if not gpus.kind:
+        return gpus
+    try:
+        return replace(gpus, nccl=str(gpu.nccl_library()))
+    except MpiringError as error:
+        return replace(gpus, nccl_problem=str(error))

@@ -157,6 +157,7 @@ class Gpus:
         visible: PCI addresses of the NVIDIA GPUs that CuPy sees.
         address: PCI address of this rank's GPU.
         problem: Reason why mpiring cannot use a GPU, or "".
+        nccl: Version of NCCL, and its path; "" if there is none, for the reason `nccl_problem`.
     """
 
     kind: str = ""
@@ -170,6 +171,8 @@ class Gpus:
     address: str = ""
     problem: str = ""
     sharing_error: str = ""
+    nccl: str = ""
+    nccl_problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

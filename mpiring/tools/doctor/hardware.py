@@ -344,6 +344,7 @@ def gpus(job: JobFacts, rank: Rank) -> Rows:
     if gpus.kind:
         yield _gpu_aware(rank)
         yield from _own_gpu(job, rank, neighbors)
+        yield _nccl(job, rank)
         yield from _gpu_direct(rank)
 
 
@@ -387,6 +388,15 @@ def _own_gpu(job: JobFacts, rank: Rank, neighbors: Sequence[Rank]) -> Rows:
     if len(job.nodes()) > 1:
         yield Finding("GPU memory between nodes", OK, _GPU_AWARE.get(
             rank.variables.get("MPIRING_GPU_AWARE", "auto"), _GPU_AWARE["auto"]))
+
+
+def _nccl(job: JobFacts, rank: Rank) -> Finding | None:
+    gpus, versions = rank.gpus, {other.gpus.nccl.partition(" (")[0] for other in job.ranks}
+    return check("NCCL", [
+        (gpus.nccl_problem, NOTE, gpus.nccl_problem,
+         "mpiring uses it if ranks do not see each other's GPU memory, as on several nodes"),
+        (len(versions) > 1, WARNING, f"{gpus.nccl}, and other ranks have another or none",
+         "install one version on all nodes; until then, mpiring does without it")], gpus.nccl)
 
 
 def _gpu_direct(rank: Rank) -> Rows:

@@ -1,10 +1,11 @@
 """Tests what is found of GPUs in a process, on a simulated one."""
 
+import fake_nccl
 import simulated_gpu
 
 from mpiring import MissingDependencyError
-from mpiring.gpu import cuda
-from mpiring.tools.doctor.examine import with_cupy
+from mpiring.gpu import cuda, nccl
+from mpiring.tools.doctor.examine import with_cupy, with_nccl
 from mpiring.tools.doctor.facts import Gpus
 
 NODE = Gpus(kind="NVIDIA", count=1, driver="570.1")
@@ -28,3 +29,12 @@ def test_what_is_missing_is_told(monkeypatch):
     gpus = with_cupy(NODE, 0)
     assert (gpus.problem, gpus.address) == ("a GPU's memory needs CuPy", "")
     assert with_cupy(other := Gpus(kind="AMD", count=1), 0) is other
+
+
+def test_a_version_of_nccl_is_found(monkeypatch):
+    fake_nccl.installed(monkeypatch)
+    assert with_nccl(NODE).nccl.startswith("NCCL 2.28.9 (")
+    monkeypatch.setattr(nccl, "_candidates", lambda: ["/nowhere/libnccl.so.2"])
+    missing = with_nccl(NODE)
+    assert not missing.nccl and "pip install nvidia-nccl" in missing.nccl_problem
+    assert with_nccl(other := Gpus()) is other

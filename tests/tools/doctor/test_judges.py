@@ -354,6 +354,17 @@ def test_what_mpiring_does_with_gpus():
         assert words in text_of(between_nodes, "GPU memory between nodes", "ok")
 
 
+def test_versions_of_nccl():
+    same = with_gpus([A_GPU, OTHER], nccl="NCCL 2.28.9 (libnccl.so.2)")
+    assert "NCCL 2.28.9 (libnccl.so.2)" in text_of(same, "NCCL", "ok")
+    none = with_gpus([A_GPU], nccl_problem="no NCCL: pip install it")
+    assert "no NCCL: pip install it -> mpiring uses it if" in text_of(none, "NCCL", "note")
+    second = replace(same.ranks[1], gpus=replace(same.ranks[1].gpus, nccl="NCCL 2.27.3 (x)"))
+    both = findings_of(job([same.ranks[0], second]))["NCCL"]
+    assert {(f.verdict, f.value.partition(" (")[0]) for f in both} == {
+        ("warning", "NCCL 2.28.9"), ("warning", "NCCL 2.27.3")}
+
+
 def test_settings():
     wrong = ranks(2)
     wrong[1] = replace(wrong[1], settings_error="MPIRING_X is no setting; known: …")
