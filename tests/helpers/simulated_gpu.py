@@ -168,6 +168,7 @@ class Stream:
                 _meeting.add(self)
             elif not here:
                 # Another process or thread may write the word.
+                self._gpu.awaits_others = True
                 self.go_on()
             return here
 
@@ -332,7 +333,7 @@ class SimulatedGpu:
         self.later = later or self._due.append
         # The addresses of GPUs of one machine do not overlap.
         self._next = next(_bases)
-        self._pinned = []
+        self._pinned, self.awaits_others = [], False
         self.streams, self.chosen = [Stream(self), Stream(self)], 0
 
     @property
@@ -360,9 +361,13 @@ class SimulatedGpu:
     def idle(self):
         """Execute some actions that are due, unless a network schedules them."""
         with self.lock:
+            self.awaits_others = False
             for _ in range(self._random.randrange(4)):
                 if self._due:
                     self._due.pop(self._random.randrange(len(self._due)))()
+        if self.awaits_others:
+            # They may need this core.
+            time.sleep(2e-5)
 
     def stream(self):
         return Stream(self)
