@@ -7,9 +7,12 @@ pytestmark = pytest.mark.launch
 
 PYTEST = ("-m", "pytest", "-p", "pytest_mpi", "--with-mpi", "-m", "mpi",
           "--quiet", "--tb=short", "--color=no", "-p", "no:cacheprovider")
+FILES = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_*.py"))
 # They load PyTorch on each rank, and train for long.
-WITH_TORCH = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_torch_*.py"))
-OTHERS = ("tests/mpi", *(f"--ignore={path}" for path in WITH_TORCH))
+WITH_TORCH = [path for path in FILES if "/test_torch_" in path]
+# Their operations run in the memory of a node, without MPI.
+ON_GPUS = [path for path in FILES if path.endswith(("/test_queued.py", "/test_short_gpu.py"))]
+OTHERS = [path for path in FILES if path not in (*WITH_TORCH, *ON_GPUS)]
 
 # For them it matters who advances operations; others compare values, or what NumPy has computed.
 ADVANCING = [f"tests/mpi/test_{name}.py" for name in (
@@ -25,9 +28,11 @@ def passes(ranks, *files, **variables):
     assert " passed" in ended.output, ended.output
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 3])
-def test_real_mpi(ranks, machine_code):
-    passes(ranks, *OTHERS, MPIRING_TUNING_FOLDER=str(machine_code))
+@pytest.mark.parametrize(("ranks", "files"), [
+    pytest.param(1, OTHERS + ON_GPUS, marks=pytest.mark.any_mpi), (3, OTHERS),
+    pytest.param(3, ON_GPUS, marks=pytest.mark.any_mpi)])
+def test_real_mpi(ranks, files, machine_code):
+    passes(ranks, *files, MPIRING_TUNING_FOLDER=str(machine_code))
 
 
 @pytest.mark.parametrize(("ranks", "selected"), [
