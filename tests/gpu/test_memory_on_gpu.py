@@ -39,6 +39,7 @@ def test_batches_reuse_memory(cupy):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks", RANKS)
 def test_memory_does_not_grow_in_1000_steps(ranks):
     ended = launch(ranks, PROGRAMS / "gpu_growth.py", timeout_s=200)

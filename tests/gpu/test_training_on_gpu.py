@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.launch]
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def packages():
     for name in ("sklearn", "threadpoolctl", "ml_dtypes"):
         needed(name)
@@ -22,15 +22,23 @@ def digits(program, ranks, where, *options):
     return [dict(np.load(f"{where}{rank}.npz")) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_cupy_learns_what_numpy_does(tmp_path, ranks):
-    (host,) = digits("train_numpy.py", 1, tmp_path / "host")
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """Return the weights that one rank learns on the host."""
+    weights, = digits("train_numpy.py", 1, tmp_path_factory.mktemp("host") / "host")
+    return weights
+
+
+@pytest.mark.parametrize("ranks", [
+    pytest.param(1, marks=pytest.mark.any_mpi), 2, pytest.param(4, marks=pytest.mark.any_mpi)])
+def test_cupy_learns_what_numpy_does(host, tmp_path, ranks):
     replicas = digits("train_cupy.py", ranks, tmp_path / "gpu")
     for name, weights in host.items():
         assert len({replica[name].tobytes() for replica in replicas}) == 1, name
         np.testing.assert_allclose(replicas[0][name], weights, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits_and_a_checkpoint(tmp_path, dtype):
     options = "--dtype", dtype, "--checkpoint", tmp_path / "checkpoint"

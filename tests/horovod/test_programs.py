@@ -19,7 +19,7 @@ def test_every_name(tmp_path):
     run(3, PROGRAMS / "horovod_names.py", tmp_path).assert_well(3)
 
 
-@pytest.mark.parametrize("shared_memory", ["1", "0"])
+@pytest.mark.parametrize("shared_memory", [pytest.param("1", marks=pytest.mark.any_mpi), "0"])
 def test_pairs_of_features(tmp_path, shared_memory):
     """On one node, and with each rank on a node of its own, where messages are compressed."""
     ended = run(3, PROGRAMS / "horovod_pairs.py", tmp_path, MPIRING_SHARED_MEMORY=shared_memory)
