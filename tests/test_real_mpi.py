@@ -11,7 +11,8 @@ FILES = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_*.py"))
 # They load PyTorch on each rank, and train for long.
 WITH_TORCH = [path for path in FILES if "/test_torch_" in path]
 # Their operations run in the memory of a node, without MPI.
-ON_GPUS = [path for path in FILES if path.endswith(("/test_queued.py", "/test_short_gpu.py"))]
+ON_GPUS = [path for path in FILES if path.endswith(
+    ("/test_queued.py", "/test_short_gpu.py", "/test_nccl.py"))]
 OTHERS = [path for path in FILES if path not in (*WITH_TORCH, *ON_GPUS)]
 
 # For them it matters who advances operations; others compare values, or what NumPy has computed.
