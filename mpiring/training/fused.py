@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..buckets.bucket import (
-    Bucket, BucketPlan, TensorSpec, backward_order, plan, usual_bytes,
+    Bucket, BucketPlan, TensorSpec, backward_order, owners_by_cost, plan, usual_bytes,
 )
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError, MpiringError
@@ -37,6 +37,7 @@ class Fusion:
         deterministic: If true, autotune is off.
         order: Names in the order in which to fuse them; None for `backward_order`.
         autotune: If true, find the fastest settings in the first steps; None for Config's setting.
+        costs: For tensors that one rank each updates alone, the costs of their updates, by name.
     """
 
     bucket_bytes: int | None = None
@@ -44,6 +45,7 @@ class Fusion:
     deterministic: bool = False
     order: Sequence[str] | None = None
     autotune: bool | None = False
+    costs: Mapping[str, float] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,10 @@ class FusedTensors:
                 prepared.adjust = choice.adjustment(reduction.bucket.plan.nbytes)
                 prepared.forget()
 
+    def demand_owners(self, costs: Mapping[str, float]) -> None:
+        """Demand buckets in which tensors with these costs have owners; see Fusion."""
+        self._demand(costs=costs)
+
     @property
     def due(self) -> Fusion | None:
         """The settings of the buckets that are to replace these; None while these are right."""
@@ -198,7 +204,7 @@ class FusedTensors:
         """Demand buckets with other settings; raise ConfigError if an order is of another model."""
         due = replace(self._due or self._fusion, **settings)
         plans = tuple(bucket.plan for bucket in self.buckets)
-        self._due = None if self._plan(due.order, due.bucket_bytes) == plans else due
+        self._due = None if self._plan(due) == plans else due
 
     def _load_reducers(self) -> None:
         """Give the Reducers their buckets, and apply the states that the user has loaded."""
@@ -225,11 +231,14 @@ class FusedTensors:
 
     def plan(self, bucket_bytes: int) -> tuple[BucketPlan, ...]:
         """Return the plans of the buckets for another bucket length."""
-        return self._plan(self.order, bucket_bytes)
+        return self._plan(replace(self._fusion, bucket_bytes=bucket_bytes))
 
-    def _plan(self, order: Any, bucket_bytes: Any) -> tuple[BucketPlan, ...]:
-        return plan(self._ordered(order), bucket_bytes,
-                    lambda tensor: id(self._reducers[tensor.name]))
+    def _plan(self, fusion: Any) -> tuple[BucketPlan, ...]:
+        tensors = self._ordered(fusion.order)
+        costs = {tensor.name: fusion.costs[tensor.name]
+                 for tensor in tensors if tensor.name in fusion.costs}
+        return plan(tensors, fusion.bucket_bytes, lambda tensor: id(self._reducers[tensor.name]),
+                    owners_by_cost(costs, self._comm.size))
 
     def queues(self, reducer: Reducer) -> bool:
         """Return whether a Reducer only queues work, and NaN and Inf give the alarm."""

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.buckets.bucket import FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan, usual_bytes
+from mpiring.buckets.bucket import (
+    FIRST_BUCKET_BYTES, Bucket, TensorSpec, owners_by_cost, plan, usual_bytes)
 from mpiring.gpu.device import Device, await_event
 from mpiring.memory.arrays import CACHE_LINE_BYTES
 
@@ -39,6 +40,49 @@ def test_any_plan(tensors, bucket_bytes):
         assert order == sorted(order)
         assert bucket.size * bucket.dtype.itemsize <= bucket_bytes or len(bucket.tensors) == 1
     assert plan(tensors, bucket_bytes) == buckets
+
+
+@given(costs=st.lists(st.integers(0, 9), max_size=12), size=st.integers(1, 5))
+def test_owners_have_similar_costs(costs, size):
+    owners = owners_by_cost({f"t{i}": cost for i, cost in enumerate(costs)}, size)
+    sums = [0] * size
+    for i, cost in enumerate(costs):
+        sums[owners[f"t{i}"]] += cost
+    # No rank would have more if it gave its last tensor away.
+    assert max(sums) - min(sums) <= max(costs, default=0)
+    assert list(owners_by_cost(dict.fromkeys("abcd", 1.0), 3).values()) == [0, 1, 2, 0]
+
+
+@given(tensors=tensors(), data=st.data(), bucket_bytes=st.integers(1, 5000))
+def test_tensors_with_owners_are_complete_in_the_slices_of_these(tensors, data, bucket_bytes):
+    size = 3
+    owners = data.draw(st.dictionaries(
+        st.sampled_from([tensor.name for tensor in tensors]), st.integers(0, size - 1)))
+    buckets = plan(tensors, bucket_bytes, owners=owners)
+    assert sorted(tensor.name for bucket in buckets for tensor in bucket.tensors) == sorted(
+        tensor.name for tensor in tensors)
+    for bucket in buckets:
+        bounds, start = bucket.bounds(size), 0
+        assert bounds[0] == 0 and bounds[-1] == bucket.size and sorted(bounds) == [*bounds]
+        assert bucket.bounds(1)[0] == 0 and bucket.bounds(1)[-1] == bucket.size
+        is_owned = {tensor.name in owners for tensor in bucket.tensors}
+        assert is_owned == {bool(bucket.owners)}
+        for tensor in bucket.tensors if bucket.owners else ():
+            owner = owners[tensor.name]
+            assert bounds[owner] <= start and start + tensor.padded_size <= bounds[owner + 1]
+            start += tensor.padded_size
+
+
+def test_a_bucket_has_tensors_of_all_owners():
+    """Unless an owner has few tensors, and the bucket would become long."""
+    def owners_in_buckets(owners):
+        buckets = plan(specs(*[100] * len(owners)), 1, owners={
+            f"t{i}": owner for i, owner in enumerate(owners)})
+        return [bucket.owners for bucket in buckets]
+
+    assert owners_in_buckets([0, 1, 1, 0, 0, 0, 1]) == [(0, 1), (0, 1), (0, 0, 1)]
+    assert owners_in_buckets([0] * 9 + [1]) == [(0,) * 4, (0,) * 4, (0, 1)]
+    assert owners_in_buckets([2, 2]) == [(2,), (2,)]
 
 
 @given(tensors=tensors())

@@ -109,8 +109,10 @@ MUTANTS = [
            "if number < 0:", WINDOWS, 2),
     Mutant("memory/arrays.py", "if writeable and not flags.writeable:", "if False:", ARRAYS),
     # Buckets.
-    Mutant("buckets/bucket.py", "if bucket and used + tensor.padded_bytes > limit:",
-           "if bucket and used > limit:", BUCKET),
+    Mutant("buckets/bucket.py", "if used + tensor.padded_bytes > limit and (",
+           "if used > limit and (", BUCKET),
+    Mutant("buckets/bucket.py", "bisect.bisect_left(self.owners, rank)",
+           "bisect.bisect_right(self.owners, rank)", BUCKET),
     Mutant("buckets/bucket.py",
            "start += tensor.padded_size\n            if elements.stop < start:",
            "start += tensor.size\n            if elements.stop < start:", BUCKET),
