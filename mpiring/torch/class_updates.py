@@ -18,7 +18,7 @@ from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..sharding.state import TensorRange
 from .checkpoints import whole
 from .shards import ParamGroup, Shard, ShardLayout, cut, refuse_ungrouped, settings_of
-from .tensors import in_shape_of, tensor_of
+from .tensors import in_order_of, in_shape_of, tensor_of
 
 # State by parameter and name: a tensor of the parameter's shape, a `Sliced`, or a number.
 States = dict[str, dict[str, Any]]
@@ -85,7 +85,8 @@ class ShardedState:
                          if isinstance(x, torch.dtype)} for name, values in self.outline.items()}
         return slices_of(
             {name: self._parameters[name].shape for name in dtypes}, dtypes,
-            ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
+            ((part.name, key, part.offset, array_of(
+                in_order_of(shard.parameter, x)[part.elements].cpu()))
              for shard, values in self._shards for part in shard.ranges
              for key, x in values.items() if key in dtypes[part.name]))
 
@@ -138,9 +139,10 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
             continue
         pieces = [(part, _piece(states[part.name][key], parameters[part.name], part))
                   for part in shard.ranges]
-        state[key] = torch.zeros(shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
+        vector = torch.zeros(shard.parameter.numel(), dtype=pieces[0][1].dtype, device="cpu")
         for part, piece in pieces:
-            state[key][part.elements] = piece
+            vector[part.elements] = piece
+        state[key] = in_shape_of(shard.parameter, vector)
     return state
 
 
@@ -154,12 +156,8 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         return tensor_of(x.read(*part.ends))
     x = torch.as_tensor(
         tensor_of(x.whole()) if isinstance(x, Sliced) else x, device="cpu").detach()
-    if not p.is_contiguous():
-        # Slices of the parameter are also in the order of its memory.
-        in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
-        in_shape_of(p, in_order).copy_(x)
-        x = in_order
-    return x.reshape(-1)[slice(*part.ends)]
+    # Slices of the parameter are also in the order of its memory.
+    return in_order_of(p, x)[slice(*part.ends)]
 
 
 class ClassUpdates:
@@ -185,9 +183,14 @@ class ClassUpdates:
         names = set()
         for group, group_settings in zip(self._names, settings):
             like = next(parameters[name] for name in [*group, *parameters] if name in parameters)
-            names |= elementwise_state(self._class, self._defaults, group_settings, like,
-                                       per_bucket=self._per_bucket)
+            names |= elementwise_state(
+                self._class, self._defaults, group_settings, like, per_bucket=self._per_bucket,
+                cut=_cut if self._cuts(group_settings) else lambda x: [x])
         return names
+
+    def _cuts(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether the parameters of a group with these settings are cut into slices."""
+        return True
 
     def begin(self, layout: ShardLayout) -> None:
         """Create the optimizer of this rank's shards."""
@@ -326,7 +329,7 @@ def _numbered(groups: Iterable[Mapping[str, Any]],
 _REASONS = {
     "LBFGS": "it takes the gradients of all parameters as one vector",
     "Adafactor": "it keeps sums over rows and columns of complete matrices",
-    "Muon": "it makes complete matrices orthogonal",
+    "Muon": "it makes complete matrices orthogonal, and is not torch.optim.Muon",
     "SparseAdam": "it takes sparse gradients, which are in no buckets",
 }
 _SHAPE, _CUT, _STEPS = (5, 7), 9, 3
@@ -352,12 +355,12 @@ def refuse_whole_tensors(optimizer_class: Any) -> None:
 
 
 def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
-                      group: Mapping[str, Any], like: torch.Tensor, *,
-                      per_bucket: bool) -> set[str]:
+                      group: Mapping[str, Any], like: torch.Tensor, *, per_bucket: bool,
+                      cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> set[str]:
     """Return the names of an optimizer's state with one element per element of the parameter.
 
     `like` is a parameter of the group. If `per_bucket`, each step updates one parameter only.
-    Raises ConfigError if a small tensor, or its state, changes in another way if it is cut in two.
+    Raises ConfigError if a small tensor, or its state, changes in another way if it is `cut`.
     It also raises ConfigError if an attribute of the class holds data that a new cut of slices
     would lose.
     """
@@ -366,9 +369,9 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
                          for _ in range(1 + _STEPS))
     stepped = functools.partial(_stepped, optimizer_class, defaults, group, per_bucket=per_bucket)
     (p, state), = stepped([first], [[gradient] for gradient in gradients])
-    parts = stepped(_cut(first), list(map(_cut, gradients)))
+    parts = stepped(cut(first), list(map(cut, gradients)))
     name = optimizer_class.__name__
-    joined = torch.cat([p.detach() for p, _ in parts])
+    joined = torch.cat([p.detach().reshape(-1) for p, _ in parts])
     tolerance = _TOLERANCE.get(like.dtype, 2 ** -16)
     if not torch.allclose(joined, p.detach().reshape(-1), rtol=tolerance, atol=tolerance):
         raise ConfigError(

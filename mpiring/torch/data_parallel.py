@@ -464,11 +464,11 @@ class DataParallel(Wrapper):
         return optimizer is self._owner or (
             self._averaging is not None and self._averaging.is_for(optimizer))
 
-    def give_gradients_to(self, owner: "Sharded") -> Averaging:
+    def give_gradients_to(self, owner: "Sharded", costs: Mapping[str, float]) -> Averaging:
         """Give the means to an optimizer of slices, not to the parameters; return their averager.
 
-        Raises ConfigError if the model cannot have such an optimizer, or has one already.
-        Collective, blocking.
+        Parameters with `costs` (see Fusion) are each in one slice. Raises ConfigError if the model
+        cannot have such an optimizer, or has one already. Collective, blocking.
         """
         if self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
@@ -480,6 +480,9 @@ class DataParallel(Wrapper):
         if self._settings.defer_wait:
             raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
                               f"end of backward; leave out defer_wait=True")
+        self._settings = replace(self._settings, costs=costs)
+        self._averaging.gradients.demand_owners(costs)
+        self._build()
         self._averaging.give_to(owner)
         self._owner = owner
         return self._averaging
@@ -488,6 +491,7 @@ class DataParallel(Wrapper):
         """Give the means to the parameters again, from the next forward pass on; for `Sharded`."""
         # The next forward pass builds new buckets.
         self._owner = self._trained = None
+        self._settings = replace(self._settings, costs={})
 
     @property
     def shares_weights(self) -> bool:

@@ -19,8 +19,9 @@ from ..text import first_few
 from .averaging import Averaging, SliceGradient
 from .class_updates import ClassUpdates, refuse_whole_tensors
 from .data_parallel import DataParallel
+from .muon import MuonUpdates, divided, update_costs
 from .private import run_state_hooks
-from .shards import ShardLayout, described, param_groups
+from .shards import ParamGroup, ShardLayout, described, param_groups
 from .tensor_updates import TensorUpdates
 from .weights import Guard, LoadHooks, NodeWeights, WeightBuckets, without_waiting
 
@@ -39,9 +40,19 @@ class Sharded(torch.optim.Optimizer):
     same as with the optimizer class alone. (ZeRO, stage 1: Rajbhandari et al. 2020, arXiv
     1910.02054.)
 
+    With torch.optim.Muon, one rank updates each matrix completely, and all ranks compute about as
+    long. AdamW updates the other parameters, in slices:
+
+        optimizer = mpiring.torch.Sharded(torch.optim.Muon, model, [
+            {"params": hidden, "lr": 0.02},
+            {"params": others, "lr": 3e-4, "use_muon": False}])
+
+    A group without `use_muon` is divided in two: Muon gets all matrices except those of Embedding
+    modules. Keyword arguments apply to the groups whose class has such a setting.
+
     The training loop remains the same, except for gradients, because no rank has complete
     gradients. After backward, using `p.grad` of the model raises an error, and `param_groups` has
-    this rank's slices as vectors. Clip gradients with `clip_grad_norm_` of this class;
+    this rank's slices as vectors, and its matrices. Clip with `clip_grad_norm_` of this class;
     `torch.nn.utils.clip_grad_norm_` would use the norm of one slice. Each step uses the gradients
     of one backward pass, to which earlier passes in `model.no_sync()` may add.
 
@@ -52,7 +63,7 @@ class Sharded(torch.optim.Optimizer):
     Args:
         optimizer_class: Elementwise optimizer class: SGD, Adam, AdamW, NAdam, RAdam, Adagrad,
             RMSprop, Adadelta, Adamax, Rprop, ASGD. Other classes are first tested on a small
-            tensor. On CPUs, a class of `mpiring.optim`, such as LAMB, is also possible.
+            tensor. Muon is also possible, and on CPUs a class of `mpiring.optim`, such as LAMB.
         model: DataParallel that averages the gradients, the same on all ranks.
         params: Parameters of the model, or groups of them, as PyTorch optimizers accept them; by
             default, all parameters.
@@ -64,8 +75,8 @@ class Sharded(torch.optim.Optimizer):
 
     Raises:
         ConfigError: The class is not elementwise, or the model has a Sharded optimizer already, or
-            sparse gradients. Parameters are missing, or are not parameters of the model. An
-            argument, or the order of parameters, differs between ranks.
+            sparse gradients. Parameters are missing, or are not parameters of the model, or Muon
+            cannot update them. An argument, or the order of parameters, differs between ranks.
 
     Collective: yes, and so are `step`, `clip_grad_norm_`, `grad_norm`, `state_dict`,
     `sharded_state_dict` and `load_state_dict`. Blocking: yes.
@@ -84,7 +95,7 @@ class Sharded(torch.optim.Optimizer):
                 raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) "
                                   f"or 'node' (the ranks of a node share them)")
             updates = _updates_of(optimizer_class)
-            groups = param_groups(model.module, params)
+            groups, costs = _groups_of(updates, model.module, params, defaults)
             self._overlaps = truth("overlap", overlap)
             same.update(optimizer_class=optimizer_class.__qualname__, overlap=overlap,
                         weights=weights, **defaults)
@@ -94,7 +105,7 @@ class Sharded(torch.optim.Optimizer):
         self._guard: Guard | None = None
         # Whether there are averaged gradients that no step has used.
         self._has_new_gradients = False
-        averaging = model.give_gradients_to(self)
+        averaging = model.give_gradients_to(self, costs)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
             layout = self._lay_out(averaging)
@@ -468,8 +479,20 @@ def _updates_of(optimizer_class: Any) -> Any:
     """Return the class that updates shards with a given optimizer class."""
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, MpiringOptimizer):
         return TensorUpdates
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Muon):
+        return MuonUpdates
     refuse_whole_tensors(optimizer_class)
     return ClassUpdates
+
+
+def _groups_of(updates: Any, module: torch.nn.Module, params: Any,
+               defaults: Mapping[str, Any]) -> tuple[list[ParamGroup], Mapping[str, float]]:
+    """Return groups of parameters, and the costs of parameters that have an owner; see Fusion."""
+    groups = param_groups(module, params)
+    if updates is not MuonUpdates:
+        return groups, {}
+    groups = divided(groups, module)
+    return groups, update_costs(groups, module, defaults)
 
 
 # Number of elements whose powers are summed at once, in float64.
@@ -480,9 +503,11 @@ _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"
 
 
 def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
+    # Also those of matrices: their elements fill their memory.
+    vectors = (gradient.as_strided((gradient.numel(),), (1,)) for gradient in gradients)
     parts = [torch.linalg.vector_norm(block.abs() if block.is_complex() else block, norm_type,
                                       dtype=torch.float64)
-             for gradient in gradients for block in gradient.split(_BLOCK)]
+             for vector in vectors for block in vector.split(_BLOCK)]
     return float(torch.linalg.vector_norm(torch.stack(parts), norm_type))
 
 

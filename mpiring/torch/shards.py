@@ -14,6 +14,7 @@ from ..memory.pytrees import leaves
 from ..sharding.state import TensorRange, ranges_in
 from ..text import first_few
 from ..training.averager import Averager
+from .tensors import in_shape_of
 from .weights import WeightBuckets, flat
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
@@ -109,8 +110,8 @@ class Shard:
     """Consecutive tensors, or ranges of tensors, that this rank updates as one parameter.
 
     Attributes:
-        parameter: Shape (n,); a view of the weights.
-        gradient: Shape (n,); a view of the bucket, which holds the means once they have arrived.
+        parameter: Shape (n,), or the shape of a tensor that has an owner; a view of the weights.
+        gradient: Same shape; a view of the bucket, which holds the means once they have arrived.
         bucket: Index of the bucket.
         ranges: Ranges of the tensors in the shard, separated by padding of zeros; none in a
             placeholder without weights.
@@ -153,15 +154,23 @@ def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Sha
         gradients = layout.gradients.buckets[index]
         own_slice = layout.gradients.own_slice(gradients)
         ranges = ranges_in(bucket.plan, own_slice.start, own_slice.stop)
-        for _, group in itertools.groupby(ranges, lambda part: kind_of(part.name)):
+        owners = bucket.plan.owners
+        for _, group in itertools.groupby(
+                ranges, lambda part: part.name if owners else kind_of(part.name)):
             run = list(group)
             start, stop = own_slice.start + run[0].start, own_slice.start + run[-1].stop
-            shards.append(Shard(
-                Parameter(flat(bucket, slice(start, stop))), flat(gradients, slice(start, stop)),
-                index, list(ranges_in(bucket.plan, start, stop))))
+            vectors = [flat(memory, slice(start, stop)) for memory in (bucket, gradients)]
+            if owners:
+                vectors = [in_shape_of(layout.parameters[run[0].name], x) for x in vectors]
+            shards.append(Shard(Parameter(vectors[0]), vectors[1], index,
+                                list(ranges_in(bucket.plan, start, stop))))
     return shards
 
 
 def _placeholder(device: torch.device) -> Shard:
-    """Return a shard without weights, because GradScaler needs a gradient to check."""
-    return Shard(Parameter(torch.zeros(1, device=device)), torch.zeros(1, device=device), -1, [])
+    """Return a shard without weights, because GradScaler needs a gradient to check.
+
+    It is a matrix, which all classes accept.
+    """
+    parameter, gradient = (torch.zeros(1, 1, device=device) for _ in range(2))
+    return Shard(Parameter(parameter), gradient, -1, [])

@@ -82,6 +82,15 @@ def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return flat.view(p.shape)
 
 
+def in_order_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor of the shape of `p` in the order of the memory of `p`."""
+    if p.is_contiguous():
+        return x.reshape(-1)
+    vector = torch.empty(p.numel(), dtype=x.dtype, device=x.device)
+    in_shape_of(p, vector).copy_(x)
+    return vector
+
+
 # Functions that return the dense tensors in which a sparse tensor is stored.
 _COLUMNS_OF_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
 _ROWS_OF_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values

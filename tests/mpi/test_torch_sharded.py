@@ -614,7 +614,6 @@ def test_mistakes_are_explained(comm):
     for mistake, told in (
             (lambda: Sharded(torch.optim.LBFGS, model), "LBFGS cannot be sharded: it takes the gr"),
             (lambda: Sharded(torch.optim.Adafactor, model), "sums over rows and columns"),
-            (lambda: Sharded(torch.optim.Muon, model), "it makes complete matrices orthogonal"),
             (lambda: Sharded(torch.optim.SparseAdam, model), "sparse gradients"),
             (lambda: Sharded(Counts, model, how=torch.zeros(2)),
              r"change its attribute other=\[tensor\(.*; keep numbers there, and tensors in"),
