@@ -74,6 +74,16 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
         panel.set_xscale("log", nonpositive="mask")
 
 
+def _update_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the time of an update, labeled with its ratio to updates that all ranks repeat."""
+    bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
+        COLORS[0] if "mpiring" in row["contender"] else GRAY for row in rows])
+    axes[0].bar_label(bars, [f"{row['over_redundant']:.2f}" for row in rows], padding=3)
+    name_bars(axes[0], [row["contender"] for row in rows])
+    axes[0].margins(x=0.2)
+    axes[0].set_xlabel("time of an update (ms, median); shorter is better")
+
+
 def _loader_title(row: Row, rows: Sequence[Row]) -> str:
     model = model_title(row, rows)
     return model if row["loader"] == "-" else f"{model}, loader: {row['loader']}"
@@ -93,6 +103,9 @@ _LEARNING = {
 DRAWINGS = {
     "batches": Drawing(_batch_bars, {"contender": text(), **dict.fromkeys(
         ("tokens_per_s", "padding_percent", "idle_percent"), number(nan=True))}),
+    "muon": Drawing(_update_bars, {
+        "contender": text(), "median_ms": number(0), "over_redundant": number(nan=True),
+        "model": text(optional=True), "parameters": number(0)}, 1, model_title),
     "prefetch": Drawing(step_bars, {**STEPS, "loader": text()}, 1, _loader_title),
     "reducers": Drawing(_learning, _LEARNING, 1, _training_title),
     "local": Drawing(_learning, _LEARNING, 2, _training_title)}

@@ -10,7 +10,7 @@ import simulated_gpu
 from jobs import run
 from launching import PROGRAMS, installed, needed, status_of
 
-from benchmarks import codecs, local, main, plot, updates
+from benchmarks import codecs, local, main, muon, plot, updates
 from mpiring.tools.bench.benchmark import Measurement
 from mpiring.tools.bench.reducers import METHODS
 
@@ -35,18 +35,22 @@ def test_studies_of_training(tmp_path):
         ("benchmarks.prefetch", "--models", "mlp", "--parameters", "60K", "--calls", "2",
          "--rounds", "1", "--loader", "2", "--work", "sleep,zlib,numpy,python", "--json",
          tmp_path / "loaders.json", "--plot", tmp_path / "loaders.png"),
+        ("benchmarks.muon", "--parameters", "60K", "--calls", "2", "--rounds", "2", "--json",
+         tmp_path / "muon.json", "--plot", tmp_path / "muon.png"),
         (*BATCHES, "--json", tmp_path / "batches.json", "--plot", tmp_path / "batches.png"),
         (*LOCAL, "--json", tmp_path / "local.json", "--plot", tmp_path / "local.png"),
         (*REDUCERS, "--json", tmp_path / "reducers.json", "--plot", tmp_path / "reducers.png"),
         (*REDUCERS, "--reducers", "alone,dense", "--time-limit", "1e-9"),
     ) for word in (*words, ",")), MPIRING_SHARED_MEMORY="0")
-    assert ended.output.count("ended with status 0") == 12, ended.output
+    assert ended.output.count("ended with status 0") == 14, ended.output
     rows = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
-    assert rows.keys() == {"prefetch", "loaders", "batches", "local", "reducers"}
+    assert rows.keys() == {"prefetch", "loaders", "batches", "local", "muon", "reducers"}
     for name in rows:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     check_prefetching(rows["prefetch"], rows["loaders"])
     check_batches(rows["batches"])
+    assert [row["contender"] for row in rows["muon"]] == [muon.REDUNDANT, muon.OWNERS]
+    assert all(row["steps"] == 4 and row["over_redundant"] > 0 for row in rows["muon"])
     check_local(rows["local"])
     check_reducers(rows["reducers"])
     for name in "alone", "dense":
@@ -179,7 +183,7 @@ def test_rows_of_local_training():
 
 
 @pytest.mark.parametrize("name", [
-    "batches", "codecs", "local", "plot", "prefetch", "reducers", "updates"])
+    "batches", "codecs", "local", "muon", "plot", "prefetch", "reducers", "updates"])
 def test_help_needs_no_mpi(capsys, monkeypatch, name):
     status, text = shown_by(capsys, monkeypatch, name, "--help")
     assert status == 0 and "usage: " in text
