@@ -118,11 +118,19 @@ class DistributedSampler(Sampler[int]):
             seen: Number of samples that this rank has trained on since the iteration began. By
                 default, all samples that were drawn. Pass it if `mpiring.data.prefetch`, or a
                 DataLoader with workers, draws samples ahead of training.
+
+        Raises:
+            ConfigError: Fewer samples were drawn in this epoch.
         """
         position = self._position
         if seen is not None:
-            position = self._start + whole_number("seen", seen, 0) * self._size
-        return {"epoch": self._epoch, "position": min(position, self._n), "seed": self._seed,
+            position = min(self._start + whole_number("seen", seen, 0) * self._size, self._n)
+            if position > self._position:
+                raise ConfigError(
+                    f"rank {self._rank}: seen={seen} samples, but fewer were drawn in epoch "
+                    f"{self._epoch}. If prefetch with epochs has begun the next epoch, save the "
+                    f"state of its result")
+        return {"epoch": self._epoch, "position": position, "seed": self._seed,
                 "length": self._n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
