@@ -396,13 +396,24 @@ class _End:
     error: BaseException | None = None
 
 
-# What to call before a fork of this thread, as `prepare_fork`, in threads of BackgroundIterators.
+# Function to call before this thread forks, as `prepare_fork`; only for a BackgroundIterator.
 _thread = threading.local()
 
 
 @functools.cache
 def _prepare_forks() -> None:
-    os.register_at_fork(before=lambda: getattr(_thread, "prepare_fork", lambda: None)())
+    """Replace os.fork, which multiprocessing calls, by a function that calls `prepare_fork` first.
+
+    Functions of os.register_at_fork must not wait: other such functions hold locks meanwhile.
+    """
+    fork = os.fork
+
+    def prepared_fork() -> int:
+        if hasattr(_thread, "prepare_fork"):
+            _thread.prepare_fork()
+        return fork()
+
+    os.fork = functools.update_wrapper(prepared_fork, fork)
 
 
 class BackgroundIterator(Iterator[T], Generic[T]):
@@ -422,8 +433,9 @@ class BackgroundIterator(Iterator[T], Generic[T]):
 
     def __init__(self, iterations: Iterator[Iterator[T]], depth: int,
                  waited: Callable[[float, float], None] | None = None) -> None:
-        # The first begins here: only the main thread can watch the workers of a DataLoader.
-        self._iterations = itertools.chain([next(iterations)], iterations)
+        # The first begins here: only the main thread can watch the workers of a DataLoader. The
+        # inner `iter` keeps no reference to it.
+        self._iterations = itertools.chain(iter([next(iterations)]), iterations)
         self._waited = waited
         self._ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         # Not a semaphore, which is Python code and acquires several locks.
@@ -497,9 +509,13 @@ class BackgroundIterator(Iterator[T], Generic[T]):
                 self._release_program()
                 while self._draw_item(items):
                     pass
+                # Processes that the next iterator forks must not inherit this one.
+                del items
                 if self._stop.is_set():
-                    raise ClosedError("these batches were left: the iteration over epochs has "
-                                      "ended. Keep by_epoch() in a variable, or use a for loop")
+                    self._ready.put(_End(ClosedError(
+                        "these batches were left: the iteration over epochs has ended. Keep "
+                        "by_epoch() in a variable, or use a for loop")))
+                    break
                 self._ready.put(_End())
         except BaseException as error:
             self._ready.put(_End(error))
