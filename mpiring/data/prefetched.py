@@ -145,8 +145,13 @@ class Prefetched:
     def by_epoch(self) -> Generator[tuple[int | None, Iterator[Any]], None, None]:
         """Yield each epoch, with an iterator over its batches.
 
-        If you leave the batches of an epoch early, a new thread begins the next epoch. After
+        If you leave the batches of an epoch early, the next epoch begins with a new thread. After
         `load_state_dict`, the first epoch has the batches that remain.
+
+        Raises:
+            ClosedError: Batches were requested after this iterator was closed or deleted.
+
+        Collective: no. Blocking: until the first epoch has begun, not for others.
         """
         left: Sequence[int | None] = [None] if self._epochs is None else self._epochs
         resumes, self._resumes = self._resumes, False
@@ -242,11 +247,11 @@ class Prefetched:
         for epoch in epochs:
             if epoch is not None and not is_set:
                 _set_epoch(self._loader, epoch)
-            is_set = False
-            repeats = epoch is None or hasattr(self._loader, "__iter__")
+            is_set, batches = False, self._loader
+            if epoch is not None and callable(batches) and not hasattr(batches, "__iter__"):
+                batches = batches(epoch)
             # map keeps no reference to a batch, so its memory is freed when the user drops it.
-            yield map(self._send_batch, self._loader if repeats else self._loader(epoch),
-                      itertools.count(1))
+            yield map(self._send_batch, batches, itertools.count(1))
 
     def _send_batch(self, batch: Any, number: int) -> tuple[Arrive, Any]:
         arrive = (lambda: batch) if self._gpu is None else self._send_arrays(batch)

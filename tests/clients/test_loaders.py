@@ -94,3 +94,22 @@ def test_prefetch_ahead_of_torchdatas_loader(workers, epochs):
     assert drawn(fetched, 7) == epochs[0][:7]
     second, _ = loaders(stateful(), 3, fetched[0].state_dict(), workers)
     assert drawn(second) == epochs[0][7:]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_prefetch_over_epochs_of_torchdatas_loader(workers, epochs):
+    """It stops when the thread has begun the next epoch."""
+    def fetched(size, state=None):
+        made = [prefetch(loader, epochs=range(2)) for loader in loaders(
+            stateful(), size, workers=workers)[0]]
+        for one in made if state is not None else ():
+            one.load_state_dict(state)
+        return made
+
+    everything = epochs[0] + epochs[1]
+    assert drawn(fetched(1)) == everything
+    for done in (7, len(epochs[0]) - 1, len(epochs[0]), len(epochs[0]) + 3):
+        first = fetched(1)
+        assert drawn(first, done) == everything[:done]
+        assert first[0].epoch == (done > len(epochs[0]))
+        assert drawn(fetched(1, first[0].state_dict())) == everything[done:]

@@ -384,7 +384,7 @@ class Numbers:
 @pytest.mark.parametrize("loader", [Numbers, token_batches])
 def test_epochs_that_were_complete_are_not_repeated(loader):
     """Not even without batches: the program may have saved after its work between epochs."""
-    wanted = [(epoch, [*batches]) for epoch, batches in prefetch(loader(), epochs=EPOCHS).by_epoch()]
+    wanted = [*enumerate(one_after_the_other(loader()))]
     fetched = prefetch(loader(), depth=9, epochs=EPOCHS)
     states = [fetched.state_dict()]
     assert states[0]["epoch"] is None
