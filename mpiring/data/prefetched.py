@@ -132,8 +132,8 @@ class Prefetched:
 
     def __len__(self) -> int:
         if self._epochs is not None:
-            raise TypeError("prefetch with epochs has no len(): epochs may have different numbers "
-                            "of batches; len(loader) is the number in one epoch")
+            # Epochs may have different numbers of batches.
+            raise TypeError("prefetch with epochs has no len(); len(loader) is that of one epoch")
         return len(self._loader)
 
     def __iter__(self) -> Generator[Any, None, None]:
@@ -218,13 +218,12 @@ class Prefetched:
         epoch = None
         if self._epochs is not None:
             refuse_other_state(state, ("epoch", "over", "loader"), "of prefetch with epochs")
-            epoch = state["epoch"]
-            if epoch is not None:
-                if epoch not in self._epochs:
-                    raise ConfigError(f"the state is of epoch {epoch}, which is not among "
-                                      f"epochs={self._epochs}: pass all epochs of the training")
-                _set_epoch(self._loader, epoch)
-            self._over, state = state["over"], state["loader"]
+            epoch, self._over, state = state["epoch"], state["over"], state["loader"]
+            if epoch is not None and epoch not in self._epochs:
+                raise ConfigError(f"the state is of epoch {epoch}, which is not among "
+                                  f"epochs={self._epochs}: pass all epochs of the training")
+        if epoch is not None:
+            _set_epoch(self._loader, epoch)
         self._source.load_state_dict(state)
         self.epoch, self._resumes, self._state = epoch, epoch is not None, None
 
@@ -314,13 +313,10 @@ class Prefetched:
 def _refuse_epochs(epochs: Any, loader: Any) -> None:
     """Raise ConfigError unless the loader can be iterated in each of these epochs."""
     if not isinstance(epochs, range) or min((*epochs[:1], *epochs[-1:]), default=0) < 0:
-        raise ConfigError(f"epochs={epochs!r:.200}: expected a range of numbers from 0, such as "
-                          f"range(3)")
+        raise ConfigError(f"epochs={epochs!r:.200}: expected a range from 0, such as range(3)")
     if isinstance(loader, Iterator):
-        raise ConfigError(
-            f"the loader, a {type(loader).__name__}, is an iterator, which has a single epoch: "
-            f"pass an object that can be iterated repeatedly, or a function that is called with "
-            f"each epoch and returns an iterator")
+        raise ConfigError(f"the loader, a {type(loader).__name__}, is an iterator, which has a "
+                          f"single epoch: pass a function of the epoch that returns an iterator")
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -345,13 +341,11 @@ def _source_of(loader: Any) -> tuple[Any, int]:
     if (data is None or getattr(type(loader), "__iter__", None) is not data.DataLoader.__iter__
             or not getattr(loader, "in_order", True)):
         return None, 0
-    sampler, samples = loader.batch_sampler, 1
-    if sampler is None:
-        sampler = loader.sampler
-    elif type(sampler) is data.BatchSampler:
+    sampler, samples = loader.sampler if loader.batch_sampler is None else loader.batch_sampler, 1
+    if type(sampler) is data.BatchSampler:
         sampler, samples = sampler.sampler, sampler.batch_size
-    counts = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict") and (
-        "seen" in inspect.signature(sampler.state_dict).parameters)
+    state_dict = getattr(sampler, "state_dict", None)
+    counts = state_dict and "seen" in inspect.signature(state_dict).parameters
     return (sampler, samples) if counts else (None, 0)
 
 
@@ -517,9 +511,8 @@ class BackgroundIterator(Iterator[T], Generic[T]):
                 # Processes that the next iterator forks must not inherit this one.
                 del items
                 if self._stop.is_set():
-                    self._ready.put(_End(ClosedError(
-                        "these batches were left: the iteration over epochs has ended. Keep "
-                        "by_epoch() in a variable, or use a for loop")))
+                    self._ready.put(_End(ClosedError("the iteration over these epochs has ended: "
+                                                     "keep by_epoch() in a variable")))
                     break
                 self._ready.put(_End())
         except BaseException as error:

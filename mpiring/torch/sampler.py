@@ -127,9 +127,8 @@ class DistributedSampler(Sampler[int]):
             position = min(self._start + whole_number("seen", seen, 0) * self._size, self._n)
             if position > self._position:
                 raise ConfigError(
-                    f"rank {self._rank}: seen={seen} samples, but fewer were drawn in epoch "
-                    f"{self._epoch}. If prefetch with epochs has begun the next epoch, save the "
-                    f"state of its result")
+                    f"rank {self._rank}: seen={seen}, but fewer samples were drawn in epoch "
+                    f"{self._epoch}; if prefetch has epochs, save the state of its result")
         return {"epoch": self._epoch, "position": position, "seed": self._seed,
                 "length": self._n}
 
