@@ -101,6 +101,7 @@ def tests(out: Path) -> Iterator[Step]:
     yield _tests("contract", 150)
     yield _tests("training", 150)
     yield _tests("prefetch", 100)
+    yield _tests("nccl", 100)
 
 
 def _under_mps(name: str, *steps: Step) -> Iterator[Step]:
