@@ -80,7 +80,7 @@ class Gpu:
         down_s, up_s: Total time of copies from and to the GPU.
     """
 
-    index, name, programmable = 0, "GPU that only takes time", True
+    index, name, address, programmable = 0, "GPU that only takes time", "", True
     unqueued = "it only takes time"
 
     def __init__(self, rate):
