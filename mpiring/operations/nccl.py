@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,14 @@ from ..errors import MpiringError
 from ..gpu.device import Device
 from ..gpu.nccl import Nccl, nccl_library
 from ..text import first_few
+from ..transport import waiting
 from ..transport.base import Schedule
 from .collectives import Collectives
 
 _log = logging.getLogger("mpiring")
 
+# Seconds after which ranks do without NCCL, whose network may not connect them.
+_CREATION_S = 120.0
 ONE_RANK = "there is only one rank"
 OWN_MEMORY = ("the ranks see each other's GPU memory, in which mpiring combines vectors without "
               "NCCL; MPIRING_NCCL=yes uses NCCL")
@@ -117,11 +121,16 @@ def _created(collectives: Collectives, device: Device) -> Schedule[tuple[Nccl | 
     answers = yield from _texts(collectives, creation.problem)
     # The first problem may only be that another rank has one.
     problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(answers) if problem]
-    return None if problems else creation.nccl, first_few(problems, 4)
+    if problems:
+        # Those that have a communicator do not wait for the others.
+        if creation.nccl is not None:
+            creation.nccl.abort(waiting.GRACE_S)
+        return None, first_few(problems, 4)
+    return creation.nccl, ""
 
 
 class _Creation:
-    """A request that is complete when a thread has created the communicator, or has failed.
+    """A request that is complete when a thread has created the communicator, or has a problem.
 
     Meanwhile, this rank answers others, which report if a rank never comes.
     """
@@ -129,6 +138,7 @@ class _Creation:
     def __init__(self, collectives: Collectives, device: Device, identity: bytes) -> None:
         self.nccl: Nccl | None = None
         self.problem = ""
+        self._end_s = time.monotonic() + _CREATION_S
         self._thread = threading.Thread(
             target=self._create, args=(device, collectives.rank, collectives.size, identity),
             daemon=True)
@@ -144,7 +154,10 @@ class _Creation:
             self.problem = str(error) or repr(error)
 
     def test(self) -> bool:
-        return not self._thread.is_alive()
+        if self._thread.is_alive() and time.monotonic() > self._end_s:
+            self.problem = (f"ncclCommInitRank has not returned in {_CREATION_S:g} s; "
+                            f"NCCL_DEBUG=INFO shows the network that it uses")
+        return bool(self.problem) or not self._thread.is_alive()
 
 
 @functools.cache

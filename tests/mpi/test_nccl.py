@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpiring
 from mpiring.gpu import nccl
 from mpiring.gpu.arrays import vector_of
+from mpiring.operations import nccl as operations_nccl
 from mpiring.operations.agreement import Call
 from mpiring.numpy import DataParallel
 from mpiring.operations.on_device import TUNING
@@ -142,12 +143,15 @@ def test_what_reducers_and_the_back_end_call(comm_by_nccl, gpu):
     ("FAKE_NCCL_VERSION", "22703", "has NCCL 2.28.9|has 2.27.3"),
     ("FAKE_NCCL_NO_ID", "", "rank 0: ncclGetUniqueId: a fault: in a test"),
     ("FAKE_NCCL_NO_INIT", "", "rank {}: ncclCommInitRank: a fault: in a test"),
+    ("FAKE_NCCL_HANGS", "", "rank {}: ncclCommInitRank has not returned in 1 s"),
     ("", "", "rank {} cannot use NCCL: no NCCL: .*pip install nvidia-nccl")])
 def test_one_rank_cannot(comm, gpu, library, monkeypatch, variable, value, text):
     """All ranks raise an error that names it, or go on without NCCL."""
     if comm.size == 1:
         pytest.skip(reason="one rank uses no NCCL")
     bad = 0 if variable == "FAKE_NCCL_NO_ID" else comm.size - 1
+    if variable == "FAKE_NCCL_HANGS":
+        monkeypatch.setattr(operations_nccl, "_CREATION_S", 1.0)
     if comm.rank == bad and variable:
         monkeypatch.setenv(variable, value)
     elif comm.rank == bad:

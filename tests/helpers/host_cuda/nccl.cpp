@@ -2,8 +2,8 @@
 //
 // A call does its work before it returns, and waits for the same call of the other ranks. If theirs
 // differs, it waits for ever, as NCCL may; an abort ends it. Variables of a rank make it fail:
-// FAKE_NCCL_VERSION, FAKE_NCCL_NO_ID, FAKE_NCCL_NO_INIT, and FAKE_NCCL_FAILS, the number of calls
-// after which it has an asynchronous error.
+// FAKE_NCCL_VERSION, FAKE_NCCL_NO_ID, FAKE_NCCL_NO_INIT, FAKE_NCCL_HANGS, and FAKE_NCCL_FAILS, the
+// number of calls after which it has an asynchronous error.
 
 #include <algorithm>
 #include <atomic>
@@ -180,6 +180,7 @@ int ncclCommInitRank(Communicator **communicator, int size, Identity identity, i
     const bool fails = flag("FAKE_NCCL_NO_INIT");
     if (fails) c->shared->failed = true;
     ++c->shared->attached;
+    while (flag("FAKE_NCCL_HANGS")) sleep(1);
     wait_until(c, "the other ranks", [=] { return c->shared->attached >= size; });
     shm_unlink(name);
     return fails ? INTERNAL_ERROR : c->shared->failed ? REMOTE : SUCCESS;
