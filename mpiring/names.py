@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 OpName: TypeAlias = Literal[
     "sum", "mean", "avg", "average", "prod", "max", "min", "band", "bor", "bxor"]
 AlgorithmName: TypeAlias = Literal[
-    "auto", "shared", "native", "ring", "hierarchical", "direct", "nccl"]
+    "auto", "nccl", "shared", "native", "ring", "hierarchical", "direct"]
 # One copy of the weights for each rank, or for each node.
 WeightCopies: TypeAlias = Literal["rank", "node"]
 

@@ -137,7 +137,7 @@ class SimulatedOperation(Collectives):
         yield from schedule
 
 
-ALGORITHMS = operations.NAMES[1:]
+ALGORITHMS = tuple(name for name in operations.NAMES if name not in ("auto", "nccl"))
 # A reduce-scatter of gradients and an allgather of weights. Each rank, or each node, has a copy of
 # the weights.
 SHARDED = ("sharded", "once per node")
