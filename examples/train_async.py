@@ -124,9 +124,9 @@ seconds = time.perf_counter() - began
 if args.way != "synchronous":
     way.close()                              # all ranks have the same weights now
 
-rates = comm.allreduce(np.array([steps * batch / seconds]))
+rate = comm.allreduce(steps * batch / seconds)
 scores = np.maximum(images[test] @ params["w1"] + params["b1"], 0) @ params["w2"] + params["b2"]
 if comm.rank == 0:
     accuracy = float((scores.argmax(axis=1) == labels[test]).mean())
-    print(f"{args.way}: test accuracy {accuracy:.2%}, {rates[0]:,.0f} images/s")
+    print(f"{args.way}: test accuracy {accuracy:.2%}, {rate:,.0f} images/s")
 comm.close()

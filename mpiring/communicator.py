@@ -18,6 +18,7 @@ from .engine.handle import Handle
 from .engine.messages import Messages
 from .engine.persistent import Persistent, moved
 from .engine.prepared import REDUCING, Pattern, Prepared
+from .engine.scalars import SCALARS, OnScalar, array_of_scalar
 from .engine.short_gpu import ShortOnGpu, is_short
 from .errors import ConfigError
 from .gpu.arrays import device_named, seen_on_gpu, vector_of
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # Vector of calls without data.
 _NOTHING = np.empty(0, np.float32)
-# An array of NumPy, PyTorch or CuPy.
+# An array of NumPy, PyTorch or CuPy, or a scalar.
 A = TypeVar("A")
 # The documentation shows both members. The mpi4py type is a string: importing it starts MPI.
 Op: TypeAlias = Union[OpName, "MPI.Op"]
@@ -165,7 +166,8 @@ class Communicator(OfRank):
                 `__cuda_array_interface__`, of any shape; contiguous and writeable. The dtype is
                 bool, integer, floating (including bfloat16 of ml_dtypes) or complex. The arrays of
                 all ranks are in host memory, or all are on GPUs. As with PyTorch's operations in
-                place, a leaf tensor may require a gradient only in `torch.no_grad()`.
+                place, a leaf tensor may require a gradient only in `torch.no_grad()`. Or a number
+                of Python or NumPy, for which the result is a new number of the same type.
             op: Operation: "sum", "prod", "mean", "max", "min", "band", "bor" or "bxor". The mean of
                 floating or complex numbers is also called "avg" or "average". The ops "max" and
                 "min" propagate NaN, do not support complex numbers, and are "or" and "and" of bool.
@@ -178,15 +180,17 @@ class Communicator(OfRank):
                 "hierarchical" they are rounded again between nodes, with "ring" at every hop.
 
         Raises:
-            ConfigError: The array, op or algorithm is invalid, or they do not fit each other.
+            ConfigError: The array, op or algorithm is invalid, or they do not fit each other. Or
+                integers of this size could add up or multiply to more than 64 bits, or than the
+                dtype of a NumPy scalar holds.
             BufferMismatchError: The ranks made different calls.
             StallError: Some ranks did not call within `stall_timeout_s`.
 
         Collective: yes. Blocking: yes.
         """
         prepared, vector = self._find("allreduce", x, op, algorithm)
-        prepared.run(vector)
-        return x
+        scalar = prepared.run(vector)
+        return x if scalar is None else cast(A, scalar)
 
     def iallreduce(self, x: A, *, op: Op = "sum",
                    algorithm: AlgorithmName = "auto") -> Handle[A]:
@@ -225,7 +229,8 @@ class Communicator(OfRank):
         """
         prepared, vector = self._find("reduce_scatter", x, op)
         prepared.run(vector)
-        return cast(A, part_of(x, vector, self._part(cast(Pattern, prepared.pattern).n)))
+        pattern = cast(Pattern, cast(Prepared, prepared).pattern)
+        return cast(A, part_of(x, vector, self._part(pattern.n)))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's slice of `x` to all ranks, in place, and return `x`.
@@ -248,7 +253,7 @@ class Communicator(OfRank):
         """Copy `x` of rank `root` to all ranks, in place, and return it.
 
         Args:
-            x: Array as in `allreduce`; it may be read-only on `root`.
+            x: Array or number as in `allreduce`; it may be read-only on `root`.
             root: Rank whose array is copied.
 
         Raises the same errors as `allreduce`.
@@ -258,8 +263,8 @@ class Communicator(OfRank):
         # Numbers that equal whole numbers, like 1.0 and True, are no roots.
         prepared, vector = self._find(
             "broadcast", x, root if type(root) is int else self._root(root))
-        prepared.run(vector)
-        return x
+        scalar = prepared.run(vector)
+        return x if scalar is None else cast(A, scalar)
 
     def barrier(self) -> None:
         """Wait until every rank has called this.
@@ -328,10 +333,10 @@ class Communicator(OfRank):
         return self._persistent_call("broadcast", x, self._root(root))
 
     def _find(self, kind: str, x: Any, option: Any = None,
-              algorithm: str = "auto") -> tuple[Prepared, Any]:
+              algorithm: str = "auto") -> tuple[Prepared | OnScalar, Any]:
         """Return a collective on an array, and its vector; look it up if an equal one was made.
 
-        The option is the op or the root.
+        The option is the op or the root. A scalar is first copied to an array.
         """
         is_plain, seen = type(x) is np.ndarray, None
         if algorithm == "auto":
@@ -349,6 +354,10 @@ class Communicator(OfRank):
                     return prepared, x
                 if x.flags.carray:
                     return prepared, x if x.ndim == 1 else x.reshape(-1)
+        if not is_plain and isinstance(x, SCALARS):
+            on_array, vector = self._find(kind, array_of_scalar(
+                x, kind, option, self.rank, self.size), option, algorithm)
+            return OnScalar(cast(Prepared, on_array), x), vector
         prepared, vector = self._prepare(kind, x, option, algorithm)
         note_write(x)
         if seen is not None and type(option) in (str, int, NoneType) and (

@@ -24,6 +24,8 @@ from .queued import QueuedOperation
 if TYPE_CHECKING:
     from .group import Group
 
+# Function of a result and a schedule that returns the schedule with a result.
+Finish = Callable[[T, Schedule[Any]], Schedule[T]]
 REDUCING = "allreduce", "reduce_scatter"
 # Maximum number of positions in windows of the vectors of equal calls that are kept.
 _MAX_POSITIONS = 64
@@ -158,14 +160,16 @@ class Prepared:
             self._fast_calls.fail(node_call, error)
             raise
 
-    def start(self, x: Any, result: T, call: Call | None = None) -> Handle[T]:
+    def start(self, x: Any, result: T, call: Call | None = None,
+              finish: Finish[T] = returning) -> Handle[T]:
         """Start it on the vector `x`; return a handle whose `wait` returns `result`. Collective.
 
-        The ranks compare `call`, if it is given.
+        The ranks compare `call`, if it is given. With another function `finish` than `returning`,
+        the operation has a schedule, and `wait` returns its result.
         """
         if self._queued is not None:
             return self._queued.start(call or self.call, result)
-        node_call = self._idle_node_call()
+        node_call = self._idle_node_call() if finish is returning else None
         if node_call is not None:
             if call is not None:
                 self._rename(node_call, call)
@@ -176,7 +180,7 @@ class Prepared:
         if self._tunes:
             self._group.tune_before(call, waits=False)
         ordinary = self._group.submit(
-            call, lambda collectives: returning(result, build(collectives)))
+            call, lambda collectives: finish(result, build(collectives)))
         self.make_ready()
         return ordinary
 

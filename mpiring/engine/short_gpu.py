@@ -13,7 +13,7 @@ from ..record.flight import Flight
 from ..transport.base import Schedule, T
 from .handle import Handle
 from .persistent import moved
-from .prepared import Pattern, Prepared
+from .prepared import Finish, Pattern, Prepared
 
 if TYPE_CHECKING:
     from .group import Group
@@ -64,11 +64,12 @@ class ShortOnGpu(Prepared):
                 stream.synchronize()
         vector.device.staging.release(slot, until)
 
-    def start(self, x: Any, result: T, call: Call | None = None) -> Handle[T]:
+    def start(self, x: Any, result: T, call: Call | None = None,
+              finish: Finish[T] = returning) -> Handle[T]:
         """Start it on an array; see Prepared."""
         build = self.build(x)
         handle = self._group.submit(
-            call or self.call, lambda collectives: returning(result, build(collectives)))
+            call or self.call, lambda collectives: finish(result, build(collectives)))
         self.make_ready()
         return handle
 

@@ -31,8 +31,9 @@ _DTYPES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("band", "bor", "bxor"), (*INTEGER, "bool")),
 }
 _REMEDIES = {
-    "bool": "view it as numpy.uint8 to count, or use max (or) and min (and)",
-    "mean": "convert to a floating dtype, or use sum",
+    "bool": "view it as numpy.uint8 to count (of a scalar, pass int(x)), or use max (or) and "
+            "min (and)",
+    "mean": "convert to a floating dtype (of a scalar, pass float(x)), or use sum",
     "complex": "complex numbers have no order; reduce the real and imaginary parts",
     "bits": "view it as integers of its width",
 }
