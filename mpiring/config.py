@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .names import CONFIG, AlgorithmName, explaining
+from .names import CONFIG, REDUCERS, AlgorithmName, explaining, reducer_named
 
 PREFIX = "MPIRING_"
 # Ranks that disagree on these settings would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
-          "digest_action", "gpu_aware", "nccl", "autotune")
+          "digest_action", "gpu_aware", "nccl", "autotune", "reducer")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
@@ -43,6 +43,9 @@ class Config:
             numba has compiled; "" saves nothing.
         autotune: If true, each DataParallel tries bucket lengths, algorithms and numbers of
             operations in flight in its first steps. It keeps the fastest, also for later jobs.
+        reducer: Reducer of gradients between nodes, for models whose program names none: "mean",
+            "bf16", "float16", "int8", "onebit", "powersgd" or "topk". A rank or a density may
+            follow, as in "powersgd:4" or "topk:0.01"; "" is the plain mean.
         machine_code: If true, use code that numba compiles, if numba is installed. Otherwise NumPy
             computes bitwise identical results, which takes longer.
         progress: Method by which nonblocking operations advance: "thread" in the background,
@@ -87,6 +90,7 @@ class Config:
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
     autotune: bool = _setting(False)
+    reducer: str = _setting("")
     machine_code: bool = _setting(True)
     progress: str = _setting("auto", "thread", "inline")
     operations_in_flight: int = _setting(2)
@@ -162,8 +166,17 @@ def _check_range(name: str, value: Any, source: str, allowed: tuple[Any, ...]) -
         expected = "1 or more"
     elif name == "digest_steps" and value < 0:
         expected = "0 or more"
+    elif name == "reducer" and not _names_reducer(value):
+        expected = "one of " + ", ".join(
+            f"{each}[:{number}]" if number else each for each, number in REDUCERS.items())
     if expected:
         raise ConfigError(f"{source}={value!r}: expected {expected}")
+
+
+def _names_reducer(value: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return not value or bool(reducer_named(value))
+    return False
 
 
 def config_or_default(config: Config | None) -> Config:

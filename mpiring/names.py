@@ -93,6 +93,11 @@ LOCAL_TRAINING: Mapping[str, str] = {
                     "leave it out: mpiring decides this"),
 }
 
+# Names of Reducers in the setting `reducer`, with the form of a number after a colon.
+REDUCERS: Mapping[str, str] = {
+    **dict.fromkeys(("mean", "bf16", "float16", "int8", "onebit"), ""),
+    "powersgd": "RANK of at least 1", "topk": "DENSITY above 0 and up to 1"}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -129,6 +134,22 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names, beginning with the most similar to an unknown name."""
     import difflib
     return sorted(known, key=lambda word: -difflib.SequenceMatcher(None, name, word).ratio())
+
+
+def reducer_named(text: str) -> tuple[str] | tuple[str, float]:
+    """Return the name of a Reducer in a text like "powersgd:4", and its number if there is one.
+
+    Raises ValueError, without a message, if it is not as in REDUCERS.
+    """
+    name, colon, digits = text.partition(":")
+    if name not in REDUCERS or colon and not REDUCERS[name]:
+        raise ValueError
+    if not colon:
+        return (name,)
+    value: float = int(digits) if name == "powersgd" else float(digits)
+    if not (value >= 1 if name == "powersgd" else 0 < value <= 1):
+        raise ValueError
+    return name, value
 
 
 def explaining(hints: Mapping[str, str], synonyms: Mapping[str, str] | None = None,

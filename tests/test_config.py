@@ -29,6 +29,10 @@ def test_every_field_is_described_and_has_a_default():
     ("MPIRING_COLOUR", "red", "known: MPIRING_ABORT_ON_EXCEPTION"),
     ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected a number"),
     ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "='maybe': expected .* in a variable 1 or 0"),
+    *(("MPIRING_REDUCER", text, f"MPIRING_REDUCER='{text}': expected one of mean, bf16, .*topk")
+      for text in ("bf17", "BF16", "bf16:4", "bf16:", "powersgd:0", "powersgd:-1", "powersgd:1.5",
+                   "powersgd:", "powersgd:two", "topk:0", "topk:1.5", "topk:nan", "topk:-1",
+                   "topk:inf", "1", "none")),
     ("MPIRING_TRACE", "1", "MPIRING_TRACE='1': expected a folder"),
     ("MPIRING_TUNING_FOLDER", "here", "MPIRING_TUNING_FOLDER='here': expected an absolute path"),
 ])
@@ -47,6 +51,8 @@ def test_bad_variables(monkeypatch, name, value, message):
     ("operations_in_flight", 0, "expected 1 or more"),
     ("operations_in_flight", 1.5, "expected a whole number"),
     ("algorithm", 3, "expected text"),
+    ("reducer", 4, "Config.reducer=4: expected text"),
+    ("reducer", "topk:2", r"Config.reducer='topk:2': .* topk\[:DENSITY above 0 and up to 1"),
     ("digest_steps", -1, "Config.digest_steps=-1: expected 0 or more"),
     ("digest_action", "x", "Config.digest_action='x': expected one of stop, restore"),
 ])

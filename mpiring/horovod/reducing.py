@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .. import ConfigError
-from ..provisional import Collectives, Schedule, buckets, gpu
+from .. import Communicator, ConfigError
+from ..provisional import Collectives, Schedule, buckets, gpu, training
 from ..reducers import Adasum as AdasumReducer
 from ..reducers import Cast, Mean, Reducer
 from .compression import Compression
@@ -38,8 +38,11 @@ class Combined:
         gpu.divide(x, size / self.predivide)
 
 
-def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
+def reducer_for(op: int, compression: Any, predivide: float,
+                comm: Communicator | None = None) -> Reducer:
     """Return the Reducer for the arguments of a DistributedOptimizer.
+
+    Without compression, it is the Reducer that the setting of `comm` names.
 
     For Sum, the Reducer computes a mean, as for Average; see SumWeighing. Only means and sums are
     compressed. Compressed sums ignore `predivide`, since they do not need it. Raises ConfigError if
@@ -58,5 +61,8 @@ def reducer_for(op: int, compression: Any, predivide: float) -> Reducer:
     if op not in (Average, Sum):
         return Combined(OP_NAMES[op])
     if compression is Compression.none:
+        named = comm and training.or_setting(None, comm)
+        if named:
+            return named
         return Mean() if predivide == 1 else Combined("mean", predivide)
     return Cast("float16") if compression is Compression.fp16 else compression

@@ -20,6 +20,7 @@ from ..memory.tensors import is_tensor
 from ..names import DATA_PARALLEL, explaining
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
+from ..reducers.named import or_setting
 from ..reducers.reducer import ReducerSpec
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement, Views
@@ -54,7 +55,7 @@ class DataParallel:
             buckets are smaller, so that they are sent early. By default 25 MiB on one node. Between
             nodes the default is 4 MiB, or 128 KiB per node if this is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
-            patterns to reducers; by default a plain mean.
+            patterns to reducers; by default that of the setting `reducer`, or a plain mean.
         deterministic: If true, do not tune by the setting `autotune`, so that two runs on the same
             machines are bitwise identical. Otherwise, this has no effect, because the order in
             which gradients become ready does not matter.
@@ -87,7 +88,7 @@ class DataParallel:
                  deterministic: bool = False, order: Sequence[str] | None = None,
                  autotune: bool | None = None) -> None:
         comm = or_world(comm)
-        fusion = Fusion(bucket_bytes, reducer, deterministic, order, autotune)
+        fusion = Fusion(bucket_bytes, or_setting(reducer, comm), deterministic, order, autotune)
         tensors, device = share(params, comm, **vars(fusion))
         self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)

@@ -22,6 +22,7 @@ from ..names import LOCAL_TRAINING, TORCHFT_SYNONYMS, explaining
 from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
+from ..reducers.named import or_setting
 from ..reducers.reducer import ReducerSpec, reducers_of
 from ..world import or_world
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
@@ -53,7 +54,7 @@ class Outer:
         with same_on_all(comm, type(self).__name__) as same:
             parts = cut(self._weights.tensors, settings.fragments)
             reducers = reducers_of([tensor.name for tensor in self._weights.tensors],
-                                   settings.reducer)
+                                   or_setting(settings.reducer, comm))
             same["reducer"] = {name: repr(reducer) for name, reducer in reducers.items()}
         with self._weights.selected():
             self._fragments = [

@@ -22,6 +22,7 @@ from ..names import DATA_PARALLEL, explaining
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
+from ..reducers.named import or_setting
 from ..reducers.reducer import ReducerSpec
 from ..text import ranks_text
 from ..training.replicas import Replicas
@@ -146,7 +147,7 @@ class DataParallel(Wrapper):
             buckets are shorter, so that they are sent early. By default 25 MiB on one node. Between
             nodes the default is 4 MiB, or 128 KiB per node if that is more, up to 25 MiB.
         reducer: Reducer of `mpiring.reducers` that computes the mean, or a mapping from names or
-            patterns to reducers; by default a plain mean.
+            patterns to reducers; by default that of the setting `reducer`, or a plain mean.
         find_unused_parameters: If true, backward passes may leave out parameters, on any rank. This
             costs a short message per step.
         broadcast_buffers: If true, copy rank 0's buffers to all ranks after each step. Otherwise
@@ -189,9 +190,9 @@ class DataParallel(Wrapper):
         comm = or_world(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
-            settings = Settings(bucket_bytes, reducer, truth("deterministic", deterministic), order,
-                                autotune, truth("find_unused_parameters", find_unused_parameters),
-                                truth("defer_wait", defer_wait))
+            settings = Settings(bucket_bytes, or_setting(reducer, comm), truth(
+                "deterministic", deterministic), order, autotune, truth(
+                "find_unused_parameters", find_unused_parameters), truth("defer_wait", defer_wait))
             same.update(vars(settings),
                         broadcast_buffers=truth("broadcast_buffers", broadcast_buffers))
             refuse_untrainable(module, comm)

@@ -337,7 +337,8 @@ class Averager(FusedTensors):
             self._described_in = recorder.trace
             recorder.trace.model(
                 tensors=[[spec.name, list(spec.shape), dtype_name(spec.dtype)]
-                         for spec in self.tensors.values()], overlap=self._overlaps)
+                         for spec in self.tensors.values()], overlap=self._overlaps,
+                reducers=sorted({repr(reducer) for reducer in self._reducers.values()}))
         recorder.end_step(waited_s, self.weighing.end_step(),
                           [self._ready_s[name] for name in self.tensors])
         self._ready_s.clear()

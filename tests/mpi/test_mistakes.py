@@ -148,7 +148,7 @@ def test_what_works_in_the_rank_only_is_not_copied(comm):
 
 @pytest.mark.parametrize(("name", "value", "odd"), [
     ("operations_in_flight", 2, 3), ("digest_steps", 1000, 0), ("digest_action", "stop", "restore"),
-    ("shared_memory", True, False)])
+    ("shared_memory", True, False), ("reducer", "bf16", "topk:0.1")])
 def test_settings_must_agree(comm, name, value, odd):
     if comm.size == 1:
         return

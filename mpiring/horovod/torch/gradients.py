@@ -42,9 +42,9 @@ class Combination:
     sparse_as_dense: bool
     eager: bool
 
-    def reducer(self) -> Reducer:
-        """Return a Reducer."""
-        return reducer_for(self.op, self.compression, self.predivide)
+    def reducer(self, comm: Communicator | None = None) -> Reducer:
+        """Return a Reducer for gradients that the ranks of a communicator average."""
+        return reducer_for(self.op, self.compression, self.predivide, comm)
 
     def gathers(self, gradient: torch.Tensor | None) -> bool:
         """Return whether a gradient is sent in sparse form."""
@@ -243,7 +243,7 @@ class StepGradients:
             same["named_parameters"] = {
                 name: adapter.tensors.described(parameters[name]) for name in sorted(parameters)}
             parts = _by_device({name: parameters[name] for name in order if name in parameters})
-            same.update(op=combination.op, reducer=repr(combination.reducer()),
+            same.update(op=combination.op, reducer=repr(combination.reducer(comm)),
                         bucket_bytes=bucket_bytes, sparse_as_dense=combination.sparse_as_dense,
                         groups=[combination.grouped(part) for part in parts])
         sparse: set[str] = set().union(*comm.allgather_object(
@@ -253,7 +253,7 @@ class StepGradients:
             self._loans.append(loan)
             reducers = {name: reducer for group in combination.grouped(
                 {name: p for name, p in part.items() if name not in sparse})
-                for reducer in [combination.reducer()] for name in group}
+                for reducer in [combination.reducer(comm)] for name in group}
             weighing = SumWeighing if combination.op == Sum else training.Weighing
             buckets = GradientBuckets(
                 part, {p for name, p in part.items() if name in sparse}, loan.comm,

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ... import Statistics
-from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
+from ...reducers import Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, Reducer, TopK
 from ..arguments import UsageError, checked, names, positive
 from ..table import Column, Environment, Row
 from ..units import parse_count
@@ -47,7 +47,7 @@ _log = logging.getLogger("mpiring")
 ALONE, DENSE = "alone", "dense"
 # Functions that return a new Reducer for each training, given the number of warm-up steps.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
-    DENSE: lambda warmup: None,
+    DENSE: lambda warmup: Mean(),
     "fp16": lambda warmup: Cast("float16"),
     "bf16": lambda warmup: Cast("bfloat16"),
     "int8": lambda warmup: ErrorFeedback(Int8()),
