@@ -190,6 +190,9 @@ FIGURES = [
                 "predicted / measured (dashed: 1, an exact prediction)", 1)),
     _figure("scaling", "steps_scaling", "steps_scaling", "Training steps and efficiency over nodes",
             tabulated.scaled_steps, drawn.scaled_steps),
+    _figure("clusters", "clusters", "clusters", "", tabulated.clusters, None),
+    Figure("clusters_published", "clusters.md", ("clusters",), "", tabulated.clusters_published,
+           None, commands=False),
     _figure("large_batches", "large_batches", "large_batches_digits large_batches_bytes",
             "Best scores over the batch", tabulated.large_batches, drawn.large_batches),
 ]

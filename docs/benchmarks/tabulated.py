@@ -267,6 +267,35 @@ def updates(result):
         for row in result.rows])
 
 
+_METHODS = {"plain": "plain", "fused": "fused", "overlapped": "overlapped",
+            "hierarchical": "hierarchical", "bits16": "16 bits", "powersgd": "PowerSGD"}
+# Published gains over Horovod or the like in %, by network and number of nodes.
+_PUBLISHED = {
+    ("TCP 25 Gb/s", 4): "85 (Swin)", ("TCP 30 Gb/s", 2): "85.5", ("TCP 30 Gb/s", 4): "43.7",
+    ("TCP 100 Gb/s", 2): "85.5", ("TCP 100 Gb/s", 4): "52.1", ("RDMA 100 Gb/s", 2): "8.5",
+    ("RDMA 100 Gb/s", 4): "11.4"}
+
+
+def clusters(result):
+    """Return a table of simulated steps, in milliseconds."""
+    return markdown(["model, network, nodes", "compute", *_METHODS.values()], [
+        [f"{row['model']}, {row['network']}, {row['nodes']}",
+         *(number(row[f"{name}_ms"]) for name in ("compute", *_METHODS))] for row in result.rows])
+
+
+def clusters_published(result):
+    """Return a table of published gains next to simulated gains over the overlapped ring."""
+    def gains(network, nodes, name):
+        return [f"{100 * (row['overlapped_ms'] / row[f'{name}_ms'] - 1):.1f}"
+                for row in result.rows if (row["network"], row["nodes"]) == (network, nodes)]
+
+    models = [*dict.fromkeys(row["model"] for row in result.rows)]
+    return markdown(["network, nodes", "published, %", "method", *models], [
+        [f"{network}, {nodes}", published, _METHODS[name], *gains(network, nodes, name)]
+        for (network, nodes), published in _PUBLISHED.items()
+        for name in ("hierarchical", "bits16", "powersgd")])
+
+
 def local_times(result):
     """Return a table of trainings on a slow network."""
     ends = sorted({step for row in result.rows for step in row["curve_steps"]})

@@ -183,7 +183,7 @@ def test_rows_of_local_training():
 
 
 @pytest.mark.parametrize("name", [
-    "batches", "codecs", "local", "muon", "plot", "prefetch", "reducers", "updates"])
+    "batches", "clusters", "codecs", "local", "muon", "plot", "prefetch", "reducers", "updates"])
 def test_help_needs_no_mpi(capsys, monkeypatch, name):
     status, text = shown_by(capsys, monkeypatch, name, "--help")
     assert status == 0 and "usage: " in text
