@@ -364,3 +364,8 @@ def heap_is_set(environ: Mapping[str, str] = os.environ) -> bool:
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set environment variables of this process and its future children."""
     os.environ.update(variables)
+
+
+def set_default(name: str, value: str) -> None:
+    """Set an environment variable of this process and its future children, unless it is set."""
+    os.environ.setdefault(name, value)

@@ -92,6 +92,20 @@ def ipv4_addresses() -> dict[str, str]:
     return {name: address for name, address in addresses.items() if not address.startswith("127.")}
 
 
+def interface_to(address: str) -> str:
+    """Return the network interface by which this host reaches an IPv4 address; "" if unknown."""
+    import socket
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing; the port does not matter.
+        probe.connect((address, 1))
+        source = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                if ipv4_address(name) == source:
+                    return name
+    return ""
+
+
 @functools.cache
 def keep_freed_memory() -> bool:
     """Let this process keep up to 1 GiB of freed memory; return whether malloc has accepted this.

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from ..config import Config
 from ..engine.group import Group
@@ -505,7 +505,7 @@ def open_group(options: Any, default: Group | None) -> Group:
                 f"{store.add('arrived', 0)} of the ranks {list(ranks)} have called it; all of "
                 f"them must, in the same order")
     tag = zlib.crc32(str(options.group_id).encode())
-    return default.subgroup(ranks, tag, _settings(default.config, options.timeout))
+    return default.subgroup(ranks, tag, with_timeout(default.config, options.timeout))
 
 
 def _open_default(options: Any) -> Group:
@@ -520,11 +520,11 @@ def _open_default(options: Any) -> Group:
             f"torch.distributed calls this rank {given[0]} of {given[1]}, but in MPI it is rank "
             f"{real[0]} of {real[1]}; use init_method='mpi://', which asks MPI, or unset RANK and "
             f"WORLD_SIZE, or set them by mpiring.torch.export_environment")
-    return Group(world, _settings(config, options.timeout))
+    return Group(world, with_timeout(config, options.timeout))
 
 
-def _settings(config: Config, timeout: timedelta) -> Config:
-    """Return the settings with the user's timeout, if any."""
-    if timeout == default_pg_timeout:
+def with_timeout(config: Config, timeout: timedelta) -> Config:
+    """Return the settings with a timeout of torch.distributed, unless it is PyTorch's default."""
+    if timeout in (default_pg_timeout, default_pg_nccl_timeout):
         return config
     return replace(config, stall_timeout_s=timeout.total_seconds())

@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -14,13 +15,17 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 import torch.distributed as dist
 from torch.distributed import register_rendezvous_handler
+from torch.distributed.constants import default_pg_timeout
 
 from ..communicator import Communicator
+from ..config import Config
 from ..errors import ConfigError, TransportError
-from ..launch.environment import set_variables
-from ..launch.host import ipv4_addresses
+from ..launch.environment import set_default, set_variables
+from ..launch.host import interface_to, ipv4_addresses
+from ..operations.consistency import same_on_all
 from ..world import init, or_world
 from .private import rendezvous_handlers
+from .process_group import with_timeout
 
 _log = logging.getLogger("mpiring")
 
@@ -34,22 +39,23 @@ def register() -> None:
     register_rendezvous_handler("mpi", rendezvous)
 
 
-def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+def rendezvous(url: str, timeout: timedelta = default_pg_timeout,
+               **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Implement `init_method="mpi://"`: yield a store, and the rank and size in MPI.
 
     The store listens on an address of rank 0 that all ranks have reached. If all ranks are on one
     node, it listens on the loopback address. PyTorch stores serve any client that can connect. Keys
     therefore get a random prefix, which only the ranks know, unless a client lists the keys.
 
-    It also calls `export_environment`, because frameworks that use the default process group still
-    read the number of processes from the environment. The URL is "mpi://", followed by rank and
-    world_size if the user gave them. If they are not MPI's, ConfigError is raised; LaunchError is
-    raised as by mpiring.init. Collective, blocking.
+    It also sets the variables of `export_environment`. Frameworks that use the default process
+    group still read the number of processes from them, Gloo its interface, and NCCL its GPU. The
+    URL is "mpi://", followed by rank and world_size if the user gave them. If they are not MPI's,
+    all ranks raise ConfigError; LaunchError is raised as by mpiring.init. Collective, blocking.
     """
-    with init() as comm:
+    with init(config=with_timeout(Config(), timeout)) as comm:
         _check_url(url, comm)
         address, port, listener = _agree_on_address(comm)
-        export_environment(comm)
+        _export(comm, address)
         rank, size = comm.rank, comm.size
         prefix = comm.broadcast_object(secrets.token_hex(16), root=0)
     if listener is None:
@@ -59,18 +65,24 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
         store = dist.TCPStore(
             address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listener.detach())
-    yield dist.PrefixStore(prefix, store), rank, size
+    try:
+        yield dist.PrefixStore(prefix, store), rank, size
+    finally:
+        # The user of another back end has chosen it.
+        if "mpiring" in _default_backend():
+            _warn_of_other_backends()
     raise ConfigError("init_method='mpi://' cannot be used again in one call")
 
 
 def _check_url(url: str, comm: Communicator) -> None:
-    """Raise ConfigError if the rank or world size in a URL differs from MPI's."""
+    """Raise ConfigError on all ranks if the rank or world size in a URL differs from MPI's."""
     query = dict(parse_qsl(urlsplit(url).query))
-    for name, mpi in (("rank", comm.rank), ("world_size", comm.size)):
-        if query.get(name, "-1") not in ("-1", str(mpi)):
-            raise ConfigError(
-                f"{name}={query[name]}, but this is rank {comm.rank} of {comm.size} in MPI; "
-                f"leave {name} out: MPI knows it")
+    with same_on_all(comm, "init_process_group"):
+        for name, mpi in (("rank", comm.rank), ("world_size", comm.size)):
+            if query.get(name, "-1") not in ("-1", str(mpi)):
+                raise ConfigError(
+                    f"{name}={query[name]}, but this is rank {comm.rank} of {comm.size} in MPI; "
+                    f"leave {name} out: MPI knows it")
 
 
 def export_environment(comm: Communicator | None = None) -> None:
@@ -79,7 +91,9 @@ def export_environment(comm: Communicator | None = None) -> None:
     The variables are MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
     All ranks reach the address, which belongs to rank 0, and the port was free there. If PyTorch
     finds no accelerator, ACCELERATE_USE_CPU is also set; without it, Hugging Face Accelerate gives
-    each process its own world. Rank 0 warns if a default process group of another back end is
+    each process its own world. Unless it is set, GLOO_SOCKET_IFNAME gets the network interface by
+    which this rank reaches the address; without it, Gloo uses an address of the host's name, which
+    other hosts may not reach. Rank 0 warns if a default process group of another back end is
     created from these variables.
 
     Args:
@@ -91,28 +105,40 @@ def export_environment(comm: Communicator | None = None) -> None:
     Collective: yes. Blocking: yes.
     """
     comm = or_world(comm)
-    address, port, listener = _agree_on_address(comm)
+    address, _, listener = _agree_on_address(comm)
     if listener is not None:
         listener.close()
-        _reserve(address, port)
+    _export(comm, address)
+    _warn_of_other_backends()
+
+
+def _export(comm: Communicator, address: str) -> None:
+    """Set the variables of `export_environment`, given an address of rank 0."""
+    port = comm.broadcast_object(_reserve_port(address) if comm.rank == 0 else 0, root=0)
     set_variables({
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
         "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size),
         "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size),
         **({} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"})})
-    _warn_of_other_backends()
+    if interface := interface_to(address):
+        set_default("GLOO_SOCKET_IFNAME", interface)
 
 
-def _reserve(address: str, port: int) -> None:
-    """Keep a port from other programs until this program uses it."""
+def _reserve_port(address: str) -> int:
+    """Return a free port of an address, kept from other programs until this program uses it."""
     while _reserved:
         _reserved.pop().close()
     # It does not listen, so PyTorch can.
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with contextlib.suppress(OSError):
-        reservation.bind((address, port))
+    reservation.bind((address, 0))
     _reserved.append(reservation)
+    return int(reservation.getsockname()[1])
+
+
+def _default_backend() -> str:
+    """Return the back ends of the default process group; "" if there is no group."""
+    return dist.get_backend_config() if dist.is_initialized() else ""
 
 
 @functools.cache
@@ -125,8 +151,8 @@ def _warn_of_other_backends() -> None:
             yield from handler(url, **options)
         finally:
             # The back end is not known before init_process_group returns and drops this generator.
-            backend = dist.get_backend_config() if dist.is_initialized() else "mpiring"
-            if "mpiring" not in backend and dist.get_rank() == 0:
+            backend = _default_backend()
+            if backend and "mpiring" not in backend and dist.get_rank() == 0:
                 _log.warning(
                     "the default process group is of %s, not of mpiring: for mpiring, call "
                     "torch.distributed.init_process_group('mpiring', init_method='mpi://') before "
@@ -155,8 +181,11 @@ def _agree_on_address(comm: Communicator) -> tuple[str, int, socket.socket | Non
         with contextlib.ExitStack() as stack:
             for listener in listeners:
                 stack.enter_context(_answering(listener, token))
+            # At once, since each address that is not reached takes a second.
+            reaches = stack.enter_context(ThreadPoolExecutor(len(offered) or 1)).map(
+                functools.partial(_reaches, token=token), offered)
             reached = comm.allgather_object(
-                [address for address in offered if _reaches(address, token)])
+                [address for address, is_reached in zip(offered, reaches) if is_reached])
         everywhere = [address for address in offered
                       if all(address in addresses for addresses in reached)]
     chosen = None

@@ -1,4 +1,4 @@
-"""Tests that freed memory is used again without new pages, in a process of its own."""
+"""Tests which interface leads to an address, and that freed memory is used without new pages."""
 
 import ctypes
 import subprocess
@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
+from mpiring.launch.host import interface_to, ipv4_addresses
+
+needs_glibc = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc")
 
 # Pages that are taken anew where 64 MiB are allocated in four blocks, freed, and allocated again.
@@ -31,11 +33,19 @@ def counted(**variables):
     return output[0], int(output[1])
 
 
+def test_the_interface_to_an_address():
+    assert interface_to("127.0.0.1") == "lo" and interface_to("256.0.0.1") == ""
+    for address in ipv4_addresses().values():
+        assert ipv4_addresses()[interface_to(address)] == address
+
+
+@needs_glibc
 def test_freed_memory_is_kept():
     said, new_bytes = counted(PYTHONPATH=":".join(sys.path))
     assert said == "True True" and new_bytes < 8 << 20
 
 
+@needs_glibc
 @pytest.mark.parametrize("variables", [
     {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"MALLOC_MMAP_THRESHOLD_": "131072"},
     {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}])

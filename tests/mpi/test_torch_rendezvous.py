@@ -19,6 +19,8 @@ def meeting(monkeypatch):
     """Return the store of `init_method="mpi://"`, this rank and the number of ranks."""
     from mpiring.torch.rendezvous import rendezvous
     before = dict(os.environ)
+    for name in "LOCAL_RANK", "GLOO_SOCKET_IFNAME":
+        os.environ.pop(name, None)
     yield next(rendezvous("mpi://", TIMEOUT))
     os.environ.clear()
     os.environ.update(before)
@@ -51,6 +53,20 @@ def test_the_store_listens_where_the_ranks_are_and_hides_its_keys(comm, meeting)
     assert store.get("key 0") == b"value 0"
     # The store is in rank 0's process.
     comm.barrier()
+
+
+def test_nccl_finds_its_gpu_and_gloo_its_interface(comm, meeting):
+    """PyTorch makes the back end after `next`."""
+    assert os.environ["LOCAL_RANK"] == str(comm.local_rank)
+    # The name of a host, which Gloo would look up, may have an address that no other host reaches.
+    assert (os.environ["GLOO_SOCKET_IFNAME"] == "lo") == (comm.num_nodes == 1)
+
+
+def test_an_interface_that_the_user_has_set_is_kept(comm, meeting):
+    from mpiring.torch import export_environment
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth7"
+    export_environment(comm)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_an_exported_port_is_kept_for_pytorch(comm, meeting):

@@ -224,7 +224,6 @@ def end_groups():
     (sys.modules["deepspeed.comm"] if CLIENT == "deepspeed" else dist).destroy_process_group()
 
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 client = {"trainer": trainer, "accelerate": accelerate, "lightning": lightning,
           "deepspeed": deepspeed}[CLIENT]
 dist.init_process_group("mpiring", init_method="mpi://")
@@ -237,7 +236,7 @@ if CLIENT in {"accelerate", "lightning"}:
 assert dist.get_backend() == "mpiring", "a framework has made a group of its own"
 end_groups()
 
-dist.init_process_group("gloo", f"file://{FOLDER}/store", rank=rank, world_size=size)
+dist.init_process_group("gloo", init_method="mpi://")
 theirs = client(FOLDER / "gloo")
 end_groups()
 

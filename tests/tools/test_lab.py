@@ -108,6 +108,15 @@ def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
         f"rank {rank} of 4, local {rank % 2} of 2, met at 10.77.0.1" for rank in range(4)]
 
 
+def test_gloo_connects_hosts_where_names_mean_nothing(possible):
+    """By default, Gloo would use the address of the host's name."""
+    installed("torch")
+    ended = run("run", "--hosts", 2, *python(PROGRAMS / "torch_gloo.py", "mpi://"))
+    assert ended.returncode == 0, ended.stderr
+    first, second = ended.stdout.splitlines()
+    assert first == second and first.startswith("weights ")
+
+
 def test_the_doctor_measures_the_links(possible):
     ended = run("run", "--hosts", 2, "--rate", "200mbit", *python("-m", "mpiring", "doctor"))
     assert ended.returncode == 0, ended.stdout
