@@ -91,10 +91,10 @@ def export_environment(comm: Communicator | None = None) -> None:
     The variables are MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
     All ranks reach the address, which belongs to rank 0, and the port was free there. If PyTorch
     finds no accelerator, ACCELERATE_USE_CPU is also set; without it, Hugging Face Accelerate gives
-    each process its own world. Unless it is set, GLOO_SOCKET_IFNAME gets the network interface by
-    which this rank reaches the address; without it, Gloo uses an address of the host's name, which
-    other hosts may not reach. Rank 0 warns if a default process group of another back end is
-    created from these variables.
+    each process its own world. If GLOO_SOCKET_IFNAME is not set, it becomes the network interface
+    by which this rank reaches the address. Otherwise, Gloo would use the address of the host's
+    name, which other hosts may not reach. Rank 0 warns if a default process group of another back
+    end is created from these variables.
 
     Args:
         comm: Communicator over all ranks, which is also the default.
@@ -183,7 +183,7 @@ def _agree_on_address(comm: Communicator) -> tuple[str, int, socket.socket | Non
                 stack.enter_context(_answering(listener, token))
             # At once, since each address that is not reached takes a second.
             reaches = stack.enter_context(ThreadPoolExecutor(len(offered) or 1)).map(
-                functools.partial(_reaches, token=token), offered)
+                lambda address: _reaches(address, token), offered)
             reached = comm.allgather_object(
                 [address for address, is_reached in zip(offered, reaches) if is_reached])
         everywhere = [address for address in offered

@@ -3,6 +3,8 @@
 Their wheels are the group `clients`.
 """
 
+import dataclasses
+
 import pages
 import pytest
 from launching import PROGRAMS, installed, launch
@@ -22,5 +24,7 @@ def test_a_client_does_what_it_does_over_gloo(client, package, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("example", pages.parameters([pages.CLIENTS]))
-def test_what_users_write(example, tmp_path):
-    example.check(tmp_path)
+@pytest.mark.parametrize("backend", ["mpiring", "gloo"])
+def test_what_users_write(example, backend, tmp_path):
+    text = example.text.replace('"mpiring"', f'"{backend}"')
+    dataclasses.replace(example, text=text).check(tmp_path)

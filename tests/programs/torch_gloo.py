@@ -1,4 +1,6 @@
-"""Trains over Gloo by DDP and FSDP2, and prints a digest of the weights; mpirun or torchrun starts it.
+"""Trains over Gloo by DDP and FSDP2, and prints a digest of the weights.
+
+Run by mpirun with `mpi://`, or by torchrun with `env://`:
 
     mpiexec -n 2 python tests/programs/torch_gloo.py mpi://
 """

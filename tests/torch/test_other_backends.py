@@ -1,4 +1,4 @@
-"""Tests back ends of PyTorch that `init_method="mpi://"` starts: Gloo, and NCCL where it is missing."""
+"""Tests Gloo that `init_method="mpi://"` starts, and NCCL where it is missing."""
 
 import pytest
 from launching import PROGRAMS, SOON_S, installed, launch, python
