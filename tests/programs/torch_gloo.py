@@ -49,9 +49,9 @@ def digest_by(method):
     """Open the default process group, and return a digest of all results."""
     dist.init_process_group("gloo", init_method=method)
     results = everything()
-    dist.destroy_process_group()
-    # Models refer to the group. Its threads must have ended when Python ends.
+    # A DDP model that is freed after its group may wait for a thread of Gloo that waits for Python.
     gc.collect()
+    dist.destroy_process_group()
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in results)).hexdigest()
 
 
