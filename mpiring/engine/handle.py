@@ -78,10 +78,10 @@ class Handle(OfRank, Generic[T]):
 
     @property
     def tells_finite(self) -> bool:
-        """Whether the operation is complete, and `is_finite` can tell about its result."""
+        """Whether the operation is complete, and `has_finite_result` can tell about it."""
         return self.is_queued and self.task.result.alarm is not None  # type: ignore[union-attr]
 
-    def is_finite(self) -> bool:
+    def has_finite_result(self) -> bool:
         """Return whether the result of all ranks is finite, when the GPU has done the work."""
         while not self.test():
             self.queue.engine.advance()

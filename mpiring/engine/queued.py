@@ -102,7 +102,7 @@ class QueuedHandle(Handle[T]):
         """Call `action` at once. See Handle."""
         action(self.queue.engine.failure)
 
-    def is_finite(self) -> bool:
+    def has_finite_result(self) -> bool:
         """Return whether the results of all ranks are finite, when the GPU has done the work."""
         while not self.test():
             self.queue.engine.advance()

@@ -310,7 +310,7 @@ class Averager(FusedTensors):
                 handle.wait()
                 self.costs.append(handle.flight)
             if isinstance(handle, QueuedHandle):
-                bucket.finite = handle.is_finite()
+                bucket.finite = handle.has_finite_result()
             elif bucket.finite is None:
                 # This overlaps with later buckets in flight.
                 start, stop = bucket.bounds(size)[rank:rank + 2]
@@ -504,7 +504,7 @@ class StepMeans:
 def _queued_means(finite: bool, plans: Sequence[BucketPlan],
                   handles: Sequence[Handle[None]]) -> tuple[bool, list[str]]:
     """Return whether all means are finite, and the names of tensors in buckets with others."""
-    names = [tensor.name for plan, handle in zip(plans, handles) if not handle.is_finite()
+    names = [tensor.name for plan, handle in zip(plans, handles) if not handle.has_finite_result()
              for tensor in plan.tensors]
     return finite and not names, names
 

@@ -117,7 +117,8 @@ class TrainingComm(ThreadComm):
         _run(build(_Collectives(self)))
         if device is not None:
             await_event(device.event())
-        return SimpleNamespace(wait=lambda: None, flight=Flight(call, 0))
+        return SimpleNamespace(wait=lambda: None, flight=Flight(call, 0),
+                               tells_finite=False)
 
     def prepared(self, call, pattern=None, build=None, *, device=None, ready=tuple,
                  stream=None, is_agreed=False):

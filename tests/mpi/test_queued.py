@@ -62,7 +62,7 @@ def test_the_host_waits_for_nothing_in_a_step(comm, gpu, monkeypatch):
     for module in (mpiring.gpu.device, mpiring.training.fused, mpiring.buckets.bucket):
         if hasattr(module, "await_event"):
             monkeypatch.setattr(module, "await_event", waits.append)
-    monkeypatch.setattr(queued.QueuedHandle, "is_finite", lambda self: True)
+    monkeypatch.setattr(queued.QueuedHandle, "has_finite_result", lambda self: True)
     steps = 2 * queue.RING // len(dp.gradients.buckets) + 3
     for number in range(steps):
         step(dp, gpu, number)
