@@ -31,7 +31,7 @@ def test_choice_by_size():
     assert chosen(8, requested="ring") == "ring"
     with pytest.raises(ConfigError, match="MPI's own max is wrong or missing for float64"):
         chosen(8, "max", "native")
-    with pytest.raises(ConfigError, match="expected one of auto, shared"):
+    with pytest.raises(ConfigError, match="expected one of auto, nccl, shared"):
         chosen(8, requested="tree")
 
 

@@ -68,7 +68,7 @@ ON_COMM = [
     (lambda comm: comm.allreduce(X, op="bor"), "integers of its width"),
     (lambda comm: comm.allreduce(X, algorithm="tree"), "algorithm='tree': expected one of auto"),
     (lambda comm: mpiring.init(config=mpiring.Config(algorithm="tree")),
-     "algorithm='tree': expected one of auto, sha"),
+     "algorithm='tree': expected one of auto, nccl, sha"),
     (lambda comm: comm.allreduce(X, op=MPI.MAXLOC), "expected one of sum, .* MPI.SUM, MPI.PROD"),
     (lambda comm: comm.allreduce(X, op=MPI.OP_NULL), "expected one of sum"),
     (lambda comm: comm.reduce_scatter(X, op={}), "op={}: expected one of sum"),
