@@ -62,8 +62,8 @@ class Example:
         else:
             program = folder / "program.py"
             program.write_text(self.text)
-            # A failure ends the job.
-            start = launch if "fails" in self.options else run
+            # A failure ends the job. Otherwise, ranks that stay run it, unless it wants others.
+            start = launch if self.options.keys() & {"fails", "fresh"} else run
             ended = (shell("python program.py", cwd=folder) if "notebook" in self.options else
                      start(int(self.options["ranks"]), program, cwd=folder))
         assert (ended.status == 0) == ("fails" not in self.options), ended.output
