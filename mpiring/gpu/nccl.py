@@ -89,8 +89,8 @@ class NcclLibrary:
             self._functions[name] = function
         number = ctypes.c_int()
         self.call("GetVersion", ctypes.byref(number))
-        major, rest = divmod(number.value, 10_000)
-        self.version = f"{major}.{rest // 100}.{rest % 100}"
+        major, minor_and_patch = divmod(number.value, 10_000)
+        self.version = ".".join(map(str, (major, *divmod(minor_and_patch, 100))))
 
     def __repr__(self) -> str:
         return f"NCCL {self.version} ({self.path})"

@@ -74,15 +74,15 @@ def _facts(device: Device) -> dict[str, str]:
     if not device.gpu.address:
         return {"problem": f"{device} is no GPU of CUDA or HIP"}
     try:
-        found = nccl_library()
+        library = nccl_library()
     except MpiringError as error:
         return {"problem": str(error)}
     try:
         host = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         host = os.uname().nodename
-    return {"gpu": f"{host.strip()} {device.gpu.address}", "version": found.version,
-            "path": found.path, "alarms": "" if device.gpu.unqueued else "yes"}
+    return {"gpu": f"{host.strip()} {device.gpu.address}", "version": library.version,
+            "path": library.path, "alarms": "" if device.gpu.unqueued else "yes"}
 
 
 def _problem(facts: Sequence[dict[str, str]], setting: str) -> str:

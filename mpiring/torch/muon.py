@@ -83,14 +83,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[dict[str, Any]], muon: Any, **defaults: Any) -> None:
         groups, classes = list(params), {True: muon, False: torch.optim.AdamW}
-        settings = {use_muon: _settings_of(made) for use_muon, made in classes.items()}
+        settings = {use_muon: _settings_of(optimizer_class)
+                    for use_muon, optimizer_class in classes.items()}
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
-        for use_muon, made in classes.items():
+        for use_muon, optimizer_class in classes.items():
             # A setting that neither class has is passed on, for an error.
             others = settings[not use_muon] - settings[use_muon]
             own_groups = [group for group in groups if group["use_muon"] is use_muon]
             if own_groups:
-                self._optimizers[use_muon] = made(
+                self._optimizers[use_muon] = optimizer_class(
                     own_groups, **{key: x for key, x in defaults.items() if key not in others})
         # The groups now have the defaults of their classes.
         super().__init__(groups, {})
