@@ -339,7 +339,7 @@ class Averager(FusedTensors):
             recorder.trace.model(
                 tensors=[[spec.name, list(spec.shape), dtype_name(spec.dtype)]
                          for spec in self.tensors.values()], overlap=self._overlaps,
-                reducers=self.reducers)
+                reducers=self.reducers, nodes=len(self._comm.memory_groups))
         recorder.end_step(waited_s, self.weighing.end_step(),
                           [self._ready_s[name] for name in self.tensors])
         self._ready_s.clear()
