@@ -473,7 +473,7 @@ class Communicator(OfRank):
 
     @property
     def tunable(self) -> Group:
-        """The settings of these ranks' operations that a DataParallel tunes."""
+        """The group of these ranks, in which a DataParallel tunes settings and notes Reducers."""
         return self._group
 
     def next_model(self) -> str:

@@ -62,6 +62,7 @@ class Group(forks.OfRank):
         queue: Queue of the operations, which the engine advances.
         windows: Arrays in node-shared memory.
         gpus: GPUs that operations have used.
+        reducers: Reducers that have averaged gradients of these ranks, for `statistics`.
         closed: True after `close`, or after a rank has died.
 
     Raises:
@@ -80,6 +81,7 @@ class Group(forks.OfRank):
         from ..transport.mpi import Mailbox, before_finalize
         self.rank, self.size = self._transport.rank, self._transport.size
         self.closed = False
+        self.reducers: set[str] = set()
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
         self._counter = self.sharing.counter
         self._create_resources()
@@ -352,7 +354,8 @@ class Group(forks.OfRank):
         # A single rank has costs only if it waits for its GPU.
         operations = self.queue.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
-                          self.queue.communication_s + fast_s, self.queue.exposed_s + fast_s)
+                          self.queue.communication_s + fast_s, self.queue.exposed_s + fast_s,
+                          reducers=tuple(sorted(self.reducers)))
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Wait for all operations; return a group of the ranks that pass the same color.

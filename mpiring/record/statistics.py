@@ -1,7 +1,7 @@
 """Statistics of a rank's communication costs, also for Prometheus and TensorBoard."""
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -41,6 +41,8 @@ class Statistics:
         encode_s, decode_s: Seconds of compressing and decompressing gradients.
         wire_s: Seconds that compressed buckets waited for other nodes, summed over the buckets in
             flight.
+        reducers: Reducers that have averaged gradients, in alphabetical order. They are no costs,
+            so `==` ignores them, and the sum or difference of two values has those of both.
     """
 
     operations: int = 0
@@ -51,6 +53,7 @@ class Statistics:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+    reducers: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     def __str__(self) -> str:
         """The costs as a sentence."""
@@ -86,6 +89,7 @@ class Statistics:
         """Return the costs as counters in the OpenMetrics text format, which Prometheus reads.
 
         Counters must not decrease. `comm.statistics` only grows; add up the costs of single steps.
+        `mpiring_reducer_info` is 1 for each of `reducers`, which is its label `reducer`.
 
         Args:
             labels: Labels of all values, such as `rank=comm.rank`.
@@ -99,13 +103,17 @@ class Statistics:
             if not (name.isascii() and name.isidentifier()) or name.startswith("__"):
                 raise ConfigError(f"label {name!r}: expected ASCII letters, digits and "
                                   f"underscores, and neither a digit nor '__' at the start")
-        pairs = ",".join(f'{name}="{str(value).translate(_ESCAPES)}"'
-                         for name, value in labels.items())
-        lines = []
-        for field, (metric, text) in _METRICS.items():
+        pairs, lines = _pairs(labels), []
+        for cost, (metric, text) in _METRICS.items():
             name, unit = f"mpiring_{metric}", metric.rpartition("_")[2]
             lines += [f"# TYPE {name} counter", *[f"# UNIT {name} {unit}"] * ("_" in metric),
-                      f"# HELP {name} {text}.", f"{name}_total{{{pairs}}} {getattr(self, field)}"]
+                      f"# HELP {name} {text}.", f"{name}_total{{{pairs}}} {getattr(self, cost)}"]
+        if self.reducers:
+            # The collector of node_exporter refuses the type "info".
+            lines += ["# TYPE mpiring_reducer_info gauge",
+                      "# HELP mpiring_reducer_info Reducers that have averaged gradients."]
+        lines += [f"mpiring_reducer_info{{{_pairs({**labels, 'reducer': reducer})}}} 1"
+                  for reducer in self.reducers]
         return "\n".join([*lines, "# EOF", ""])
 
     def add_scalars(self, writer: Any, step: int) -> None:
@@ -116,15 +124,26 @@ class Statistics:
                 names, such as `mpiring/exposed_seconds`.
             step: Number of the training step.
         """
-        for field, (metric, _) in _METRICS.items():
-            writer.add_scalar(f"mpiring/{metric}", getattr(self, field), step)
+        for cost, (metric, _) in _METRICS.items():
+            writer.add_scalar(f"mpiring/{metric}", getattr(self, cost), step)
         writer.add_scalar("mpiring/hidden_share", self.hidden_share, step)
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other))))
+        return self._plus(other, 1)
 
     def __sub__(self, other: "Statistics") -> "Statistics":
-        return Statistics(*(a - b for a, b in zip(astuple(self), astuple(other))))
+        return self._plus(other, -1)
+
+    def _plus(self, other: "Statistics", factor: int) -> "Statistics":
+        return Statistics(
+            *(getattr(self, name) + factor * getattr(other, name) for name in _METRICS),
+            reducers=tuple(sorted({*self.reducers, *other.reducers})))
+
+
+def _pairs(labels: Mapping[str, object]) -> str:
+    """Return labels as OpenMetrics writes them."""
+    return ",".join(f'{name}="{str(value).translate(_ESCAPES)}"'
+                    for name, value in labels.items())
 
 
 def statistics_of(flights: Sequence["Flight"], ranks: int) -> Statistics:

@@ -30,7 +30,7 @@ _SHORTEST_US = 1e-3
 
 
 def _is_tensor(x: Any) -> bool:
-    return (isinstance(x, list) and len(x) == 3 and isinstance(x[0], str)
+    return (isinstance(x, list) and len(x) == 3 and text().fits(x[0])
             and isinstance(x[1], list) and all(map(whole(0).fits, x[1]))
             and whole(0).fits(math.prod(x[1])) and isinstance(x[2], str))
 
@@ -49,7 +49,9 @@ _DESCRIPTIONS: Mapping[str, Mapping[str, Field]] = {
                 "rank": whole(0, arguments.MAX_INT32), "size": whole(1, arguments.MAX_INT32),
                 "node": whole(0, arguments.MAX_INT32)},
     "clock at start": _CLOCK, "clock at end": _CLOCK,
-    "model": {"tensors": listed(Field(_is_tensor, "name, shape and dtype")), "overlap": FLAG}}
+    "model": {"tensors": listed(Field(_is_tensor, "name, shape and dtype")), "overlap": FLAG,
+              "reducers": listed(text(), optional=True),
+              "nodes": whole(1, arguments.MAX_INT32, optional=True)}}
 _OPERATION = {"group": text(), "sequence": whole()}
 _SPANS: Mapping[str, Mapping[str, Field]] = {
     "step": {"step": whole(), "tokens": number(0, optional=True)},

@@ -91,10 +91,9 @@ class Autotuner:
         plans = _plans(fused, fixed=fixed)
         axes = self._axes(fused, list(plans))
         tensors = digest(f"{tensor}\n".encode() for tensor in fused.tensors.values())
-        reducers = sorted({repr(reduction.reducer) for reduction in fused.reductions})
         self._cache = Cache(
             self._comm.config.tuning_folder, "step-",
-            f"{_EDITION} {self._comm.tunable.cluster}, model {tensors:016x}, {reducers}"
+            f"{_EDITION} {self._comm.tunable.cluster}, model {tensors:016x}, {[*fused.reducers]}"
             f"{', fixed buckets' * fixed}, from {first}")
         saved = self._saved(first, axes)
         if saved is not None:

@@ -223,7 +223,8 @@ class Averager(FusedTensors):
             cost += compressor.take_cost()
             compressor.commit_step(self.finite)
         self._statistics = functools.partial(
-            _statistics_of, self.costs, self._comm.size, cost, self.dense_bytes)
+            _statistics_of, self.costs, self._comm.size, cost, self.dense_bytes, self.reducers)
+        self._comm.tunable.reducers.update(self.reducers)
         self.costs = []
         for bucket in self.buckets:
             bucket.expect_all()
@@ -338,7 +339,7 @@ class Averager(FusedTensors):
             recorder.trace.model(
                 tensors=[[spec.name, list(spec.shape), dtype_name(spec.dtype)]
                          for spec in self.tensors.values()], overlap=self._overlaps,
-                reducers=sorted({repr(reducer) for reducer in self._reducers.values()}))
+                reducers=self.reducers, nodes=len(self._comm.memory_groups))
         recorder.end_step(waited_s, self.weighing.end_step(),
                           [self._ready_s[name] for name in self.tensors])
         self._ready_s.clear()
@@ -458,10 +459,10 @@ class Averager(FusedTensors):
         self._optimizer = weakref.ref(optimizer)
 
 
-def _statistics_of(flights: Sequence[Flight], ranks: int, cost: Cost,
-                   dense_bytes: int) -> Statistics:
+def _statistics_of(flights: Sequence[Flight], ranks: int, cost: Cost, dense_bytes: int,
+                   reducers: tuple[str, ...]) -> Statistics:
     return replace(statistics_of(flights, ranks), dense_bytes=dense_bytes, encode_s=cost.encode_s,
-                   wire_s=cost.wire_s, decode_s=cost.decode_s)
+                   wire_s=cost.wire_s, decode_s=cost.decode_s, reducers=reducers)
 
 
 class StepMeans:

@@ -171,6 +171,11 @@ class FusedTensors:
         self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local
                                for bucket in self.buckets)
 
+    @functools.cached_property
+    def reducers(self) -> tuple[str, ...]:
+        """The Reducers with their settings, in alphabetical order."""
+        return tuple(sorted({repr(reducer) for reducer in self._reducers.values()}))
+
     @property
     def loaded_order(self) -> Sequence[str] | None:
         """The order in a state that the user has loaded into a Reducer, until it is applied."""

@@ -82,6 +82,7 @@ class TrainingComm(ThreadComm):
         super().__init__(rank, meeting)
         self.memory_groups = [tuple(range(self.size))]
         self.recorder = Recorder(rank)
+        self.tunable = SimpleNamespace(reducers=set())
 
     def empty(self, n, dtype, *, device):
         if device == "cpu":

@@ -86,6 +86,29 @@ def test_the_reducer_stays_with_other_buckets(comm_with):
     assert len(dp.gradients.buckets) < buckets
 
 
+def test_statistics_have_the_reducers_in_force(comm_with):
+    comm = comm_with("float16")
+    by_setting, by_program = DataParallel(params(), comm), DataParallel(
+        params(), comm, reducer={"w": OneBit(), "v": Cast()})
+    apart, beside = comm.split(0), comm.split(0)
+    outer = DiLoCo(params(), apart, every=2, fragments=2, reducer={"[wb]": Cast()})
+    assert comm.statistics.reducers == by_setting.statistics.reducers == ()
+    trained(by_setting, 1)
+    assert comm.statistics.reducers == by_setting.statistics.reducers == ("Cast('float16')",)
+    trained(by_program, 1)
+    for _ in range(2):
+        outer.step()
+    assert by_program.statistics.reducers == ("Cast('bfloat16')", "Mean()", repr(OneBit()))
+    assert comm.statistics.reducers == (
+        by_setting.statistics + by_program.statistics).reducers == (
+        "Cast('bfloat16')", "Cast('float16')", "Mean()", repr(OneBit()))
+    assert apart.statistics.reducers == outer.statistics.reducers == ("Cast('bfloat16')", "Mean()")
+    assert beside.statistics.reducers == ()
+    assert f'reducer="{OneBit()!r}"' in comm.statistics.openmetrics()
+    apart.close()
+    beside.close()
+
+
 def test_local_training(comm_with):
     for kind in (LocalSGD, DiLoCo):
         for given, used in ((None, "Cast('float16')"), (Mean(), "Mean()")):
@@ -112,6 +135,7 @@ def test_models_of_pytorch(comm_with):
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
     assert model._averaging.gradients.compressors == [compressor] and compressor._states.steps == 3
+    assert model.statistics.reducers == comm.statistics.reducers == (repr(compressor),)
     for op, compression, used in (
             (Average, Compression.none, TopK(0.5)), (Sum, Compression.none, TopK(0.5)),
             (Max, Compression.none, None), (Average, Compression.fp16, Cast("float16")),

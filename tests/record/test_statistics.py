@@ -36,6 +36,26 @@ def test_the_older_text_format_has_the_same_values():
         f"mpiring_{name}_total": value for name, value in EXPECTED.items()}
 
 
+@pytest.mark.parametrize("parser", ["parser", "openmetrics.parser"])
+def test_prometheus_reads_the_reducers(parser):
+    parser = needed(f"prometheus_client.{parser}")
+    both = Statistics(reducers=("Mean()", "Cast('bfloat16')")) + Statistics(
+        reducers=("Mean()", 'My("\\")'))
+    assert both.reducers == ("Cast('bfloat16')", "Mean()", 'My("\\")')
+    for costs, reducers in ((COSTS, ()), (both, both.reducers), (both - both, both.reducers)):
+        # A label that users had to pass earlier does not appear twice.
+        text = costs.openmetrics(rank=3, reducer="by hand")
+        families = {family.name: family for family in parser.text_string_to_metric_families(text)}
+        info = families.pop("mpiring_reducer_info", None)
+        assert [(sample.name, sample.value, sample.labels)
+                for sample in (info.samples if info else ())] == [
+            ("mpiring_reducer_info", 1, {"rank": "3", "reducer": name}) for name in reducers]
+        # node_exporter knows no other types.
+        assert {family.type for family in (*families.values(), info) if family} <= {
+            "counter", "gauge", "unknown"}
+    assert both == Statistics(), "Reducers are no costs"
+
+
 @pytest.mark.parametrize("name", ["two words", "é", "1st", "__name__", ""])
 def test_a_label_that_prometheus_refuses_is_an_error(name):
     with pytest.raises(ConfigError, match=f"label '{name}': expected ASCII letters"):

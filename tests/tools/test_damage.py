@@ -21,7 +21,7 @@ VALUES = (None, True, -1, 0, 0.5, 10**13, 10**400, -10**16, float("nan"), float(
 TENSORS = [["first", [100, 5], "float32"], ["last", [5], "float32"]]
 # A trace with each kind of line.
 LINES = [
-    metadata(0, "model", tensors=TENSORS, overlap=True),
+    metadata(0, "model", tensors=TENSORS, overlap=True, reducers=["Mean()"], nodes=1),
     *(event for number in range(3) for event in (
         piece("phase", 1e5 * number, 1e5 * number + 10, name="optimizer"),
         piece("data", 1e5 * number + 20, 1e5 * number + 30),

@@ -80,6 +80,27 @@ def test_jobs_are_not_mixed(tmp_path, capsys):
     assert "rank 0 has steps 1 to 1" in capsys.readouterr().err
 
 
+def test_the_reducers_of_all_models_are_told(tmp_path, capsys):
+    def model(names, reducers, **more):
+        return metadata(0, "model", tensors=[[name, [3], "float32"] for name in names],
+                        overlap=True, reducers=reducers, **more)
+
+    step = piece("step", 0, 1000, tid=0, step=1)
+    mixed = ["Mean()", "TopK(density=0.01)"]
+    # The last event of rank 0 is of an older version. Rank 1 has trained a model alone.
+    written(tmp_path, step, model("ab", ["Mean()"], nodes=1), model("cd", mixed, nodes=1),
+            model("cd", mixed, nodes=2), model("efgh", mixed, nodes=2),
+            metadata(0, "model", tensors=[], overlap=True), size=2, drift=0)
+    written(tmp_path, step, model("cd", mixed, nodes=2), model("i", ["Cast('float16')"]),
+            rank=1, size=2, drift=0)
+    assert main(["trace", "report", str(tmp_path)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line[0:1] == "#"][1:] == [
+        "# Reducers of a, b: Mean()",
+        "# Reducers of c, d: Mean(), TopK(density=0.01); on one node, nothing is compressed",
+        "# Reducers of c, d, e, and 3 more: Mean(), TopK(density=0.01)",
+        "# Reducers of i: Cast('float16')"]
+
+
 def test_a_budget_adds_up():
     operations = [TracedOperation(100, 400, 0, "a", "ring", 8, ("", 1)),
                   TracedOperation(300, 900, 1, "b", "ring", 8, ("", 2))]
@@ -185,7 +206,8 @@ def test_ranks_that_are_late_in_turn_are_not_named():
 def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
     needed("matplotlib")
     # The first job that compiles may wait for that on a busy machine, which is no part of this.
-    ended = run(2, TRACED, "close", MPIRING_TRACE=str(tmp_path), MPIRING_STALL_WARNING_S="0")
+    ended = run(2, TRACED, "close", MPIRING_TRACE=str(tmp_path), MPIRING_STALL_WARNING_S="0",
+                MPIRING_REDUCER="bf16")
     assert ended.status == 0 and not ended.output, ended.output
     assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
     events = [event for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]
@@ -200,6 +222,8 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
     capsys.readouterr()
     assert main(["trace", "report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
     said = capsys.readouterr().out
+    assert ("Reducers of w0, w1, w2, and 1 more: Cast('bfloat16'); on one node, nothing is "
+            "compressed") in said.replace("\n#  ", "")
     rows = {row[0]: [float(cell) for cell in row[1:]] for row in map(
         str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
     for steps, step, compute, data, exposed, idle, *_ in rows.values():

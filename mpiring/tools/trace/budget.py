@@ -74,6 +74,7 @@ class Activity:
         waits: Intervals in which the program waits for operations.
         ready: Intervals from the first to the last ready gradient of a step.
         data: Intervals in which the program waits for its next batch.
+        models: Descriptions of the models that the rank trains.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class Activity:
     operations: list[TracedOperation] = field(default_factory=list)
     ready: list[Span] = field(default_factory=list)
     data: list[Span] = field(default_factory=list)
+    models: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,12 @@ def activity_of(trace: RankTrace) -> Activity:
     """Read the activity of a rank from its trace."""
     activity = Activity(trace.rank)
     operations: dict[Key, TracedOperation] = {}
-    for event in trace.spans():
-        category, args = event["cat"], event["args"]
+    for event in trace.events():
+        category, args = event.get("cat"), event["args"]
+        if category is None:
+            if event["name"] == "model":
+                activity.models.append(args)
+            continue
         span = event["ts"], event["ts"] + event["dur"]
         if category == "step":
             activity.steps.append(Step(args["step"], *span, args.get("tokens", math.nan)))

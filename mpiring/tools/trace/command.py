@@ -25,7 +25,8 @@ gradients. It consists of
   exposed   the program waits for communication
   idle      the program waits for another rank, which has not called the operation yet
 `hidden` is the part of compute with operations in flight. Below the table, the report names ranks
-that wait for data and ranks for which others wait, if the time is at least 5 % of a step."""
+that wait for data and ranks for which others wait, if the time is at least 5 % of a step. Lines
+above the table name the Reducers of all models."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

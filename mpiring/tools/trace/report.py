@@ -3,10 +3,12 @@
 import math
 import textwrap
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from ... import ConfigError
+from ...provisional import first_few
 from .. import table
 from ..output import refuse_unwritable
 from ..picture import refuse_undrawable
@@ -32,6 +34,8 @@ _OPERATIONS = [
     Column("exposed", 11, 3, "exposed ms"), Column("idle", 8, 3, "idle ms")]
 # Maximum numbers of ranks and kinds of operations to print.
 _MAX_RANKS, _MAX_OPERATIONS = 32, 8
+# Maximum number of gradients to name for each set of Reducers.
+_MAX_NAMES = 3
 # Duration, exposed and idle time in microseconds of each operation, by (name, algorithm, bytes).
 _Kinds = dict[tuple[str, str, int], list[tuple[float, float, float]]]
 
@@ -53,6 +57,7 @@ def run(options: Namespace) -> int:
     budgets: dict[int, StepBudget] = {}
     counts: dict[int, int] = {}
     kinds: _Kinds = {}
+    models: list[Mapping[str, Any]] = []
     drawn: list[Activity] = []
     number = -1
     for trace in job.ranks:
@@ -65,11 +70,14 @@ def run(options: Namespace) -> int:
         budgets[trace.rank] = mean(list(by_step.values()))
         counts[trace.rank] = len(steps)
         _add_costs(kinds, activity, steps, last_called)
+        models += [model for model in activity.models if model not in models]
         if not drawn:
             number = _step_to_draw(options.step, activity, steps)
         if len(drawn) < picture.MAX_RANKS:
             drawn.append(activity)
     print(f"# {job.caption}")
+    for sentence in _reducer_sentences(models):
+        print(textwrap.fill(sentence, line_width(), subsequent_indent="#   "))
     _print_budgets(budgets, counts)
     for sentence in lateness.sentences():
         print(textwrap.fill(sentence, line_width(), subsequent_indent="  "))
@@ -103,6 +111,20 @@ def _add_costs(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
             kind = operation.name, operation.algorithm, operation.nbytes
             kinds.setdefault(kind, []).append(
                 (operation.ended - operation.began, *costs.get(operation.key, (0.0, 0.0))))
+
+
+def _reducer_sentences(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a sentence about each set of Reducers; models with the same Reducers share it."""
+    # Names of the gradients, as keys, which keep their order.
+    gradients: dict[tuple[str, bool], dict[str, None]] = {}
+    for model in models:
+        key = ", ".join(model.get("reducers", ())), model.get("nodes") == 1
+        gradients.setdefault(key, {}).update(dict.fromkeys(name for name, *_ in model["tensors"]))
+    for (reducers, is_one_node), names in gradients.items():
+        if reducers:
+            yield (f"# Reducers of {first_few([*names], _MAX_NAMES)}: {reducers}"
+                   + "; on one node, nothing is compressed" * (
+                       is_one_node and reducers != "Mean()"))
 
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:

@@ -147,8 +147,10 @@ def test_this_process(monkeypatch):
     monkeypatch.setenv("MPIRING_STALL_TIMEOUT", "9")
     assert "did you mean MPIRING_STALL_TIMEOUT_S?" in gather.rank(0, Library()).settings_error
     monkeypatch.delenv("MPIRING_STALL_TIMEOUT")
-    monkeypatch.setenv("MPIRING_TUNING", "perhaps")
-    assert "MPIRING_TUNING='perhaps'" in gather.rank(0, Library()).settings_error
+    for name, value in (("MPIRING_TUNING", "perhaps"), ("MPIRING_REDUCER", "powersdg")):
+        with monkeypatch.context() as variables:
+            variables.setenv(name, value)
+            assert f"{name}='{value}': expected " in gather.rank(0, Library()).settings_error
 
 
 def test_commands_that_do_not_answer(monkeypatch):
