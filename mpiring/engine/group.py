@@ -90,7 +90,6 @@ class Group(forks.OfRank):
         self._watch = StallWatch(self.rank, self.size, self._mailbox, config, self.engine.report,
                                  self._counter)
         self.queue = self.engine.join(self._watch)
-        self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)
         is_fast = config.rounds != "off" and len(self.sharing.memory_groups) == 1
@@ -106,6 +105,7 @@ class Group(forks.OfRank):
         """Create empty pools, which releases the memory of earlier operations."""
         self.windows = windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
+        self.engine.guard(self._counter, self.gpus)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
             self.sharing.order, self.sharing.memory_groups, self.config.algorithm,
