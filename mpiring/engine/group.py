@@ -11,7 +11,8 @@ from ..collectives.native import Turns
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ClosedError
-from ..gpu.device import Device, Event, UserStream, settled
+from ..gpu.device import Device
+from ..gpu.interface import Event, UserStream, settled
 from ..jit import cache
 from ..launch import exits, forks, silence
 from ..launch.cache import folder_of

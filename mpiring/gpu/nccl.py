@@ -25,7 +25,8 @@ import numpy as np
 from ..errors import MissingDependencyError, TransportError
 from ..memory.arrays import COMPLEX, dtype_name
 from ..remedies import pip_install
-from .device import Device, DeviceVector, address_of
+from .device import Device
+from .interface import DeviceVector, address_of
 
 IDENTITY_BYTES = 128
 # Longest time for which an abort waits for a call of another thread.

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 from ..collectives import (
     chain, direct, doubling, exchange, hierarchical, native, ring, shared)
 from ..errors import ConfigError
-from ..gpu.device import Queued
+from ..gpu.interface import Queued
 from ..gpu.nccl import Nccl
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes, bounds_of, chunks_of, cut, slices

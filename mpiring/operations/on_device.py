@@ -21,7 +21,8 @@ from ..collectives import nccl
 from ..collectives.operation import Tuning
 from ..config import Config
 from ..errors import ConfigError, TransportError
-from ..gpu.device import Alarm, Device, DeviceVector, Event, Program, Queued, UserStream
+from ..gpu.device import Device
+from ..gpu.interface import Alarm, DeviceVector, Event, Program, Queued, UserStream
 from ..gpu.nccl import Nccl, reduces
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
